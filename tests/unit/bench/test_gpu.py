@@ -46,9 +46,9 @@ def test_the_driver_runs_every_part(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "tiny" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+def test_a_model_left_out_for_want_of_time_is_named(tmp_path: Path) -> None:
     status = gpu.main(["--tiny", "--budget", "0", "--out", str(tmp_path / "gpu.json")])
-    assert status == 1, "who tries whether a model starts is told that none did"
+    assert status == 1, "the exit status says that no model was measured"
     assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == ["tiny: no time"]
 
 

@@ -1,4 +1,4 @@
-"""What `paceline explain` and `paceline policy` print is what was written, whoever wrote it."""
+"""`paceline explain` and `paceline policy` print every text literally, with control characters escaped."""
 
 from __future__ import annotations
 

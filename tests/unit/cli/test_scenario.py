@@ -37,7 +37,7 @@ def scenario(**changes: Any) -> dict[str, Any]:
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    """A scenario whose second request is changed; None takes a key away."""
+    """A scenario with these changes in its second request. None removes a key."""
     good = scenario()
     second = good["requests"][1] | changes
     good["requests"][1] = {key: value for key, value in second.items() if value is not None}
@@ -157,7 +157,7 @@ SWAPPING = {
 
 
 @pytest.mark.parametrize(("host_blocks", "modes"), [(20, {"swap"}), (1, {"recompute"}), (4, {"swap", "recompute"})])
-def test_what_gives_way_is_swapped_as_long_as_there_are_host_blocks(
+def test_preempted_requests_are_swapped_as_long_as_there_are_host_blocks(
     host_blocks: int, modes: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "scenario.json"
@@ -179,7 +179,7 @@ def played(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -
     return outcome
 
 
-def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = played(
         tmp_path,
         capsys,
@@ -192,7 +192,7 @@ def test_who_arrives_right_after_an_empty_step_is_not_lost(tmp_path: Path, capsy
             {"id": "c", "arrive": 4, "prompt_len": 5, "max_new_tokens": 3},
         ],
     )
-    empty = outcome["steps"][3]  # "a" gives way to "b", and that is all
+    empty = outcome["steps"][3]  # "a" is preempted for "b", and no request runs
     assert (empty["scheduled"], [p["id"] for p in empty["preempted"]]) == ([], ["a"])
     assert sorted(name for step in outcome["steps"] for name in step["finished"]) == ["a", "b", "c"]
     assert outcome["generated_tokens"] == {"a": 10, "b": 4, "c": 3}

@@ -45,7 +45,7 @@ class Admin(AdminServiceServicer):
 
 @pytest.fixture(scope="module")
 def schedulers() -> Iterator[dict[str, str]]:
-    """The addresses of schedulers whose order policy is their name."""
+    """The addresses of two schedulers, by name. Each scheduler reports its own name as its order policy."""
     servers, addresses = [], {}
     for name in ("first", "second"):
         server = grpc.server(futures.ThreadPoolExecutor(2))

@@ -165,7 +165,7 @@ def test_the_command_for_one_more_worker_works_in_a_new_shell(monkeypatch: pytes
     assert own_command("/somewhere/services/cli/__main__.py") == "paceline"
 
 
-def test_a_busy_default_port_gives_way(busy: int) -> None:
+def test_a_busy_default_port_is_replaced(busy: int) -> None:
     assert pick_port("127.0.0.1", busy, explicit=False, flag="cache-port", taken=set()) != busy
 
 

@@ -1,4 +1,4 @@
-"""When `paceline up` takes a child for hung."""
+"""When `paceline up` kills a child process as hung."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from services.runtime.rpc import GrpcServer
 TAKES_S = PROBE_EVERY_S + PROBE_TIMEOUT_S
 
 
-def test_who_answers_no_more_is_killed() -> None:
+def test_a_process_that_stops_answering_is_killed() -> None:
     watchdog = Watchdog(10.0)
     assert not watchdog.probed(True, PROBE_EVERY_S)
     assert [watchdog.probed(False, TAKES_S) for _ in range(4)] == [False, False, False, True]
 
 
-def test_who_has_not_begun_to_answer_may_be_loading() -> None:
+def test_a_process_that_never_answered_may_be_loading() -> None:
     watchdog = Watchdog(10.0)
     assert not any(watchdog.probed(False, TAKES_S) for _ in range(1000))
 
@@ -31,15 +31,15 @@ def test_zero_is_never() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1000.0), max_size=3))
-def test_whoever_was_stopped_himself_kills_nobody(stops_s: list[float]) -> None:
-    """Three probes without an answer are none too many, however long they took."""
+def test_a_watchdog_that_was_stopped_itself_kills_no_process(stops_s: list[float]) -> None:
+    """The watchdog does not kill after three unanswered probes, however long the probes took."""
     watchdog = Watchdog(10.0)
     watchdog.probed(True, PROBE_EVERY_S)
     assert not any(watchdog.probed(False, seconds) for seconds in stops_s)
 
 
 @pytest.mark.parametrize("serving", [True, False])
-async def test_any_answer_is_one(serving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_health_status_counts_as_an_answer(serving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     server = GrpcServer("127.0.0.1", 0)
     port = await server.start()
     server.set_serving(serving)
@@ -50,7 +50,7 @@ async def test_any_answer_is_one(serving: bool, monkeypatch: pytest.MonkeyPatch)
     assert await check_health(f"127.0.0.1:{port}") is HealthState.SILENT
 
 
-async def test_to_take_connections_is_none() -> None:
-    """As the kernel does for a process that is frozen, and gRPC's threads for one whose event loop is stuck."""
+async def test_an_accepted_connection_is_no_answer() -> None:
+    """The kernel accepts connections for a frozen process; gRPC's threads do so when the event loop is stuck."""
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         assert await check_health(f"127.0.0.1:{frozen.getsockname()[1]}") is HealthState.SILENT

@@ -138,7 +138,7 @@ def test_errors_have_types_and_say_what_the_server_said() -> None:
     assert type(error_from(grpc.StatusCode.INTERNAL, None, None)) is PacelineError
 
 
-def test_nobody_there() -> None:
+def test_no_server_at_the_address() -> None:
     with PacelineClient("127.0.0.1:1", retry_for_s=0) as client, pytest.raises(Unavailable):
         client.generate("x", timeout_s=60)
 

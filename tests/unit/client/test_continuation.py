@@ -1,4 +1,4 @@
-"""A request whose calls break at every place: each token once and in order, or the error that is final."""
+"""Calls of a request break at every position. The client yields each token once and in order, or the final error."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def test_what_no_key_makes_reproducible_gets_a_seed(options: Any, has_seed: bool
     assert not untouched.sampling.HasField("seed")
 
 
-def test_who_resumes_by_hand_names_no_tokens() -> None:
-    """They are not known here: the key stands for them."""
+def test_a_resume_by_hand_names_no_tokens() -> None:
+    """The new process does not know the tokens. The server finds them by the key."""
     request = make_request("hi", None, None, "", {"idempotency_key": "k", "resume_after": 3})
     going = Continuation(request, retry_for_s=30.0, timeout_s=None, now_s=0.0)
     going.take(inference_pb2.GenerateResponse(token_ids=[1, 2], position=3), 0.0)
@@ -338,7 +338,7 @@ async def test_to_leave_is_to_cancel_the_call_of_now(how: str) -> None:
         assert len(servicer.calls) == 2
 
 
-async def test_the_same_for_who_blocks() -> None:
+async def test_a_blocking_client_that_leaves_cancels_its_request() -> None:
     async with stuck() as (servicer, _, target):
 
         def leave() -> None:

@@ -57,12 +57,12 @@ def children(pid: int) -> str:
 
 
 def wait_for_end(pid: int) -> None:
-    """Of a child, of which the event loop does not hear meanwhile."""
+    """Waits until a child process ends. The event loop does not run meanwhile."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 async def queued(checks: GrammarChecks, count: int) -> None:
-    """So many trials run or wait."""
+    """Waits until `count` trials run or wait."""
     while len(checks._trials) != count:  # noqa: ASYNC110 - the other side is the code under test
         await asyncio.sleep(0.001)
 
@@ -92,7 +92,7 @@ async def test_a_limit_refuses_and_is_named(checks: GrammarChecks, structure: St
     assert (refused.value.status, refused.value.param) == (400, structure.field)
     assert refused.value.message.startswith(structure.field)
     assert limit in refused.value.message
-    assert await checks.grammar(regex("a"), ""), "the process is there for the next trial"
+    assert await checks.grammar(regex("a"), ""), "the process can run the next trial"
 
 
 async def test_memory_is_limited(checks: GrammarChecks) -> None:
@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_takes_its_trial_along(
 
 
 async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:
-    """By its own process, which answers at once and is there for the next trial."""
+    """The trial process ends the trial, answers at once, and can run the next trial."""
     checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
     process = await checks._start()
     endless = ("grammar", 'start: %json {"multipleOf": 50000017}', True)

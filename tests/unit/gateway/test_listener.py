@@ -1,4 +1,4 @@
-"""Connections that are taken in, and those that are not."""
+"""Which connections the listener accepts, and which it drops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Protocol(asyncio.Protocol):
 
 
 class Running:
-    """`heard`: what connections were made and what they said; `gone`: how many were dropped."""
+    """`heard`: a hello for each accepted connection, and its data. `gone`: how many connections were dropped."""
 
     def __init__(self) -> None:
         self.sock = socket.create_server(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Running:
         self.gone += 1
 
     def client(self, data: bytes = b"") -> socket.socket:
-        """In the kernel's queue: the loop does not run meanwhile."""
+        """A connection in the kernel's queue. The event loop does not run meanwhile."""
         connection = socket.create_connection(self.address)
         connection.sendall(data)
         return connection
@@ -92,9 +92,9 @@ async def test_many_are_taken_in_in_few_turns_of_the_loop(running: Running) -> N
 
 
 @linux
-async def test_who_has_gone_is_dropped_if_he_asked_for_much(running: Running) -> None:
+async def test_a_costly_request_is_dropped_if_its_client_has_gone(running: Running) -> None:
     running.client(COSTLY + b"HTTP/1.1").close()
-    running.client(b"GET /health").close()  # is heard, though nobody will read the answer
+    running.client(b"GET /health").close()  # is heard, though the client never reads the answer
     stays = running.client(COSTLY + b"stays")
     await until(lambda: len(running.heard) >= 4)
     assert sorted(running.heard) == sorted([b"hello", b"hello", b"GET /health", COSTLY + b"stays"])
@@ -126,11 +126,11 @@ async def test_resets_before_they_are_taken_in_do_no_harm(running: Running) -> N
     last = running.client(b"last")
     await until(lambda: b"last" in running.heard)
     assert running.heard.count(b"last") == 1
-    assert running.gone == 0, "nobody had asked for much"
+    assert running.gone == 0, "no client had sent a costly request"
     last.close()
 
 
-async def test_who_waits_in_the_kernel_when_it_closes_is_taken_in(running: Running) -> None:
+async def test_close_accepts_the_connections_that_wait_in_the_kernel(running: Running) -> None:
     clients = [running.client(b"x") for _ in range(40)]
     running.listener.accept_all()
     running.listener.close()

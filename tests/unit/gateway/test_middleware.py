@@ -23,7 +23,7 @@ class ClientSocket:
 
 
 class Broken(Response):
-    """Fails when it has begun."""
+    """A response that fails after its start."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -31,7 +31,7 @@ class Broken(Response):
 
 
 async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[list[Message], ClientSocket]:
-    """What was sent to the client of a handler that returns, or raises, this."""
+    """The messages that the client gets when its handler returns or raises `outcome`."""
     sent: list[Message] = []
     peer = ClientSocket()
 
@@ -88,7 +88,7 @@ async def test_a_bug_behind_the_beginning_of_an_answer_begins_no_other() -> None
     assert sent[-1]["type"] == "raised"
 
 
-async def test_who_has_gone_gets_no_answer() -> None:
+async def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert statuses((await ask(ClientDisconnect()))[0]) == [499]
     sent, peer = await ask(Gone())
     assert not sent

@@ -1,4 +1,4 @@
-"""Who gets in, and when."""
+"""Which requests the parse limiter admits, and in which event-loop turn."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> Non
     await asyncio.gather(*tasks)
 
 
-async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn() -> None:
+async def test_a_request_without_a_client_fails_at_its_turn_and_takes_no_place() -> None:
     parse_limiter, asked, entered = ParseLimiter(per_turn=1), [], []
 
     async def request(number: int) -> None:
@@ -64,7 +64,7 @@ async def test_who_has_gone_takes_nobodys_place_and_is_told_when_it_is_his_turn(
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] + [True] * 5 + [False] * 2
 
 
-async def test_a_check_that_fails_holds_up_nobody_else() -> None:
+async def test_a_check_that_fails_delays_no_other_request() -> None:
     parse_limiter = ParseLimiter(per_turn=1)
 
     def bug() -> None:

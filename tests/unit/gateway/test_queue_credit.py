@@ -1,4 +1,4 @@
-"""How many a gateway lets in."""
+"""How many requests a gateway admits by the queue credit of the scheduler."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_what_is_on_its_way_takes_of_the_places() -> None:
     assert not credit.takes(0)
 
 
-def test_a_number_that_is_old_refuses_nobody_but_more_than_ever_fit() -> None:
-    """Others may have left meanwhile, and nobody has told so."""
+def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
+    """Requests of other gateways may have left the queue since the scheduler sent the number."""
     credit = QueueCredit()
     credit.update(num_free=8, num_submissions=0)
     credit.update(num_free=1, num_submissions=0)
     credit.sent(3)
     credit.tick()
-    assert not credit.takes(0), "it has only just been told"
+    assert not credit.takes(0), "the number is only one tick old"
     credit.tick()
     assert credit.takes(7)
     assert not credit.takes(8)
@@ -41,7 +41,7 @@ def test_a_number_that_is_old_refuses_nobody_but_more_than_ever_fit() -> None:
 def test_a_number_that_has_not_changed_is_not_told_again_and_is_not_old() -> None:
     credit = QueueCredit()
     credit.unchanged()
-    assert credit.takes(10**6), "nothing was told"
+    assert credit.takes(10**6), "the scheduler has sent no number yet"
     credit.update(num_free=8, num_submissions=0)
     credit.update(num_free=1, num_submissions=0)
     for _ in range(4):

@@ -436,12 +436,12 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
 def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
-    """They travel in 32 bits, where 0 is no share, or none asked for."""
+    """Shares are sent as 32-bit floats, and there 0 means that the request asks for none."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
 
 def slow_builder() -> tuple[RequestBuilder, list[str], threading.Event]:
-    """With the texts that its tokeniser has begun with, and what it waits for."""
+    """Returns the builder, the texts that its tokenizer has started, and the event that lets it go on."""
     begun: list[str] = []
     go_on = threading.Event()
 
@@ -454,7 +454,7 @@ def slow_builder() -> tuple[RequestBuilder, list[str], threading.Event]:
     return RequestBuilder(Slow.from_folder(CHECKPOINT), read_model_files(CHECKPOINT)), begun, go_on
 
 
-async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_have_gone() -> None:
+async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_clients_that_have_gone() -> None:
     builder, begun, go_on = slow_builder()
     gone: set[int] = set()
 
@@ -475,8 +475,8 @@ async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_those_who_ha
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] * (many - 1) + [True]
 
 
-async def test_who_is_cancelled_leaves_his_place_when_his_thread_has_ended() -> None:
-    """Else those that come and go would leave any number of texts in threads."""
+async def test_a_cancelled_text_keeps_its_place_until_its_thread_has_ended() -> None:
+    """Otherwise clients that connect and disconnect could leave any number of texts in threads."""
     builder, begun, go_on = slow_builder()
     num_threads = os.cpu_count() or 1
 

@@ -1,4 +1,4 @@
-"""Requests with keys: who reads them, how long they wait, what is kept."""
+"""Requests with idempotency keys: which connection reads them, how long they wait, what is kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_request_waits_for_its_client_and_then_ends(rig: Rig) -> None:
     assert len(rig.session.live) == 2
 
 
-async def test_who_comes_back_reads_from_the_beginning(rig: Rig) -> None:
+async def test_a_client_that_comes_back_reads_from_the_beginning(rig: Rig) -> None:
     first = rig.open(ignore_eos=True)
     rig.session.give(rig.session.live[0], 50, 60)
     await first.generations[0].next()
@@ -118,7 +118,7 @@ async def test_what_failed_is_run_again(rig: Rig) -> None:
         with pytest.raises(ApiError):
             await reading.generations[0].next()
         reading.close()
-    # Also while somebody has not noticed yet.
+    # Also while a reader has not seen the failure yet.
     reading = rig.open()
     rig.session.end(rig.session.live[-1], 0, code=14)
     rig.open()
@@ -127,17 +127,17 @@ async def test_what_failed_is_run_again(rig: Rig) -> None:
     assert (rig.store.num_waiting, rig.store.num_finished, rig.num_live) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-async def test_what_failed_by_itself_is_not(rig: Rig, guilty: int) -> None:
-    """It might kill a worker at each attempt. Of several samples one is enough."""
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_request_that_failed_by_itself_is_not_run_again(rig: Rig, failing: int) -> None:
+    """Such a request might kill a worker at each attempt. One failed sample out of several is enough."""
     for attempt in range(3):
         reading = rig.open(n=2)
-        rig.session.end(rig.session.live[guilty], ERROR, code=13)
+        rig.session.end(rig.session.live[failing], ERROR, code=13)
         with pytest.raises(ApiError) as failed:
-            await reading.generations[guilty if attempt == 0 else 0].next()
+            await reading.generations[failing if attempt == 0 else 0].next()
         assert (failed.value.status, failed.value.headers) == (500, {"x-should-retry": "false"})
         if attempt == 0:
-            rig.open(n=2)  # while somebody has not noticed yet
+            rig.open(n=2)  # while the first reader has not seen the failure yet
         reading.close()
     rig.wait(59)
     assert len(rig.session.live) == 2

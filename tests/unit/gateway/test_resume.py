@@ -1,4 +1,4 @@
-"""A stream that breaks behind any event, and is resumed, is the stream that nothing happened to."""
+"""A stream that breaks after any event and is resumed equals the undisturbed stream."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Case:
 
 
 async def stream(case: Case, batches: Iterator[int], after: EventId | None = None) -> tuple[int, list[Event]]:
-    """The status and events of an answer whose tokens arrive in such batches."""
+    """The status and events of an answer. Its tokens arrive in batches of these sizes."""
     session = FakeSession()
     envelope = Envelope(case.kind, "m", 5 if after is None else after.created_s, "0" * 32)
     answer = StreamAnswer(
@@ -152,7 +152,7 @@ def test_a_stream_may_break_behind_any_event(case: Case, data: st.DataObject) ->
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int) -> None:
-    """So much of it, and nothing of the second one, which echoes what the first one is told."""
+    """The client has `tokens` of the first sample and none of the second, which echoes the same prompt scores."""
     case = Case("completion", [[50, 60], [51, 61]], {"logprobs": 1}, echo="öne")
     runs = (run(case, seed) for seed in range(200))
     found = (
@@ -169,7 +169,7 @@ def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int
 
 
 def test_what_was_shown_must_be_what_comes_again() -> None:
-    """As when a near tie falls the other way: an error, not the end of another answer."""
+    """If the tokens differ, as after a near tie, the client gets an error and not the rest of another answer."""
     case = Case("completion", [[50, 60, 70, 80], [51, 61, 71, 81]], {})
     other = Case("completion", [[50, 65, 70, 80], [51, 61, 71, 81]], {})
     events = run(case, 1)
@@ -183,7 +183,7 @@ def test_what_was_shown_must_be_what_comes_again() -> None:
 
 @pytest.mark.parametrize("places", ["5", "4", "9e", "2e"])
 def test_an_answer_that_ends_before_the_place(places: str) -> None:
-    """By a stop string or an end token, which the id cannot know."""
+    """The answer ends early by a stop string or an end token, which the event id does not contain."""
     case = Case("completion", [[*BUILDER.encode_word("one"), *BUILDER.encode_word(" two"), 50, 60]], {"stop": ["one"]})
     after = parse_event_id(f"5.00000000.{places}", [50], has_usage=False)
     status, [error] = asyncio.run(stream(case, numbers(1), after))

@@ -1,4 +1,4 @@
-"""The ledger of those who were told to come back."""
+"""The ledger of refused clients: how many are expected back in each second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.gateway.admission.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfterLedger
 
-PER_S = 10 / ASSIGNED_SHARE  # ten a second are promised
+PER_S = 10 / ASSIGNED_SHARE  # so that the ledger promises ten places a second
 ROUNDING = 1e-9
 
 
@@ -20,10 +20,10 @@ def test_each_is_told_to_come_behind_the_one_before() -> None:
     ledger = RetryAfterLedger()
     ledger.advance(100.5, 0)
     assert told(ledger, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
-    assert told(ledger, 100.6, 1) == pytest.approx([3.1]), "the others still stand before"
+    assert told(ledger, 100.6, 1) == pytest.approx([3.1]), "the other clients are still expected earlier"
 
 
-def test_nobody_is_told_more_than_clients_heed_and_who_finds_it_full_is_spread() -> None:
+def test_no_time_exceeds_what_clients_heed_and_the_overflow_is_spread() -> None:
     ledger = RetryAfterLedger()
     ledger.advance(100.0, 0)
     times = told(ledger, 100.0, 2000)
@@ -34,7 +34,7 @@ def test_nobody_is_told_more_than_clients_heed_and_who_finds_it_full_is_spread()
     assert max(map(seconds.count, seconds)) <= 2 * len(late) / (LONGEST_S / 2), "no second has far more than others"
 
 
-def test_the_places_of_those_who_do_not_come_are_given_away() -> None:
+def test_the_places_of_clients_that_stay_away_are_given_away() -> None:
     ledger = RetryAfterLedger()
     ledger.advance(100.0, 0)
     told(ledger, 100.0, 400)
@@ -44,20 +44,20 @@ def test_the_places_of_those_who_do_not_come_are_given_away() -> None:
     assert told(ledger, 105.0, 1)[0] < 1
 
 
-def test_if_half_of_them_come_half_of_the_others_are_taken_to() -> None:
+def test_if_half_of_the_clients_come_half_of_the_rest_are_expected() -> None:
     ledger = RetryAfterLedger()
     ledger.advance(100.0, 0)
     told(ledger, 100.0, 400)
-    for tick in range(5):  # of 40 who were expected
+    for tick in range(5):  # 5 clients come out of the 40 that were expected
         ledger.advance(101.0 + tick, 5 if tick else 0)
     remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
     more = told(ledger, 105.0, 100)
-    assert more[-1] == pytest.approx(100 / 5, rel=0.2), "between those who come, as many a second as do not"
+    assert more[-1] == pytest.approx(100 / 5, rel=0.2), "each second gets as many new clients as have stayed away"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.9])
-def test_those_who_come_a_little_late_are_no_reason_to_give_places_away(late_s: float) -> None:
+def test_clients_that_come_a_little_late_keep_their_places(late_s: float) -> None:
     ledger = RetryAfterLedger()
     ledger.advance(100.0, 0)
     coming = sorted(100.0 + time + late_s for time in told(ledger, 100.0, 300))
@@ -67,7 +67,7 @@ def test_those_who_come_a_little_late_are_no_reason_to_give_places_away(late_s: 
         coming = coming[len(come) :]
         ledger.advance(now_s, len(come))
         assert ledger.num_expected >= len(coming) * 0.85 - 10
-    assert told(ledger, now_s, 1)[0] > 9, "of 300 a good hundred are still to come"
+    assert told(ledger, now_s, 1)[0] > 9, "more than 100 of the 300 clients are still expected"
 
 
 Event = tuple[float, int, int]  # seconds that pass, requests that come, requests that are refused
@@ -93,7 +93,7 @@ def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: floa
             was_overbooked = was_overbooked or overbooked or after_s >= LONGEST_S / 2
             if not was_overbooked:
                 assert after_s >= last_s, "first come, first served"
-                come = min(ledger._came, ledger._expected[0])  # who came in this second is not expected any more
+                come = min(ledger._came, ledger._expected[0])  # clients of this second are not expected any more
                 assert ledger.num_expected - come <= ASSIGNED_SHARE * per_s * LONGEST_S + 1 + ROUNDING
             last_s = after_s
         assert ledger.num_expected >= 0

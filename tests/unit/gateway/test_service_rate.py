@@ -1,4 +1,4 @@
-"""How fast places become free, and when those who are refused are told to come back."""
+"""How fast requests finish, and when refused clients are told to come back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = 20  # live requests of a full server
 
 
 def busy(departures: ServiceRate, seconds: int, per_s: int, begin_s: float = 0.0) -> float:
-    """So many leave each second, and somebody is always refused; returns the time."""
+    """`per_s` requests finish in each second, and a request is refused in each second. Returns the time."""
     departures.measure(begin_s)
     for second in range(seconds):
         departures.retry_after_s(begin_s + second, FULL)
@@ -35,13 +35,13 @@ def test_one_behind_the_other_at_the_rate_at_which_places_become_free() -> None:
     assert departures.per_s == 10
     departures.measure(now_s)
     told = [departures.retry_after_s(now_s, FULL) for _ in range(4)]
-    assert told == pytest.approx([1 / 9, 2 / 9, 3 / 9, 4 / 9]), "a tenth of the rate is kept back"
+    assert told == pytest.approx([1 / 9, 2 / 9, 3 / 9, 4 / 9]), "a tenth of the rate is kept in reserve"
 
 
 def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_been_idle() -> None:
     departures = ServiceRate()
     now_s = busy(departures, 1, per_s=10)
-    for second in range(60):  # hardly anybody asks
+    for second in range(60):  # few requests come
         departures.finished(0)
         departures.measure(now_s + second + 1)
     assert departures.per_s == 10
@@ -49,8 +49,8 @@ def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_bee
     assert departures.per_s == pytest.approx(2.0, rel=0.02), "the requests are longer now"
 
 
-def test_waves_of_those_who_come_back_do_not_look_like_a_slow_server() -> None:
-    """In each second some are refused, and then the server runs dry."""
+def test_waves_of_returning_clients_do_not_look_like_a_slow_server() -> None:
+    """In each second the server refuses a request, and then runs out of requests."""
     departures = ServiceRate()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):
@@ -74,7 +74,7 @@ def test_a_server_that_was_hardly_used_is_found_to_be_quicker_at_once() -> None:
 
 
 class Server:
-    """`slots` requests at once, `per_s` in all, and a queue; crowds that come at one moment and do as they are told."""
+    """A server with `slots` slots, `per_s` requests a second and a queue. Refused users come back when told to."""
 
     def __init__(self, per_s: float, slots: int, queue: int, seed: int) -> None:
         self.departures = ServiceRate()
@@ -131,8 +131,11 @@ class Server:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), per_s=st.floats(20, 200), crowd=st.integers(2, 25), before=st.booleans())
-def test_who_is_told_a_time_and_comes_then_finds_a_place(seed: int, per_s: float, crowd: int, before: bool) -> None:
-    """All at the same moment, up to 25 s of work; also when others were refused shortly before, who never come back."""
+def test_a_client_that_comes_back_at_its_time_finds_a_place(seed: int, per_s: float, crowd: int, before: bool) -> None:
+    """The users come at the same moment, with up to 25 s of work.
+
+    With `before`, the server has just refused other clients that never come back.
+    """
     server = Server(per_s, slots=32, queue=round(per_s), seed=seed)
     for i in range(int(12 * per_s)):
         server.come(-1, i / per_s)

@@ -50,7 +50,7 @@ def drain(core: SessionCore) -> list[inference_pb2.SessionRequest]:
     out = []
     while (message := core.take_request()) is not None:
         out.append(message)
-        assert len(out) < 100, "it has no end"
+        assert len(out) < 100, "the core drains without end"
     return out
 
 
@@ -100,7 +100,7 @@ def test_tokens_and_endings_reach_their_requests() -> None:
     assert (a.tokens, b.tokens) == ([7, 9], [8])
     assert a.ending is not None
     assert core.num_live == 1
-    # It has ended: what still comes for its handle is nobody's.
+    # The request has ended: no request takes what still comes for its handle.
     assert core.receive(tokens((a, 1))) == []
     assert a.tokens == [7, 9]
 
@@ -126,7 +126,7 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
 
 
 def test_a_deadline_counts_from_the_first_submission() -> None:
-    """However often the request is submitted again; what is over is the least that can be said, not no deadline (0)."""
+    """However often the request is submitted again. A past deadline is sent as 1 ms, because 0 means no deadline."""
     core = make_core(wait_s=60.0)
     metadata = SubmissionMetadata(
         deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),)
@@ -143,7 +143,7 @@ def test_a_deadline_counts_from_the_first_submission() -> None:
         again.deadline_s = first.deadline_s
         again.ClearField("output_token_ids")
         again.accepted_before = False
-        assert again == first, "nothing else is lost on the way"
+        assert again == first, "every other field is sent again"
 
 
 def test_a_stream_that_never_opened_accepted_nothing() -> None:
@@ -223,7 +223,7 @@ def test_live_requests_are_bounded_and_handles_not_reused_while_they_live() -> N
 
 
 def test_a_handle_is_not_used_again_by_the_next_request() -> None:
-    """What is still under way for the one that has ended would reach the new one."""
+    """Otherwise late messages for the ended request would reach the new one."""
     core = make_core()
     opened(core)
     first = submit(core)
@@ -298,7 +298,7 @@ def test_going_down_fails_everything() -> None:
 
 
 class CountingScheduler:
-    """Generates 0, 1, 2, ... for everybody, and forgets everything when the stream breaks."""
+    """Generates 0, 1, 2, ... for each request, and forgets all requests when the stream breaks."""
 
     def __init__(self, core: SessionCore) -> None:
         self.core = core
@@ -401,11 +401,11 @@ def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
     [message] = drain(core)
     [submission] = message.submissions
     assert np.frombuffer(submission.output_token_ids, "<i4").tolist() == [7, 8]
-    assert not submission.accepted_before, "not by this scheduler, as far as we know"
+    assert not submission.accepted_before, "the gateway does not know whether this scheduler accepted it"
     assert not submission.sampling.prompt_logprobs
     core.receive(tokens((request, 9)))
     assert request.tokens == [7, 8, 9]
-    assert len(request.scores) == 2, "one for each that was delivered; the new one's comes with it"
+    assert len(request.scores) == 2, "one score for each delivered token; a new token brings its own"
     done = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=9), 0.0, frozenset([5]), delivered=[7, 5])
     assert done.ending is not None
     assert done.ending.reason == common_pb2.FINISH_REASON_STOP
@@ -413,11 +413,11 @@ def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
     assert core.num_live == 1
 
 
-def test_who_is_refused_by_a_full_scheduler_comes_behind_those_whom_we_refused() -> None:
+def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_refused() -> None:
     core = make_core()
     opened(core)
     core.tick(0.0)
-    for _ in range(4):  # four places a second, of which nine tenths are promised
+    for _ in range(4):  # four finish in a second; the gateway promises nine tenths of that rate
         core.receive(inference_pb2.SessionResponse(endings=[ending(submit(core))]))
     core.tick(1.0)
     refused = [submit(core, now_s=1.0) for _ in range(3)]
@@ -440,7 +440,7 @@ def test_who_is_refused_by_a_full_scheduler_comes_behind_those_whom_we_refused()
 def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() -> None:
     core = make_core()
     opened(core)
-    assert core.queue_takes(1000), "it has told nothing"
+    assert core.queue_takes(1000), "the scheduler has sent no number yet"
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=2, num_submissions=0)))
     submit(core)
     assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not sent yet"
@@ -449,7 +449,7 @@ def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() ->
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=1, num_submissions=1)))
     assert (core.queue_takes(0), core.queue_takes(1)) == (True, False)
     core.connect()
-    assert core.queue_takes(1000), "this one has told nothing"
+    assert core.queue_takes(1000), "the new stream has sent no number yet"
 
 
 MALFORMED: list[dict[str, Any]] = [
@@ -466,7 +466,7 @@ MALFORMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", MALFORMED)
 def test_of_a_malformed_message_nothing_is_taken(fields: dict[str, Any]) -> None:
-    """So that the next stream can go on with what is here."""
+    """So that the next stream can go on from the tokens received before."""
     core = make_core()
     request = submit(core)
     opened(core)
@@ -491,12 +491,12 @@ def status_of(model: str) -> inference_pb2.SchedulerStatus:
 
 
 def guarded_core() -> SessionCore:
-    """Of a gateway whose model is a."""
+    """The session core of a gateway that serves model a."""
     return make_core(difference=lambda model: "" if model.name == "a" else f"not {model.name}")
 
 
 def test_no_token_of_another_model_is_taken() -> None:
-    """It may come in the same message in which the scheduler first says what its workers serve."""
+    """The token may come in the same message in which the scheduler first names the model of its workers."""
     core = guarded_core()
     opened(core)
     early = submit(core)

@@ -1,4 +1,4 @@
-"""What a step tells a policy of the cache holds at that moment, whatever it was asked before."""
+"""What a step tells a policy about the cache is current, whatever the policy asked before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulator.toy_worker import ToyWorker
 
 
 class Curious(DecodeFirst):
-    """Asks what is cached of the first that waits, before and after what runs is in the step."""
+    """Asks how much of the first waiting request is cached, before and after the running requests are in the step."""
 
     answers: ClassVar[list[tuple[int, int]]] = []
 
@@ -25,7 +25,7 @@ class Curious(DecodeFirst):
             self.answers.append((before, step.cached_tokens(first)))
 
 
-def test_what_a_running_prompt_computes_in_the_step_is_cached_for_who_comes_behind() -> None:
+def test_what_a_running_prompt_computes_in_the_step_is_cached_for_the_next_request() -> None:
     system = LocalSystem(policies=build(choose("", {"batch": f"{__name__}:{Curious.__name__}"})))
     system.attach(ToyWorker(block_size=4, num_blocks=100, max_num_seqs=8, max_batched_tokens=64))
     system.open("s", window=1 << 20)

@@ -1,4 +1,4 @@
-"""Errors of policies in the log: each at once, the same one not for ever."""
+"""Errors of policies in the log: a new error at once, a repeated error once in a while."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Log:
 def test_the_same_error_is_logged_once_in_a_while() -> None:
     log = Log()
     for i in range(500):
-        log.fail(message=f"step {i}")  # the number in it makes it no other error
+        log.fail(message=f"step {i}")  # a different number does not make it a different error
         log.now_s += 0.01
     assert len(log.lines) == 1
     log.now_s += SAME_ERROR_S

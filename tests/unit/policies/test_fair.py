@@ -1,4 +1,4 @@
-"""The order that is fair among tenants: who is busy, who is idle, and how many of these it remembers."""
+"""The order that is fair among tenants: busy tenants, idle tenants, and how many idle tenants it remembers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
 WEIGHTS = {"a": 3.0, "b": 0.5}
-CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # what runs is charged in every look at the order
+CLOCK = itertools.count(step=10 * CHARGE_INTERVAL_S)  # running requests are charged at every look at the order
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class FakeRequest:
 
     @property
     def prompt_cost(self) -> int:
-        """A prompt is paid for once."""
+        """A prompt is charged once."""
         return self.num_tokens - self.best_matched_tokens if not self.has_run else 0
 
 
@@ -72,14 +72,14 @@ class Simple:
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[FakeRequest] = field(default_factory=list)
     running: dict[FakeRequest, int] = field(default_factory=dict)
-    last: str = ""  # of whom something waited last
+    last: str = ""  # the last tenant that had a waiting request
 
     @property
-    def who_waits(self) -> set[str]:
+    def waiting_tenants(self) -> set[str]:
         return {one.tenant for one in self.waiting}
 
     def left(self, tenant: str) -> None:
-        if tenant not in self.who_waits:
+        if tenant not in self.waiting_tenants:
             self.last = tenant
 
     def charge(self, tenant: str, tokens: float) -> None:
@@ -88,9 +88,9 @@ class Simple:
     def add(self, request: FakeRequest) -> None:
         for tenant in {one.tenant for one in self.running}:
             self.charge_output(tenant)
-        if request.tenant not in self.who_waits and not request.has_run:
-            who = self.who_waits or {self.last}
-            lowest = min(self.counters.get(one, 0.0) for one in who)
+        if request.tenant not in self.waiting_tenants and not request.has_run:
+            tenants = self.waiting_tenants or {self.last}
+            lowest = min(self.counters.get(one, 0.0) for one in tenants)
             self.counters[request.tenant] = max(self.counters.get(request.tenant, 0.0), lowest)
         self.counters.setdefault(request.tenant, 0.0)
         self.waiting.append(request)
@@ -130,7 +130,7 @@ def names(order: FairAmongTenants) -> list[int]:
 
 @settings(deadline=None, max_examples=300)
 @given(st.randoms(use_true_random=False), st.integers(1, 60))
-def test_the_order_is_that_of_one_who_forgets_nobody(rng: Any, num_events: int) -> None:
+def test_the_order_is_that_of_a_rule_that_forgets_no_tenant(rng: Any, num_events: int) -> None:
     order, simple = FairAmongTenants(dict(WEIGHTS)), Simple()
     for arrival_index in range(num_events):
         event = rng.choice(["add", "add", "start", "start", "cancel", "grow", "stop", "preempt"])
@@ -188,7 +188,7 @@ def test_of_idle_tenants_only_the_last_are_remembered_and_none_is_walked() -> No
     assert list(order.idle) == [f"user-{i}" for i in range(2 * MAX_IDLE, 3 * MAX_IDLE)]
 
 
-def test_who_comes_again_is_remembered_longer() -> None:
+def test_a_tenant_that_comes_again_is_remembered_longer() -> None:
     order = FairAmongTenants()
     for i in range(3 * MAX_IDLE):
         serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
@@ -199,7 +199,7 @@ def test_who_comes_again_is_remembered_longer() -> None:
     assert len(order.idle) == MAX_IDLE
 
 
-def test_one_who_was_forgotten_does_not_get_before_those_that_are_busy() -> None:
+def test_a_forgotten_tenant_does_not_get_ahead_of_busy_tenants() -> None:
     order = FairAmongTenants()
     serve(order, FakeRequest(0, "greedy", num_prompt_tokens=1000))
     for i in range(1, MAX_IDLE + 2):
@@ -227,10 +227,10 @@ def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
         order.add(view(FakeRequest(arrival_index, "busy", num_prompt_tokens=100)))
     for arrival_index in (30, 31):
         order.add(view(FakeRequest(arrival_index, "modest", num_prompt_tokens=100)))
-    assert names(order) == [20, 30, 21, 31], "with the one that runs it has asked for no more than without"
+    assert names(order) == [20, 30, 21, 31], "the running request gives its tenant no credit"
 
 
-def test_what_is_computed_anew_because_it_was_pushed_out_is_nobodys_debt() -> None:
+def test_what_is_computed_again_after_preemption_is_charged_to_no_tenant() -> None:
     order = FairAmongTenants()
     victim = FakeRequest(1, "victim", num_prompt_tokens=100)
     serve(order, victim)
@@ -243,7 +243,7 @@ def test_what_is_computed_anew_because_it_was_pushed_out_is_nobodys_debt() -> No
     order.add(view(FakeRequest(3, "victim", num_prompt_tokens=1000)))
     order.add(view(FakeRequest(4, "other", num_prompt_tokens=10)))
     assert [tenant.counter for tenant in order.busy.values()] == [100.0, 200.0]
-    assert names(order) == [1, 3, 4], "nor does it stand behind others for it"
+    assert names(order) == [1, 3, 4], "the victim does not wait behind others for its recomputation"
 
 
 def test_a_search_pays_for_each_of_its_beams() -> None:
@@ -259,8 +259,8 @@ def test_a_search_pays_for_each_of_its_beams() -> None:
     assert order.idle["t"] >= 20 + 4 * 39
 
 
-def test_who_is_hidden_by_a_limit_waits_all_the_same() -> None:
-    """Of a tenant at its limit the first one goes, and another is shown instead: it is no tenant that has just come."""
+def test_a_tenant_hidden_by_its_limit_still_waits() -> None:
+    """A request of a tenant starts, and the next one is hidden by the limit. The tenant does not count as new."""
     order, running = FairAmongTenants(), {"modest": 0, "busy": 0}
     queue = WaitingQueue(order, pytest.fail, lambda tenant: 20 - running[tenant])
     requests = [limited(arrival_index, "modest") for arrival_index in range(1, 5)]
@@ -372,7 +372,7 @@ def test_the_request_with_fewest_running_sequences_is_first(seed: int) -> None:
 
 
 def test_to_compare_tenants_that_the_order_was_not_told_of_leaves_no_trace() -> None:
-    """As the fallback of a policy that failed does, which is told of no request."""
+    """Like the fallback of a failed policy, which is told of no request."""
     order = FairAmongTenants()
     for i in range(10):
         waiting, running = FakeRequest(2 * i, f"waiting-{i}"), FakeRequest(2 * i + 1, f"running-{i}")
@@ -399,4 +399,4 @@ def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch
     assert not looks
     monkeypatch.setattr(FakeRequest, "num_output_tokens", property(lambda self: looks.append(self) or 0))
     order.add(view(waiting[-1]))
-    assert len(looks) == len(running), "another tenant waits: what runs is charged, once"
+    assert len(looks) == len(running), "another tenant waits, so the running requests are charged once"

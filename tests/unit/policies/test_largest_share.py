@@ -1,4 +1,4 @@
-"""Which sequences `largest-share` preempts. What comes of it: tests/unit/scheduler/test_request_shares.py."""
+"""Which sequences `largest-share` preempts. The effects: tests/unit/scheduler/test_request_shares.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scheduler_svc.policies.preemption.largest_share import LargestShare
 
 
 @pytest.mark.parametrize(("need", "expected"), [(1, "f"), (3, "f"), (4, "fe"), (6, "fe"), (7, "fed")])
-def test_samples_give_way_until_there_are_blocks_enough(need: int, expected: str) -> None:
-    """Six samples of one request run, of three blocks each, and seats are free."""
+def test_samples_are_preempted_until_there_are_enough_blocks(need: int, expected: str) -> None:
+    """Six samples of one request run, with three blocks each, and slots are free."""
     samples = SimpleNamespace(client_request=1, num_running_siblings=6)
     newcomer = SimpleNamespace(num_running_siblings=0, is_swapped=False)
     step: Any = SimpleNamespace(

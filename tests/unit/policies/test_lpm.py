@@ -43,17 +43,17 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     follower = wait(queue, 2, [*SHARED, 2], cached=16)
     wait(queue, 3, [7] * 40, cached=32)
     wait(queue, 4, [8] * 40)
-    assert order(queue) == [3, 1, 4, 2], "the leader has the place of its match; who follows goes last"
+    assert order(queue) == [3, 1, 4, 2], "the leader has the position of its match; its follower goes last"
     queue.remove(leader)
     assert order(queue) == [3, 2, 4], "the next one leads, with its own match"
     queue.add(leader)
     assert order(queue) == [3, 1, 4, 2]
     follower.matches = {1: PrefixMatch(33)}
     queue.rematched([follower])
-    assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it depends on nobody"
+    assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it waits for no leader"
 
 
-def test_those_who_follow_stand_as_they_came_whatever_of_them_is_cached(queue: WaitingQueue) -> None:
+def test_followers_stand_in_order_of_arrival_whatever_of_them_is_cached(queue: WaitingQueue) -> None:
     other = [7] * 16 + list(range(200, 240))
     wait(queue, 1, [*SHARED, 1])
     wait(queue, 2, [*other, 1], cached=16)

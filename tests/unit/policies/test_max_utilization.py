@@ -1,4 +1,4 @@
-"""What MAX_UTILIZATION leaves unlooked at changes nothing: the same steps as with the rule in its plainest form."""
+"""MAX_UTILIZATION skips requests, and still plans the same steps as the plainest form of its rule."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FAILING = f"{__name__}:Failing"
 
 
 class Plain(CapacityPolicy):
-    """All that runs and waits, in one list."""
+    """The running and the waiting requests, in one list."""
 
     reserves_prompt = True
     preempts_for_waiting = True
-    longest = 0  # list of those that wait
+    longest = 0  # length of the longest list of waiting requests
 
     def begin(self, step: Step) -> None:
         self.fitting: set[int] = set()
@@ -156,7 +156,7 @@ def test_the_same_steps_as_by_the_plain_rule_when_the_order_fails() -> None:
     assert failed > 8
 
 
-def test_a_full_house_does_not_look_at_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_all_slots_taken_the_waiting_requests_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     system = LocalSystem(policies=build(choose("trtllm-max-util")))
     system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=8, max_batched_tokens=64))
     system.open("s", window=1 << 20)
@@ -183,4 +183,4 @@ def test_a_full_house_does_not_look_at_who_waits(monkeypatch: pytest.MonkeyPatch
     looks.clear()
     system.run_for(60)
     assert len(looks) >= 15
-    assert sorted(looks)[len(looks) // 2] <= 2  # the first, for capacity and for the batch
+    assert sorted(looks)[len(looks) // 2] <= 2  # the first request, once for capacity and once for the batch

@@ -1,4 +1,4 @@
-"""Order policies as the scheduler tells them what comes, goes, runs and stops."""
+"""Order policies, driven as the scheduler does: requests come, leave, run and stop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def names(order: OrderPolicy) -> list[int]:
 
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
-def test_lpm_holds_nobody_back_for_a_prefix_of_another_namespace(field: str) -> None:
+def test_lpm_delays_no_request_for_a_prefix_of_another_namespace(field: str) -> None:
     order = LongestPrefixMatch()
     wait(order, *(request(i, [7] * 100, **{field: name}) for i, name in enumerate("abab", 1)), request(5, [9] * 20))
     assert names(order) == [1, 2, 5, 3, 4]
@@ -85,7 +85,7 @@ def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> No
     order.remove(view_of(branches[0]))
     branches[0].queue_position = 9
     wait(order, branches[0])
-    assert names(order) == [2, 3, 4, 1], "by its place, which a preemption may have changed"
+    assert names(order) == [2, 3, 4, 1], "by its queue position, which a preemption may have changed"
 
 
 def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
@@ -186,7 +186,7 @@ def test_hrrn_counts_what_is_refused_once() -> None:
     assert names(order) == [3, 1, 2], "100 were served since: 20 times 5, once 100, a third of 300"
 
 
-def test_hrrn_remembers_nobody_who_has_ended() -> None:
+def test_hrrn_remembers_no_request_that_has_ended() -> None:
     order = HighestResponseRatioNext()
     for i in range(1, 1000):
         serve(order, request(i, [i] * 10))
@@ -194,9 +194,9 @@ def test_hrrn_remembers_nobody_who_has_ended() -> None:
         wait(order, cancelled)
         order.remove(view_of(cancelled))
         assert names(order) == []
-    gc.collect()  # these have not ended as they do in a scheduler, where nothing is left to it
+    gc.collect()  # these requests did not end as in a scheduler, which keeps no reference to them
     assert len(order._entries) == 0
-    assert len(order._arrived_at) == 1, "the last one, which is still at hand"
+    assert len(order._arrived_at) == 1, "the last request, which this test still references"
 
 
 def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
@@ -223,8 +223,8 @@ def given_up(order: OrderPolicy, now_s: float) -> list[int]:
     return [view.arrival_index for view in order.hopeless(now_s)]
 
 
-def test_deadline_gives_nobody_up_under_light_traffic() -> None:
-    """A short prompt every four seconds, and nothing waits between them: that says nothing of what a long one takes."""
+def test_deadline_gives_no_request_up_under_light_traffic() -> None:
+    """A short prompt comes every four seconds, and none waits in between. This says nothing about a long prompt."""
     order = EarliestDeadlineFirst()
     for i in range(10):
         short = request(i + 1, [1] * 20, deadline_s=4 * i + 100.0)
@@ -239,9 +239,11 @@ def test_deadline_gives_nobody_up_under_light_traffic() -> None:
         assert given_up(order, 40 + k / 4) == []
 
 
-def test_deadline_gives_nobody_up_because_seats_are_short() -> None:
-    """One seat, a prompt of twenty tokens each five seconds, and always somebody who waits: for four of them because
-    the seat's owner decodes."""
+def test_deadline_gives_no_request_up_because_slots_are_short() -> None:
+    """One slot, a prompt of twenty tokens every five seconds, and always a waiting request.
+
+    For four of the five seconds the request in the slot decodes, so the others wait.
+    """
     order = EarliestDeadlineFirst()
     queue = [request(i, [1] * 20, deadline_s=200.0) for i in range(1, 12)]
     wait(order, *queue, request(50, [1] * 1500, deadline_s=90.0))
@@ -273,7 +275,7 @@ def test_deadline_gives_up_early_what_is_hopeless_when_there_is_always_a_prompt_
         assert given_up(order, now_s) == ([1001] if tick >= 5 else []), f"at {now_s} s"
 
 
-def test_deadline_measures_anew_when_nobody_waited_for_a_moment() -> None:
+def test_deadline_measures_anew_after_a_moment_without_waiting_requests() -> None:
     order = EarliestDeadlineFirst()
     one, other, late = request(1, [1] * 10), request(2, [1] * 10), request(3, [1] * 1000, deadline_s=50.0)
     wait(order, one, other)
@@ -285,7 +287,7 @@ def test_deadline_measures_anew_when_nobody_waited_for_a_moment() -> None:
     assert given_up(order, 1.0) == []
     assert given_up(order, 1.9) == []
     run(order, last)
-    assert given_up(order, 2.0) == [3], "10 tokens in a second in which somebody always waited"
+    assert given_up(order, 2.0) == [3], "10 tokens in a second in which a request always waited"
 
 
 # ── priority ─────────────────────────────────────────────────────────────────────────────────────────────────────────

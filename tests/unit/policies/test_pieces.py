@@ -1,4 +1,4 @@
-"""Without chunks: what fits into a whole step runs whole or waits, and what no step can hold runs in pieces."""
+"""Without chunks: a prompt that fits into a step runs whole or waits. A prompt larger than any step runs in pieces."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_no_step_can_hold_takes_what_is_left(batch: str) -> None:
         whole = {r["id"]: r["prompt_len"] for r in requests}
         began = [row for row in step.scheduled if row.phase == "prefill" and row.tokens < whole[row.id]]
         ends = [row for row in began if prefills(outcome, row.id)[-1][0] == step.step]
-        assert len(began) - len(ends) <= 1, "the only one that is cut"
+        assert len(began) - len(ends) <= 1, "only one prompt is cut at a time"
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -81,7 +81,7 @@ def test_a_preempted_request_that_has_outgrown_the_budget_comes_back(preset: str
 
 
 @pytest.mark.parametrize("preset", ["vllm-v0", "trtllm-no-evict"])
-def test_a_prompt_that_no_step_can_hold_blocks_nobody(preset: str) -> None:
+def test_a_prompt_that_no_step_can_hold_blocks_no_other_request(preset: str) -> None:
     requests = [request("x", 5, 60), request("a", 150, 3, arrive=1), request("b", 9, 3, arrive=2)]
     outcome = run(requests, preset=preset, options={}, max_batched_tokens=100)
     finished = [step.step for step in outcome.steps if "b" in step.finished]
@@ -112,8 +112,8 @@ def test_chunks_are_switched_off_while_prompts_are_in_chunks_and_wait(preset: st
 
 
 @pytest.mark.parametrize("preset", ["vllm-v0", "trtllm-max-util", "vllm-v1", "sglang"])
-def test_nobody_gives_way_for_a_prompt_that_does_not_run(preset: str) -> None:
-    # The pool holds both, until the one that runs has grown.
+def test_no_request_is_preempted_for_a_prompt_that_does_not_run(preset: str) -> None:
+    # The pool holds both requests until the running one has grown.
     requests = [request("x", 5, 60), request("a", 150, 3, arrive=1)]
     outcome = run(requests, preset=preset, num_blocks=20, max_batched_tokens=100)
     for step in outcome.steps:
@@ -128,7 +128,7 @@ def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
-def test_prompts_are_held_back_for_so_many_iterations_and_no_longer(iterations: int) -> None:
+def test_prompts_wait_for_so_many_iterations_and_no_longer(iterations: int) -> None:
     """Each time: later prompts wait as long as the first ones."""
     requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
     options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}
@@ -136,8 +136,8 @@ def test_prompts_are_held_back_for_so_many_iterations_and_no_longer(iterations: 
     assert [prefills(outcome, name) for name in "ab"] == [[(2 + iterations, 5)], [(20 + iterations, 5)]]
 
 
-def test_what_decodes_grows_before_anybody_is_let_in() -> None:
-    # Three blocks are left when the first one needs another: a prompt of three would take them all.
+def test_decodes_grow_before_a_request_is_admitted() -> None:
+    # Three blocks are free when the first request needs another block. A prompt of three blocks would take them all.
     requests = [request("a", 10, 12), request("b", 30, 3, arrive=1)]
     outcome = run(requests, preset={"capacity": "watermark", "batch": "two-stage"}, options={}, num_blocks=4)
     assert not any(step.preempted for step in outcome.steps)

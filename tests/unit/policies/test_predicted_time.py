@@ -130,7 +130,7 @@ def test_a_prefix_that_many_follow_is_copied() -> None:
         assert len(placed) < 20
     assert len(placed) > 2, "one request alone does not pay for a copy"
     assert "makes a copy of a prefix of 1488 tokens" in rounds.said
-    assert rounds.place() == 1, "after the copy the sum begins anew"
+    assert rounds.place() == 1, "after the copy the sum starts again at zero"
 
 
 def test_a_prefix_is_copied_even_where_each_request_runs_alone() -> None:
@@ -187,8 +187,8 @@ def test_it_says_why() -> None:
     assert rounds.place() == 1
     said = rounds.said
     assert said.startswith("predicted: first token after 0.005 s, cost 0.5")
-    assert said.count("; worker ") == 3, "the three next best ones"
-    assert rounds.policy.bound(cast(RequestView, FakeRequest(99)), 1) == "", "it did not place this one"
+    assert said.count("; worker ") == 3, "the three next best workers"
+    assert rounds.policy.bound(cast(RequestView, FakeRequest(99)), 1) == "", "the policy did not place this request"
 
 
 def test_what_it_remembers_is_bounded() -> None:

@@ -1,4 +1,4 @@
-"""Each way in which a batch policy keeps the queue waiting is told by `paceline explain`, also of who stands behind."""
+"""`paceline explain` tells each reason for which a batch policy rejects a request, also for the requests behind it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
 
 
 def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
-    """It takes what is left of the budget: there is room for others beside it."""
+    """The chunk takes the rest of the budget, but the worker has slots for other requests."""
     file = Scenario(
         block_size=10,
         num_blocks=50,
@@ -90,7 +90,7 @@ def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
 
 
 def test_a_closed_queue_is_not_looked_at() -> None:
-    """Not in every decode step: some orders sort all that waits, each time that they are asked."""
+    """Not in every decode step, because some orders sort all waiting requests at each call."""
     policies, times = build(choose("sglang")), 0
     ordered = policies.order.ordered
 
@@ -115,7 +115,7 @@ def test_a_closed_queue_is_not_looked_at() -> None:
 
 
 def test_why_a_search_waits() -> None:
-    """Its beams are requests of their own, which nobody has asked for by name."""
+    """Its beams are requests of their own, and their ids come from no client."""
     system = LocalSystem()
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
     client, sampling = system.open("s"), SamplingParams(top_p=1.0, max_tokens=30, ignore_eos=True)

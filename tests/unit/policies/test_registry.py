@@ -1,4 +1,4 @@
-"""From names and options to policies: what is wrong is named."""
+"""From names and options to policies. An error names the wrong part."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_types_that_json_lacks_are_lists() -> None:
 
 @pytest.mark.parametrize(("order", "option"), [(own("Shaped"), "pair"), ("priority", "ageing_per_s")])
 def test_options_go_with_their_policy(order: str, option: str) -> None:
-    """Whoever changes the order later has not asked for them."""
+    """A later change of the order does not ask for the old order's options."""
     before = choose("paceline", {"order": order}, {option: [3, 4] if option == "pair" else 0.5, "watermark": 0.1})
     build(before)
     after = choose(overrides={"order": "fcfs"}, base=before)

@@ -36,15 +36,15 @@ def test_long_prefill_threshold_spares_a_lone_request() -> None:
 
 
 def test_a_victims_own_demand_goes_with_it() -> None:
-    # All three need a block for their second decode. The last one has the one that is missing, and wants none any more.
+    # All three requests need a block for their second decode. Preempting the last one frees a block and ends its need.
     outcome = run([{"prompt_len": 3, "max_new_tokens": 8}] * 3, num_blocks=4)
     crossing = outcome.steps[2]
     assert [victim["id"] for victim in crossing.preempted] == ["2"]
     assert tokens(outcome, 2) == {"0": 1, "1": 1}
 
 
-def test_nobody_gives_way_for_blocks_that_have_just_come_free() -> None:
-    # The first one ends in the step before the second needs a block, and nobody waits.
+def test_no_request_is_preempted_for_blocks_that_have_just_come_free() -> None:
+    # The first request ends in the step before the second one needs a block, and no request waits.
     outcome = run([{"prompt_len": 2, "max_new_tokens": 2}, {"prompt_len": 3, "max_new_tokens": 3}], num_blocks=2)
     assert outcome.steps[1].finished == ["0"]
     assert not any(step.preempted for step in outcome.steps)

@@ -72,10 +72,11 @@ class CancellingRun(ScenarioRun):
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 5), ({"closes_when_full": True}, 40)])
-def test_who_waits_is_tried_in_every_step(options: dict[str, Any], expected: int) -> None:
-    """_schedule_prefills looks at the queue whenever nothing is swapped out. Here its head is refused for want of
-    blocks, and what stands behind it would fit: it comes in as soon as the head is gone. SGLang looks again when
-    somebody has left the batch.
+def test_waiting_requests_are_tried_in_every_step(options: dict[str, Any], expected: int) -> None:
+    """vLLM's _schedule_prefills looks at the queue whenever no sequence is swapped out.
+
+    Here the first request is rejected for want of blocks, and the request behind it would fit. That request is
+    admitted as soon as the first one is gone. SGLang looks at the queue again when a sequence has left the batch.
     """
     requests = [
         {"prompt_len": 40, "max_new_tokens": 40},

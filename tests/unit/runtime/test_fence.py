@@ -7,7 +7,7 @@ import pytest
 from services.runtime.fence import METADATA_KEY, Fence, StaleScheduler, from_metadata, to_metadata
 
 
-def test_who_has_seen_a_later_master_refuses_an_earlier_one() -> None:
+def test_a_worker_that_has_seen_a_later_leader_refuses_an_earlier_one() -> None:
     fence = Fence()
     for epoch in (0, 3, 3, 7):
         fence.check(epoch)

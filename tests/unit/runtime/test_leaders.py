@@ -1,4 +1,4 @@
-"""Which scheduler is the master: watched by health, on real servers of loopback."""
+"""Which scheduler is the leader: watched by health, on real servers of loopback."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def look(*targets: str) -> asyncio.Task[str]:
     return asyncio.create_task(find_leader(",".join(targets), NAME, transport_options()))
 
 
-async def test_who_stands_alone_is_not_asked() -> None:
+async def test_a_single_target_is_not_asked() -> None:
     assert await look("nowhere.invalid:1") == "nowhere.invalid:1"
 
 
-async def test_a_standby_is_well_but_serves_nobody(standby: tuple[GrpcServer, str]) -> None:
+async def test_a_standby_is_healthy_but_serves_no_request(standby: tuple[GrpcServer, str]) -> None:
     async with peers.open_channel(standby[1]) as channel:
         assert [await health(channel), await health(channel, NAME)] == [SERVING, NOT_SERVING]
 
 
-async def test_the_master_is_found_beside_the_dead_and_the_frozen(standby: tuple[GrpcServer, str]) -> None:
+async def test_the_leader_is_found_beside_dead_and_frozen_schedulers(standby: tuple[GrpcServer, str]) -> None:
     dead = f"127.0.0.1:{free_port()}"
     server, _, port = await peers.start()
-    with socket.socket() as frozen:  # connections are made, and nobody ever answers
+    with socket.socket() as frozen:  # the kernel accepts connections, and no process answers
         frozen.bind(("127.0.0.1", 0))
         frozen.listen()
         silent = f"127.0.0.1:{frozen.getsockname()[1]}"
@@ -48,7 +48,7 @@ async def test_the_master_is_found_beside_the_dead_and_the_frozen(standby: tuple
     await server.stop(0)
 
 
-async def test_who_is_elected_while_one_looks_is_found(standby: tuple[GrpcServer, str]) -> None:
+async def test_a_scheduler_elected_during_the_search_is_found(standby: tuple[GrpcServer, str]) -> None:
     looking = look(f"127.0.0.1:{free_port()}", standby[1])
     await asyncio.wait([looking], timeout=0.3)
     assert not looking.done()
@@ -56,7 +56,7 @@ async def test_who_is_elected_while_one_looks_is_found(standby: tuple[GrpcServer
     assert await asyncio.wait_for(looking, 10) == standby[1]
 
 
-async def test_a_scheduler_that_starts_while_one_looks_is_found(standby: tuple[GrpcServer, str]) -> None:
+async def test_a_scheduler_started_during_the_search_is_found(standby: tuple[GrpcServer, str]) -> None:
     port = free_port()
     looking = look(f"127.0.0.1:{port}", standby[1])
     await asyncio.wait([looking], timeout=0.3)

@@ -1,4 +1,4 @@
-"""Who is taken for dead, and who is not: heartbeats and an observer, each stalled at will, on a clock of our own."""
+"""Which peers an observer gives up. A test stalls the heartbeats and the observer, on a clock of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def beats(until_s: float, stalled: Stalls) -> list[float]:
 
 
 def verdict_s(watch: Watch, spoken: list[float], observed: list[float]) -> float | None:
-    """When the observer gives the peer up. It reads what has come whenever it runs, and judges then."""
+    """When the observer gives the peer up. At each run it reads the heartbeats that have come, then decides."""
     waiting = list(spoken)
     for now_s in observed:
         while waiting and waiting[0] <= now_s:
@@ -50,13 +50,13 @@ def promised() -> Watch:
 
 
 @given(stalls(60.0))
-def test_whoever_was_stalled_does_not_judge_others(observer: Stalls) -> None:
+def test_a_stalled_observer_gives_no_peer_up(observer: Stalls) -> None:
     assert verdict_s(promised(), beats(400.0, []), beats(100.0, observer)) is None
 
 
 @given(stalls(LIMIT_S - 2 * BEAT_S), stalls(60.0))
-def test_nor_does_it_give_up_who_was_stalled_for_less_than_the_limit(peer: Stalls, observer: Stalls) -> None:
-    far = [(when_s + 2.0 * i, long_s) for i, (when_s, long_s) in enumerate(peer)]  # none right behind another one
+def test_a_peer_stalled_for_less_than_the_limit_is_not_given_up(peer: Stalls, observer: Stalls) -> None:
+    far = [(when_s + 2.0 * i, long_s) for i, (when_s, long_s) in enumerate(peer)]  # no stall directly follows another
     assert verdict_s(promised(), beats(400.0, far), beats(100.0, observer)) is None
 
 
@@ -100,13 +100,13 @@ def test_on_a_crowded_machine_the_first_one_may_be_late() -> None:
         assert watch.allowed_s == times * LIMIT_S
 
 
-def test_only_who_promised_to_speak_is_held_to_it() -> None:
+def test_only_a_peer_that_promised_heartbeats_must_send_them() -> None:
     watch = Watch(LIMIT_S, 0.0, opened=True)
     assert verdict_s(watch, [0.0], beats(100.0, [])) is None
     assert math.isinf(watch.allowed_s)
 
 
-def test_but_the_opening_of_a_link_is_answered_by_everybody() -> None:
+def test_every_peer_must_answer_the_opening_of_a_link() -> None:
     watch = Watch(LIMIT_S, 0.0, opened=False)
     noticed_s = verdict_s(watch, [], beats(100.0, []))
     assert noticed_s is not None

@@ -1,4 +1,4 @@
-"""Lines carry service, level and request id, whoever wrote them."""
+"""Log lines carry service, level and request id, also those that other libraries write."""
 
 from __future__ import annotations
 

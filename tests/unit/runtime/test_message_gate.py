@@ -20,7 +20,7 @@ CODE = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class Late:
-    """A call whose request comes when the test says so."""
+    """A call with a request that comes when the test says so."""
 
     def __init__(self, request: bytes = b"") -> None:
         self.request = request
@@ -79,7 +79,7 @@ async def test_slow_requests_give_way_to_calls_that_wait_the_oldest_first() -> N
     for call in quick:
         call.come.set_result(b"quick")
     assert await asyncio.gather(*(gate.read(call) for call in quick)) == [b"quick"] * 2
-    assert [call.refused is not None for call in slow] == [True, True, False]  # nobody else waits
+    assert [call.refused is not None for call in slow] == [True, True, False]  # no other call waits
     assert slow[0].refused is not None
     assert slow[0].refused[0] is CODE
     assert "did not arrive as a whole within" in slow[0].refused[1]

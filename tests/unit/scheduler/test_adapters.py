@@ -1,4 +1,4 @@
-"""Requests for adapters, and workers that serve so many of them at once."""
+"""Requests for adapters, and workers that serve a limited number of adapters at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_batch_has_no_more_than_its_worker_serves() -> None:
 
 
 def test_each_worker_has_as_many_as_it_serves() -> None:
-    """One serves none, one a single one, one any: nobody's place is taken by an adapter on another worker."""
+    """Three workers serve no adapter, one, and any number. An adapter on one worker takes no place on another."""
     system = LocalSystem()
     for max_loras in (0, 1, 9):
         system.attach(toy(max_loras, max_num_seqs=2))
@@ -57,7 +57,7 @@ def test_each_worker_has_as_many_as_it_serves() -> None:
     assert all(client.endings[handle].reason == FINISH_REASON_LENGTH for handle in range(12))
 
 
-def test_who_needs_another_adapter_does_not_wait_for_the_worker_that_is_less_busy() -> None:
+def test_a_request_for_another_adapter_does_not_wait_for_the_less_busy_worker() -> None:
     system = LocalSystem(policies=build(choose("", {"placement": "prefix-first"})))
     for max_loras in (1, 9):
         system.attach(toy(max_loras))
@@ -80,7 +80,7 @@ def test_who_needs_another_adapter_does_not_wait_for_the_worker_that_is_less_bus
     assert client.endings.keys() == {4}, "and the others still run"
 
 
-def test_who_asked_for_one_before_anybody_knew_that_there_are_none_is_told() -> None:
+def test_a_request_for_an_adapter_fails_once_a_worker_without_adapters_comes() -> None:
     system = LocalSystem()
     client = system.open("s")
     system.submit("s", 1, [9] * 6, params(5), lora="x")

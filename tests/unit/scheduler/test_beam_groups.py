@@ -38,14 +38,14 @@ def check(client: Client, handle: int = 1) -> None:
     right = expected_hypotheses(PROMPT, make_search(BEAM, SAMPLING, [EOS]))
     assert [np.frombuffer(h.token_ids, np.int32).tolist() for h in found] == [tokens for tokens, _ in right]
     assert [h.score for h in found] == pytest.approx([score for _, score in right])
-    assert handle not in client.tokens, "nothing is told before the end"
+    assert handle not in client.tokens, "the client gets no token before the end"
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 1}, {"num_blocks": 6}, {"max_batched_tokens": 4}])
-def test_finds_the_same_with_few_seats_blocks_or_tokens(
+def test_finds_the_same_with_few_slots_blocks_or_tokens(
     system: LocalSystem, client: Client, limits: dict[str, int]
 ) -> None:
-    """With six blocks there is no room for parked beams beside those that fork: they give up their blocks."""
+    """With six blocks, parked beams do not fit beside the forking beams, so they give up their blocks."""
     system.attach(toy(**limits))
     system.submit("s", 1, PROMPT, SAMPLING, beam=BEAM)
     system.run()

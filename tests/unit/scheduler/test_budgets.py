@@ -51,10 +51,10 @@ def test_a_tenant_runs_no_more_than_its_tokens_and_others_pass_it() -> None:
     seen = set()
     while moves := system.moves():
         tenants = [request.tenant for worker in system.scheduler.workers.values() for request in worker.bound]
-        assert tenants.count("a") <= 2, "a third one would grow to 60 tokens"
+        assert tenants.count("a") <= 2, "a third request would grow to 60 tokens"
         seen.add(tuple(running(system)))
         system.move(*moves[0])
-    assert (0, 1, 3) in seen, "tenant b did not wait behind tenant a's third"
+    assert (0, 1, 3) in seen, "tenant b did not wait behind the third request of tenant a"
     assert all(client.endings[handle].reason == LENGTH for handle in range(4))
 
 
@@ -86,12 +86,12 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, 
     assert ending.retry_after_s > 0
     if "tenant_max_queued_tokens" in config:
         system.submit("s", 3, [9] * 10, params(4), tenant="b")
-        assert 3 not in client.endings, "another tenant is not concerned"
+        assert 3 not in client.endings, "the limit does not affect another tenant"
 
 
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
 def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> None:
-    """A 429 would be one for ever, however long the client waits."""
+    """Otherwise the client would get a 429 for ever, however long it waits."""
     system, client = system_with(**{limit: 15})
     system.kill(system.workers[0])
     for handle in range(2):
@@ -104,7 +104,7 @@ def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> Non
 
 @pytest.mark.parametrize("config", [{"max_queued_tokens": 50}, {"max_queued_requests": 3}])
 def test_samples_are_one_request_to_the_queue(config: dict[str, int]) -> None:
-    """Else n of them would be refused for ever, each time for its own sake."""
+    """Otherwise a request with n samples could fill the queue by itself and be refused for ever."""
     system = LocalSystem(SchedulerConfig(**config))
     client = system.open("s")
     for handle in range(1, 9):
@@ -126,7 +126,7 @@ def test_samples_are_of_one_tenant() -> None:
 
 
 def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
-    """20 tokens a second leave the queue; 40 are too many."""
+    """20 tokens a second leave the queue, and 40 tokens are too many."""
     system, client = system_with(max_queued_tokens=100)
     for second in range(4):
         system.submit("s", second, [9] * 20, params(1))
@@ -141,7 +141,7 @@ def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
 
 @pytest.mark.parametrize(("own", "others"), [(10, 200), (200, 10)])
 def test_a_queue_full_of_requests_needs_one_of_them_to_leave(own: int, others: int) -> None:
-    """However many tokens the refused one has. Ten steps a second, each with room for the prompts of all its seats."""
+    """However many tokens the refused request has. Ten steps a second, each with room for the prompts of all slots."""
     system = LocalSystem(SchedulerConfig(max_queued_requests=10))
     system.attach(ToyWorker(block_size=4, num_blocks=1000, max_num_seqs=2, max_batched_tokens=500))
     client, handles = system.open("s"), itertools.count(1)
@@ -162,11 +162,11 @@ def test_a_queue_full_of_requests_needs_one_of_them_to_leave(own: int, others: i
     system.submit("s", refused := next(handles), [9] * own, params(4))
     ending = client.endings[refused]
     assert ending.message == "queue: full with 10 requests"
-    assert ending.retry_after_s == pytest.approx(0.2, abs=0.1), "two of them leave in four or five steps"
+    assert ending.retry_after_s == pytest.approx(0.2, abs=0.1), "two requests leave in four or five steps"
 
 
-def test_the_beams_of_a_search_take_nobodys_place_in_the_queue() -> None:
-    """They come and go in each of its steps. Nor are they what leaves the queue."""
+def test_the_beams_of_a_search_take_no_place_in_the_queue() -> None:
+    """Beams come and go in each step of the search. They do not count as requests that leave the queue either."""
     system, client = system_with(tenant_max_queued_tokens=60, max_queued_requests=3, max_queued_tokens=60)
     system.submit("s", 1, [9] * 20, SamplingParams(top_p=1.0, max_tokens=20), tenant="a", beam=BeamOptions(width=4))
     most_waiting = handle = 1
@@ -203,7 +203,7 @@ def test_a_search_that_has_not_begun_waits_like_any_other_request() -> None:
 
 
 def test_a_tenant_is_told_its_own_time() -> None:
-    """The other's tokens leave the queue ten times as fast."""
+    """The tokens of the other tenant leave the queue ten times as fast."""
     system, client = system_with(tenant_max_queued_tokens=30)
     for second in range(5):
         system.submit("s", 2 * second, [9] * 20, params(1), tenant="slow")
@@ -219,7 +219,7 @@ def test_a_tenant_is_told_its_own_time() -> None:
     assert client.endings[203].retry_after_s == pytest.approx(0.1, rel=0.05), "10 / 200, but no less than a tenth"
 
 
-def test_the_deadline_order_gives_up_who_cannot_make_it() -> None:
+def test_the_deadline_order_gives_up_a_request_that_cannot_make_it() -> None:
     system, client = system_with(build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 10})))
     system.kill(system.workers[0])
     system.submit("s", 1, [9] * 40, params(4), deadline_s=5.0)
@@ -245,7 +245,7 @@ def test_waiting_and_running_have_their_time() -> None:
         system.now_s = now_s
         system.scheduler.tick(now_s)
         system.poll()
-        assert client.endings.keys() == ended, "what has run waits on without a worker, however long"
+        assert client.endings.keys() == ended, "a request that has run keeps waiting without a worker, however long"
     assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
     assert client.endings[2].message == "queue: waited for more than 5 s"
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
@@ -272,7 +272,7 @@ def test_what_was_pushed_out_has_no_more_time_than_what_runs() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_deadline_order_knows_that_a_sample_is_forked(prefix_caching: bool) -> None:
-    """At a hundred tokens a second both are in time, if the second prompt is the first one's."""
+    """At a hundred tokens a second both requests are in time, if the second prompt equals the first."""
     policies = build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 100.0}))
     system, client = system_with(policies, prefix_caching=prefix_caching)
     system.submit("s", 1, [9] * 100, params(4), deadline_s=1.5)
@@ -328,15 +328,15 @@ def test_an_order_may_give_up_requests_without_a_deadline() -> None:
     assert client.endings[1].message == "queue: the order policy gives it up"
 
 
-class Nobody(CapacityPolicy):
-    """Lets in only short prompts."""
+class ShortPromptsOnly(CapacityPolicy):
+    """Admits only prompts of fewer than 10 tokens."""
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         return Verdict.ADMIT if request.num_prompt_tokens < 10 else Verdict.STOP
 
 
-def test_one_that_no_policy_lets_in_fails_and_the_rest_goes_on() -> None:
-    policies = build(choose("", {"capacity": f"{__name__}:{Nobody.__name__}"}))
+def test_a_request_that_no_policy_admits_fails_and_the_others_go_on() -> None:
+    policies = build(choose("", {"capacity": f"{__name__}:{ShortPromptsOnly.__name__}"}))
     system, client = system_with(policies, stuck_decisions=5)
     system.submit("s", 1, [9] * 12, params(4))
     system.submit("s", 2, [9] * 5, params(4))
@@ -370,7 +370,7 @@ def test_what_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len
     system.assert_at_rest()
 
 
-def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
+def test_a_request_that_waits_for_blocks_to_its_end_is_told_how_many() -> None:
     system = LocalSystem(SchedulerConfig(), build(choose("trtllm-no-evict")))
     system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
     system.open("s")
@@ -379,11 +379,11 @@ def test_who_waits_for_room_to_its_end_is_told_how_much() -> None:
     system.run_for(10)
     spans = system.scheduler.timeline.explain("s-2", system.now_s)
     assert spans is not None
-    # 3 blocks, of 9 tokens, are the other one's.
+    # The other request has 3 blocks, for 9 tokens.
     assert "needs 2 blocks, 13 are available; up to 12 to its end" in [span.detail for span in spans]
 
 
-def test_those_who_are_refused_are_told_to_come_back_one_behind_the_other() -> None:
+def test_refused_clients_are_told_to_come_back_one_after_another() -> None:
     budgets = Budgets(SchedulerConfig())
     assert budgets.retry_after_s(10, 10, 0.0) == 1.0, "nothing is known"
     budgets.measure(0.0)
@@ -394,12 +394,12 @@ def test_those_who_are_refused_are_told_to_come_back_one_behind_the_other() -> N
     assert budgets.retry_after_s(10, 10, 11.0) == pytest.approx(1.5), "a second later"
     for _ in range(1000):
         last_s = budgets.retry_after_s(10, 10, 11.0)
-    assert last_s == pytest.approx(MAX_SPREAD_S + 0.5), "not all of them will come"
-    assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(0.5), "nobody is waited for any more"
+    assert last_s == pytest.approx(MAX_SPREAD_S + 0.5), "not all refused clients will come back"
+    assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(0.5), "no client is expected any more"
 
 
-def test_seconds_in_which_nothing_leaves_the_queue_count_where_somebody_waits() -> None:
-    """A request of 10 tokens every fifth second; it is told so, and not that there are ten tokens a second."""
+def test_seconds_in_which_nothing_leaves_the_queue_count_while_a_request_waits() -> None:
+    """A request of 10 tokens leaves every fifth second. So the rate is 2 tokens a second, not 10."""
     budgets = Budgets(SchedulerConfig())
     budgets.measure(0.0, ["a"])
     for second in range(1, 101):
@@ -409,7 +409,7 @@ def test_seconds_in_which_nothing_leaves_the_queue_count_where_somebody_waits() 
     assert budgets.retry_after_s(10, 10, 100.0, "a") == pytest.approx(5.0, rel=0.5)
     for second in range(101, 201):
         budgets.measure(float(second), [])
-    assert budgets.retry_after_s(10, 10, 200.0, "a") == pytest.approx(5.0, rel=0.5), "nobody was there to be served"
+    assert budgets.retry_after_s(10, 10, 200.0, "a") == pytest.approx(5.0, rel=0.5), "no request was waiting"
 
 
 def test_with_a_full_queue_the_scheduler_is_not_ready() -> None:

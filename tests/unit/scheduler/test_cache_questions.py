@@ -1,4 +1,4 @@
-"""When the cache is told and asked: as rarely as the decisions allow."""
+"""When the scheduler sends operations to the cache: as rarely as the decisions allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulator.toy_worker import ToyWorker
 
 
 def operations(num_requests: int, max_tokens: int, max_batched_tokens: int) -> list[list[CacheOp]]:
-    """Of each exchange: for requests of three blocks each, on a worker with one step in flight."""
+    """The operations of each exchange, for requests of three blocks each, on a worker with one step in flight."""
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
     for handle in range(1, num_requests + 1):
@@ -32,14 +32,14 @@ def operations(num_requests: int, max_tokens: int, max_batched_tokens: int) -> l
 
 
 def exchanges(max_tokens: int) -> list[list[str]]:
-    """The operations of each exchange by name, from the first that lets in: of four requests, one a step."""
+    """The operation names of each exchange, from the first that admits. Each step admits one of four requests."""
     seen = [[str(op.WhichOneof("op")) for op in ops] for ops in operations(4, max_tokens, 12)]
     first = next(number for number, ops in enumerate(seen) if "admit" in ops)
     return seen[first:]
 
 
-def test_the_heads_are_asked_for_after_whom_an_exchange_lets_in_not_with_it() -> None:
-    """Nobody ends for a while, so the next step is composed with what that one answers."""
+def test_the_candidates_are_asked_for_after_an_exchange_that_admits_not_with_it() -> None:
+    """No request ends for a while, so the next step is scheduled with the answer to that exchange."""
     answered = ["commit", "rematch"]
     assert exchanges(max_tokens=64)[:4] == [["admit"], answered, ["extend", "admit"], answered]
 
@@ -55,14 +55,14 @@ def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
     assert frees == [1, 4]  # the first one: a name from before the model was known
 
 
-def test_no_more_heads_are_asked_for_than_a_step_can_begin() -> None:
+def test_no_more_candidates_are_asked_for_than_a_step_can_begin() -> None:
     ops = [op for ops in operations(8, 8, 12) for op in ops]
     asked = [len(op.rematch.sequences) for op in ops if op.HasField("rematch")]
-    assert set(asked) == {1}, "each has as many tokens as a step"
+    assert set(asked) == {1}, "each request has as many tokens as a step"
 
 
 def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> None:
-    """While requests keep coming there is always a question to ask."""
+    """While requests keep coming, the scheduler always has a question for the cache."""
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
@@ -76,8 +76,8 @@ def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> No
     assert {op.WhichOneof("op") for op in system.to_cache[0].ops} == {"match", "admit"}
 
 
-def test_a_step_that_is_not_made_lets_nobody_in() -> None:
-    """A request that was to be let in waits again; one that has ended meanwhile does not."""
+def test_a_step_that_is_not_made_admits_no_request() -> None:
+    """A request that the step was to admit waits again, unless the request has ended meanwhile."""
     requests = [SimpleNamespace(phase=Phase.ALLOCATING), SimpleNamespace(phase=Phase.ENDED)]
     worker, requeued = SimpleNamespace(allocating_tokens=5), list[object]()
     rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))

@@ -85,7 +85,7 @@ class FakeEtcd:
 
 @dataclass
 class Way:
-    """One scheduler's way to etcd: what it asks may come late, or never, and so may the answers."""
+    """One scheduler's connection to etcd. Questions and answers may come late, or never."""
 
     etcd: FakeEtcd
     rng: random.Random
@@ -128,7 +128,7 @@ class Way:
             await self._travel()
             return answer
 
-        # It goes on when nobody waits for it any more.
+        # The exchange goes on when no caller waits for it any more.
         task = asyncio.create_task(there_and_back())
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -146,7 +146,7 @@ class Way:
 
 
 class World:
-    """Schedulers that stand by, reign, and start anew when they have lost it."""
+    """Schedulers that stand by, lead, and stand by again when they have lost the lease."""
 
     def __init__(self, seed: int, count: int, trouble: float = 0.0) -> None:
         self.rng = random.Random(seed)
@@ -158,12 +158,12 @@ class World:
         self._runs = [asyncio.create_task(self._run(i)) for i in range(count)]
 
     @property
-    def masters(self) -> list[int]:
+    def leaders(self) -> list[int]:
         return [i for i, election in self.elections.items() if election.holds]
 
     async def _run(self, i: int) -> None:
         while True:
-            # Clocks of the day go wrong by hours, and back and forth.
+            # Wall clocks go wrong by hours, forward and back.
             election = Election(
                 self.ways[i],  # type: ignore[arg-type]
                 f"scheduler-{i}",
@@ -173,8 +173,8 @@ class World:
             )
             self.elections[i] = election
             self.epochs.append(await election.campaign())
-            # If there are ever two, then from such a moment on.
-            assert self.masters == [i], f"at {now_s():.3f} s {self.masters} believe to be the master"
+            # A second leader could appear only at such a moment.
+            assert self.leaders == [i], f"at {now_s():.3f} s {self.leaders} believe to be the leader"
             self.reasons.append(await election.lead())
             assert not election.holds
             await asyncio.sleep(self.rng.uniform(0.1, 2))
@@ -183,16 +183,16 @@ class World:
         steps = int(seconds / 0.1) + 1
         for _ in range(steps):
             await asyncio.sleep(seconds / steps)
-            assert len(self.masters) <= 1, f"at {now_s():.3f} s {self.masters} believe to be the master"
+            assert len(self.leaders) <= 1, f"at {now_s():.3f} s {self.leaders} believe to be the leader"
             for run in self._runs:
                 assert not run.done(), run.result()
 
     async def until_elected(self, at_most_s: float) -> int:
         for _ in range(int(at_most_s / 0.02)):
-            if self.masters:
-                return self.masters[0]
+            if self.leaders:
+                return self.leaders[0]
             await self.pass_time(0.02)
-        raise AssertionError(f"nobody was elected in {at_most_s} s")
+        raise AssertionError(f"no scheduler was elected in {at_most_s} s")
 
     async def restart(self, i: int, resign: bool) -> None:
         """With or without giving the lease back, as after SIGTERM and SIGKILL."""
@@ -213,7 +213,7 @@ class World:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(2, 4), trouble=st.sampled_from([0.0, 0.05, 0.2, 0.5]))
-def test_never_two_masters_and_epochs_only_rise(seed: int, count: int, trouble: float) -> None:
+def test_never_two_leaders_and_epochs_only_rise(seed: int, count: int, trouble: float) -> None:
     async def play() -> None:
         world = World(seed, count, trouble)
         for _ in range(12):
@@ -228,14 +228,14 @@ def test_never_two_masters_and_epochs_only_rise(seed: int, count: int, trouble: 
                     await world.restart(i, resign=False)
                 case "resign":
                     await world.restart(i, resign=True)
-                case "delete" if world.etcd.leader is not None and not world.masters:
+                case "delete" if world.etcd.leader is not None and not world.leaders:
                     world.etcd.delete()
         for way in world.ways:
             way.trouble, way.open_ = 0.0, True
-        await world.pass_time(8)  # what was on its way arrives
+        await world.pass_time(8)  # delayed messages arrive
         leader = await world.until_elected(2 * TTL_S)
         await world.pass_time(3 * TTL_S)
-        assert world.masters == [leader]
+        assert world.leaders == [leader]
         assert world.epochs == sorted(set(world.epochs))
         await world.end()
 
@@ -252,9 +252,9 @@ def scenario(play: Callable[[World], Any], count: int = 2) -> None:
     virtual_time.run(main())
 
 
-def test_a_killed_master_is_succeeded_when_its_lease_is_over() -> None:
+def test_a_killed_leader_is_succeeded_when_its_lease_is_over() -> None:
     async def play(world: World) -> None:
-        leader = world.masters[0]
+        leader = world.leaders[0]
         await world.restart(leader, resign=False)
         began_s = now_s()
         await world.until_elected(10)
@@ -264,9 +264,9 @@ def test_a_killed_master_is_succeeded_when_its_lease_is_over() -> None:
     scenario(play)
 
 
-def test_who_resigns_is_succeeded_at_once() -> None:
+def test_a_leader_that_resigns_is_succeeded_at_once() -> None:
     async def play(world: World) -> None:
-        leader = world.masters[0]
+        leader = world.leaders[0]
         await world.restart(leader, resign=True)
         began_s = now_s()
         await world.until_elected(1)
@@ -276,12 +276,12 @@ def test_who_resigns_is_succeeded_at_once() -> None:
     scenario(play)
 
 
-def test_a_master_cut_off_ends_before_the_next_one_begins() -> None:
+def test_a_leader_cut_off_ends_before_the_next_one_begins() -> None:
     async def play(world: World) -> None:
-        leader = world.masters[0]
+        leader = world.leaders[0]
         world.ways[leader].open_ = False
         began_s = now_s()
-        while world.masters:
+        while world.leaders:
             await world.pass_time(0.02)
         assert now_s() - began_s < TTL_S * 5 / 6
         assert await world.until_elected(TTL_S) != leader
@@ -291,12 +291,12 @@ def test_a_master_cut_off_ends_before_the_next_one_begins() -> None:
     scenario(play)
 
 
-def test_without_etcd_there_is_no_master_until_it_is_back() -> None:
+def test_without_etcd_there_is_no_leader_until_etcd_is_back() -> None:
     async def play(world: World) -> None:
         for way in world.ways:
             way.open_ = False
         await world.pass_time(TTL_S)
-        assert world.masters == []
+        assert world.leaders == []
         for way in world.ways:
             way.open_ = True
         await world.until_elected(TTL_S + 1)
@@ -306,26 +306,26 @@ def test_without_etcd_there_is_no_master_until_it_is_back() -> None:
 
 def test_a_short_absence_of_etcd_changes_nothing() -> None:
     async def play(world: World) -> None:
-        before = world.masters
+        before = world.leaders
         for way in world.ways:
             way.open_ = False
         await world.pass_time(1.0)
         for way in world.ways:
             way.open_ = True
         await world.pass_time(2 * TTL_S)
-        assert world.masters == before
+        assert world.leaders == before
         assert world.reasons == []
 
     scenario(play)
 
 
-def test_deleting_the_key_by_hand_makes_another_master() -> None:
+def test_deleting_the_key_by_hand_makes_another_leader() -> None:
     async def play(world: World) -> None:
         world.etcd.delete()
-        # The other one may be faster than the news: that is what the fences are for.
-        world.ways[1 - world.masters[0]].open_ = False
+        # The other scheduler may lead before this one hears of it. Fences cover this case.
+        world.ways[1 - world.leaders[0]].open_ = False
         await world.pass_time(0.1)
-        assert world.masters == []
+        assert world.leaders == []
         for way in world.ways:
             way.open_ = True
         await world.pass_time(3 * TTL_S)

@@ -1,4 +1,4 @@
-"""A worker that was lost and is back has not died of what it ran: nobody is failed for that."""
+"""A worker that was lost and is back did not die of its requests, so no request fails for that."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tick(system: LocalSystem, after_s: float) -> None:
 
 
 def back(system: LocalSystem, end: WorkerEnd) -> WorkerEnd:
-    """The same process registers again, with what it has in its blocks."""
+    """The same process registers again, with the KV in its blocks."""
     assert isinstance(end.worker, ToyWorker)
     end.worker.registration.kept.extend(end.worker.kept())
     return system.attach(end.worker, keeps_blocks=True)
@@ -74,7 +74,7 @@ def finishes(system: LocalSystem) -> None:
 
 
 @pytest.mark.parametrize(("loss", "times"), [(Loss.LINK, 10), (Loss.SILENCE, 3)])
-def test_a_worker_that_is_back_each_time_fails_nobody(
+def test_a_worker_that_is_back_each_time_fails_no_request(
     system: LocalSystem, client: Client, loss: Loss, times: int
 ) -> None:
     end = system.attach(toy("a"))
@@ -86,7 +86,7 @@ def test_a_worker_that_is_back_each_time_fails_nobody(
     finishes(system)
 
 
-def test_two_links_cut_before_either_worker_is_back_fail_nobody(system: LocalSystem, client: Client) -> None:
+def test_two_links_cut_before_either_worker_is_back_fail_no_request(system: LocalSystem, client: Client) -> None:
     ends = [system.attach(toy(name)) for name in "ab"]
     system.submit("s", 1, PROMPT, params())
     while not (running := [end for end in ends if end.plans]):
@@ -94,17 +94,17 @@ def test_two_links_cut_before_either_worker_is_back_fail_nobody(system: LocalSys
     first = running[0]
     second = ends[1 - ends.index(first)]
     lose(system, first, Loss.LINK)
-    lose(system, second, Loss.LINK)  # where it was tried at once
+    lose(system, second, Loss.LINK)  # where the request was retried at once
     third = system.attach(toy("c"))
     pass_time(system, RETURN_S - 1)
     system.run()
-    assert not third.plans, "it is held"
+    assert not third.plans, "the request is held"
     assert not client.endings
     back(system, second)
     finishes(system)
 
 
-def test_others_run_while_one_is_held(system: LocalSystem, client: Client) -> None:
+def test_other_requests_run_while_one_is_held(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
@@ -119,14 +119,14 @@ def test_a_scheduler_that_stood_still_itself_does_not_count_that_time(system: Lo
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
-    tick(system, 2 * RETURN_S)  # what those who came back have sent is read after it
+    tick(system, 2 * RETURN_S)  # the scheduler reads messages of workers that came back after this tick
     assert not client.endings
     system.attach(toy("c"))
     pass_time(system, RETURN_S)
     assert client.endings[1].reason == FinishReason.FINISH_REASON_ERROR
 
 
-def test_workers_that_do_not_come_back_make_guilty(system: LocalSystem, client: Client) -> None:
+def test_a_request_is_poisoned_when_its_workers_do_not_come_back(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
@@ -141,7 +141,7 @@ def test_workers_that_do_not_come_back_make_guilty(system: LocalSystem, client: 
     system.assert_at_rest()
 
 
-def test_who_is_held_may_be_cancelled(system: LocalSystem, client: Client) -> None:
+def test_a_held_request_may_be_cancelled(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
@@ -172,7 +172,7 @@ def test_a_worker_may_be_back_before_its_old_link_is_seen_to_end(
 
 
 def test_what_the_worker_says_of_itself_stands(system: LocalSystem, client: Client) -> None:
-    """It is the same process that registers again, but a step of it has failed."""
+    """The same process registers again, but has reported a failed step."""
     system.submit("s", 1, PROMPT, params())
     for _ in range(2):
         assert not client.endings
@@ -209,7 +209,7 @@ def test_a_step_that_hangs_stands_and_a_plan_that_never_arrived_does_not(
 
 
 @pytest.mark.parametrize("loss", list(Loss))
-def test_who_loses_its_worker_again_and_again_is_guilty_in_the_end(
+def test_a_request_that_keeps_losing_its_worker_is_poisoned_in_the_end(
     system: LocalSystem, client: Client, loss: Loss
 ) -> None:
     system.submit("s", 1, PROMPT, params())
@@ -220,7 +220,7 @@ def test_who_loses_its_worker_again_and_again_is_guilty_in_the_end(
     assert num_losses == loss + 2
 
 
-def test_only_that_accusation_is_withdrawn() -> None:
+def test_only_the_blame_of_that_worker_is_withdrawn() -> None:
     suspects = Suspects(3)
     suspects.blame([7], 1)
     suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))
@@ -228,7 +228,7 @@ def test_only_that_accusation_is_withdrawn() -> None:
     assert suspects.held == {7}
     assert suspects.waiting() == []
     assert suspects.find_poisoned(RETURN_S) == []
-    suspects.came_back("nobody")
+    suspects.came_back("another")
     assert suspects.held == {7}
     suspects.came_back("a")
     assert suspects.waiting() == [[7]]

@@ -1,4 +1,4 @@
-"""Which requests are preempted, where they wait then, and what they keep."""
+"""Which requests are preempted, where they wait afterwards, and what they keep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_one_of_two_running() -> tuple[LocalSystem, Request, Request]:
 
 
 @pytest.mark.parametrize(("place", "first"), [("front", 1), ("back", 2)])
-def test_it_waits_where_the_policy_says(place: str, first: int) -> None:
+def test_a_preempted_request_waits_where_the_policy_says(place: str, first: int) -> None:
     system, runs, waits = with_one_of_two_running()
     system.scheduler.life.preempt(runs, place, "recompute", "for a test")
     assert min(runs, waits, key=lambda request: request.queue_position).handle == first
@@ -81,7 +81,7 @@ def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bo
 
 
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
-def test_sequences_of_one_prompt_give_way_together_and_others_alone(mode: str) -> None:
+def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: str) -> None:
     samples = object()
     of = {0: None, 1: samples, 2: samples, 3: None}
     worker = SimpleNamespace(running={slot: SimpleNamespace(samples=one) for slot, one in of.items()})

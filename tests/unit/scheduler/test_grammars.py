@@ -30,7 +30,7 @@ def toy(prepares: bool = True, num_blocks: int = 200, max_num_seqs: int = 8) -> 
 
 
 def run_all_but(system: LocalSystem, held: WorkerEnd | None) -> None:
-    """Everything moves but this worker's compiler."""
+    """Plays every move except those of this worker's compiler."""
     while moves := [move for move in system.moves() if move != ("grammar", held)]:
         system.move(*moves[0])
 
@@ -47,14 +47,14 @@ def test_others_run_while_a_grammar_is_prepared(system: LocalSystem) -> None:
     system.submit("s", 2, PROMPT, params())
     run_all_but(system, end)
     assert client.tokens == {2: expected_output(PROMPT, params())}
-    assert [grammar.grammar for grammar in end.grammars] == ["form"], "it is asked for once"
+    assert [grammar.grammar for grammar in end.grammars] == ["form"], "the scheduler asks for the grammar once"
     told = [(span.reason, span.detail) for span in system.scheduler.timeline.explain("s-1", system.now_s) or ()]
     assert told[1:] == [("grammar", "the worker prepares it")]
     system.run()
     assert client.tokens[1] == expected_output(PROMPT, params("form"))
     system.assert_at_rest()
     system.submit("s", 3, PROMPT, params("form"))
-    assert not end.grammars, "the worker has it"
+    assert not end.grammars, "the worker has the grammar"
     system.run()
     assert client.endings[3].reason == FINISH_REASON_LENGTH
 
@@ -80,7 +80,7 @@ def test_a_refused_grammar_fails_its_requests_and_no_others(system: LocalSystem)
         assert ending.message == "refused: too many states"
     assert {client.endings[handle].reason for handle in (2, 3)} == {FINISH_REASON_LENGTH}
     system.submit("s", 5, PROMPT, params("refused: too many states"))
-    assert [grammar.grammar for grammar in end.grammars] == ["refused: too many states"], "it is asked for again"
+    assert [grammar.grammar for grammar in end.grammars] == ["refused: too many states"], "it is sent again"
     system.run()
     system.assert_at_rest()
 
@@ -92,7 +92,7 @@ def test_each_worker_prepares_a_grammar_once(system: LocalSystem) -> None:
         system.submit("s", handle, PROMPT, params("form"))
     assert [len(end.grammars) for end in ends] == [1, 1]
     run_all_but(system, ends[1])
-    assert len(client.endings) == 12, "one worker is ready, and takes all"
+    assert len(client.endings) == 12, "one worker is ready, and takes all requests"
     system.submit("s", 12, PROMPT, params("form"))
     assert [len(end.grammars) for end in ends] == [0, 1]
     system.run()
@@ -188,8 +188,8 @@ def test_the_least_recently_used_idle_grammar_is_forgotten() -> None:
     orders = known.take_orders({"0"})
     assert orders is not None
     assert ([order.grammar for order in orders.prepare], list(orders.forget)) == (["new", "newer"], [3])
-    assert known.has("0"), "a sequence has it"
-    assert known.has("1"), "it was just asked for"
+    assert known.has("0"), "a sequence uses the grammar"
+    assert known.has("1"), "the grammar was just asked for"
     assert not known.has("2")
     assert not known.wanted
 

@@ -76,7 +76,7 @@ def test_a_worker_that_comes_back_in_time_costs_no_request(system: LocalSystem, 
         system.poll()
     tick(system, 1100.0)
     system.kill(first)
-    tick(system, 1100.25)  # notices it
+    tick(system, 1100.25)  # the scheduler notices the outage
     tick(system, 1100.25 + LIMIT_S - 0.01)
     assert not client.endings
     system.attach(toy())

@@ -1,4 +1,4 @@
-"""Which worker takes what waits: everybody gets a share, and takes as much of it in a step as fits."""
+"""Which worker takes a waiting request. Each worker gets a share, and admits as much of it in a step as fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simulator.toy_worker import ToyWorker
 
 
 class Recorder(ToyWorker):
-    """Notes whom each of its steps lets in."""
+    """Notes which requests each of its steps admits."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**{"block_size": 4, "num_blocks": 400, "max_num_seqs": 16, "max_batched_tokens": 64} | sizes)
@@ -94,11 +94,11 @@ def test_what_is_cached_draws_until_it_costs_more_to_wait_there() -> None:
     system.run()
     first = {worker is owner: worker.let_in[0] for worker in workers}
     assert first[True][:4] == ["2", "3", "4", "5"]
-    assert first[False], "the other one is faster at last"
+    assert first[False], "the other worker is faster in the end"
     assert len(first[True]) > len(first[False])
 
 
-def test_where_one_has_no_seats_the_other_takes_all() -> None:
+def test_where_one_worker_has_no_slots_the_other_takes_all() -> None:
     workers = [Recorder(max_num_seqs=2), Recorder()]
     system = system_of(workers)
     submit_at_once(system, [[9 + i] * 4 for i in range(12)], max_tokens=40)
@@ -110,7 +110,7 @@ def test_where_one_has_no_seats_the_other_takes_all() -> None:
     system.assert_at_rest()
 
 
-def test_who_is_full_by_the_schedulers_own_limit_has_no_seats() -> None:
+def test_a_worker_full_by_the_schedulers_own_limit_has_no_slots() -> None:
     workers = [Recorder(max_batched_tokens=256), Recorder(max_batched_tokens=256)]
     system = system_of(workers, max_num_seqs=2)
     submit_at_once(system, [[9] * 200, *([10 + i] * 8 for i in range(3))])
@@ -121,7 +121,7 @@ def test_who_is_full_by_the_schedulers_own_limit_has_no_seats() -> None:
     assert not len(system.scheduler.queue)
 
 
-def test_who_has_the_blocks_takes_what_needs_them() -> None:
+def test_a_worker_with_enough_blocks_takes_the_requests_that_need_them() -> None:
     workers = [Recorder(num_blocks=10), Recorder(num_blocks=100)]
     system = system_of(workers)
     submit_at_once(system, [[9 + i] * 60 for i in range(4)])
@@ -130,8 +130,8 @@ def test_who_has_the_blocks_takes_what_needs_them() -> None:
     assert [name for names in workers[1].let_in for name in names] == ["1", "2", "3", "4"]
 
 
-def test_seats_that_a_draft_is_about_to_take_are_not_shared_out() -> None:
-    """None waits for one of them while younger ones run elsewhere."""
+def test_slots_that_a_pending_step_takes_are_not_shared_out() -> None:
+    """No request waits for such a slot while younger requests run on another worker."""
     workers = [Recorder(max_num_seqs=2, max_batched_tokens=512), Recorder(max_num_seqs=4, max_batched_tokens=512)]
     system = system_of(workers)
     submit_at_once(system, [[9 + i] * 4 for i in range(8)], max_tokens=100)
@@ -141,8 +141,8 @@ def test_seats_that_a_draft_is_about_to_take_are_not_shared_out() -> None:
 
 
 @pytest.mark.parametrize("preset", ["trtllm-no-evict", "sglang", "trtllm-static"])
-def test_whom_a_policy_refuses_at_one_worker_another_one_takes(preset: str) -> None:
-    """Though its prefix is cached at the first."""
+def test_a_request_that_a_policy_rejects_at_one_worker_runs_on_another(preset: str) -> None:
+    """Even though the first worker has the prefix of the request."""
     workers = [Recorder(num_blocks=100, max_batched_tokens=256) for _ in range(2)]
     system, shared = system_of(workers, preset), [500 + i for i in range(100)]
     submit_at_once(system, [shared])

@@ -135,8 +135,8 @@ def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
     system.run()
     assert all(len(workers) == 4 for workers in policy.compared)
     warm = [workers for workers in policy.compared if any(tokens for _, tokens in workers)]
-    assert len(warm) >= 2, "it is compared whenever it is warm"
-    assert {number for workers in policy.compared for number, _ in workers} == set(range(1, 21)), "none is left out"
+    assert len(warm) >= 2, "a warm worker is always compared"
+    assert {number for workers in policy.compared for number, _ in workers} == set(range(1, 21)), "no worker is missing"
     system.assert_at_rest()
 
 

@@ -1,4 +1,4 @@
-"""A plan brings every token of the sequences it seats, cached or not: it must stay a message that a link can carry."""
+"""A plan carries every token of its new sequences, cached or not. It must fit into one message of the link."""
 
 from __future__ import annotations
 

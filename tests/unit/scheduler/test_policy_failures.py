@@ -183,7 +183,7 @@ def test_with_one_worker_a_placement_policy_is_not_asked_and_is_told_nothing() -
     assert placement.told == []
 
 
-class LetsNobodyIn(Watermark):
+class SkipsEachRequest(Watermark):
     asked = 0
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
@@ -191,8 +191,8 @@ class LetsNobodyIn(Watermark):
         return Verdict.SKIP
 
 
-def test_a_request_that_nobody_lets_in_is_failed_after_several_decisions_only() -> None:
-    capacity = LetsNobodyIn()
+def test_a_request_that_is_never_admitted_fails_only_after_several_decisions() -> None:
+    capacity = SkipsEachRequest()
     system, _ = system_of(capacity=capacity)
     system.submit("s", 1, [9], PARAMS)
     system.run()

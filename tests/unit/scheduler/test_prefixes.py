@@ -1,4 +1,4 @@
-"""Requests found by a block of theirs: the same ones as by looking at all of them, with fewer looks."""
+"""The index of requests by block finds the same requests as a scan of all of them, with fewer looks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that answers but does not get on is lost; one that is at a long step is not."""
+"""A worker that answers but makes no progress is lost. A worker in a long step is not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_a_plan(system: LocalSystem, worker: ToyWorker) -> WorkerEnd:
 
 
 def beat(system: LocalSystem, end: WorkerEnd, seconds: float, heartbeat: Heartbeat) -> list[str]:
-    """For so long the worker says the same. Returns why it was lost, if it was."""
+    """The worker repeats this heartbeat for so many seconds. Returns why it was lost, if it was."""
     for _ in range(int(seconds / HEARTBEAT_S)):
         system.scheduler.worker_heartbeat(end.id, heartbeat)
         outbox = system.scheduler.poll(system.now_s)
@@ -80,7 +80,7 @@ def test_a_long_prefill_is_no_hang(system: LocalSystem, client: Client) -> None:
     assert client.tokens[1] == expected_output([9], PARAMS)
 
 
-def test_nor_is_it_one_to_have_nothing_to_do(system: LocalSystem, client: Client) -> None:
+def test_an_idle_worker_is_not_lost(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     assert not beat(system, end, 60.0, Heartbeat())
     system.submit("s", 1, [9], PARAMS)
@@ -88,7 +88,7 @@ def test_nor_is_it_one_to_have_nothing_to_do(system: LocalSystem, client: Client
     assert not beat(system, end, 60.0, Heartbeat(step=end.worker.step, received=end.worker.step))
 
 
-def test_a_worker_that_says_no_more_than_its_step_is_not_judged_by_it(system: LocalSystem, client: Client) -> None:
+def test_a_worker_that_reports_only_its_step_is_not_lost_for_it(system: LocalSystem, client: Client) -> None:
     end = with_a_plan(system, toy(heartbeats=False))
     assert not beat(system, end, 60.0, Heartbeat())
 
@@ -104,7 +104,7 @@ def test_a_step_that_is_done_has_a_result(system: LocalSystem, client: Client) -
     st.integers(0, 5),
 )
 def test_steps_within_their_time_are_never_blamed(steps: list[tuple[float, float]], late: int) -> None:
-    """Each takes a share of what it is allowed, and its plan arrives some heartbeats late."""
+    """Each step takes a share of its allowed time, and its plan arrives some heartbeats late."""
     progress = WorkerProgress()
     for step, (allowed_s, share) in enumerate(steps, start=1):
         for beat in range(late + int(allowed_s * share / HEARTBEAT_S)):

@@ -1,4 +1,4 @@
-"""A cache that is lost and comes back: what runs goes on, and what is refused its blocks is computed anew."""
+"""A cache is lost and comes back. Running requests go on; a request that is refused its blocks is recomputed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def finish(system: LocalSystem, but: int = 0) -> Client:
 
 
 def exchange(system: LocalSystem, tamper: Callable[[CacheServiceLinkRequest], None]) -> None:
-    """The cache executes something else than it is asked for."""
+    """The cache executes another operation than the scheduler has sent."""
     request = system.to_cache.popleft()
     tamper(request)
     system.from_cache.append(system.cache.exchange(request))
@@ -131,7 +131,7 @@ def test_what_ends_while_there_is_no_cache_just_ends() -> None:
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "worker lost", "cache lost"])
 @pytest.mark.parametrize("how", ["a claim", "the operation"])
-def test_what_is_refused_is_computed_anew(how: str, meanwhile: str) -> None:
+def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
     system = make()
     end = begin(system)
     victim = running(system)[1]
@@ -207,7 +207,7 @@ def test_a_long_queue_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_workers_bring_and_a_long_queue_share_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a scheduler begins anew: workers say what they have kept, and gateways submit again what ran."""
+    """As when a scheduler restarts: workers report the KV they have kept, and gateways submit their requests again."""
     limit = 4000
     monkeypatch.setattr(cache_link, "MAX_EXCHANGE_BYTES", limit)
     system = make()
@@ -271,7 +271,7 @@ def test_beams_that_grew_keep_what_they_fork_from() -> None:
     assert parked > 3
 
 
-def test_a_beam_that_is_refused_is_computed_anew() -> None:
+def test_a_refused_beam_is_recomputed() -> None:
     sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
     right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
     parked = 0
@@ -298,7 +298,7 @@ def test_a_beam_that_is_refused_is_computed_anew() -> None:
 
 @pytest.mark.parametrize("noted", [1, 3, 1000])
 def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late they are completed, and whoever had the slot before."""
+    """However late the tables are completed, and whichever request had the slot before."""
     monkeypatch.setattr(slots, "NOTED_GROWTHS", noted)
     rng = random.Random(noted)
     table = slots.SlotLedger(4, block_size=4)
@@ -372,7 +372,7 @@ def test_what_a_worker_brings_stays_in_its_namespace() -> None:
 
 
 def test_what_a_worker_claims_wrongly_costs_nothing() -> None:
-    """Nonsense is refused one by one, and what is too much is left out."""
+    """Each wrong entry is refused by itself, and an entry that is too large is left out."""
     system = make()
     worker = toy()
     good = KeptSequence(token_ids=pack(SHARED), num_computed_tokens=8, block_table=pack([1, 2]))

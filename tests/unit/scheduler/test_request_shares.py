@@ -87,7 +87,7 @@ def test_a_request_always_keeps_one_sequence() -> None:
     system.assert_at_rest()
 
 
-def test_nothing_gives_way_to_further_samples_or_while_a_slot_is_free() -> None:
+def test_no_sequence_is_preempted_for_further_samples_or_while_a_slot_is_free() -> None:
     system, client = start(4000)
     submit_samples(system, 1, 8, 60)
     submit_samples(system, 101, 8, 60)
@@ -115,7 +115,7 @@ def test_searches_let_other_requests_in_between_their_steps(num_blocks: int) -> 
     system.assert_at_rest()
 
 
-def test_what_gave_way_says_so_and_is_not_computed_again() -> None:
+def test_a_preempted_sequence_says_so_and_is_not_computed_again() -> None:
     system, _ = start(4000)
     submit_samples(system, 1, 16, 200)
     system.run_for(60)
@@ -126,7 +126,7 @@ def test_what_gave_way_says_so_and_is_not_computed_again() -> None:
     assert system.cache.counters.prefix_query_tokens < 16 * 9 + 9 + 1
 
 
-def test_of_running_sequences_the_largest_share_gives_way() -> None:
+def test_of_running_sequences_the_largest_share_is_preempted() -> None:
     """For blocks: of the tenant that holds most, of the request with most samples; the other tenant's runs on."""
     system, _ = start(120)
     submit_samples(system, 1, 8, 100, tenant="flood")
@@ -204,7 +204,7 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
 
 
 @pytest.mark.parametrize("order", ["fair", "fcfs", "priority", "lpm", "hrrn"])
-def test_no_sequence_gives_way_that_the_order_lets_in_again_first(order: str) -> None:
+def test_no_sequence_is_preempted_that_the_order_admits_again_first(order: str) -> None:
     """The tenant that waits was served more; or the samples came first. Then their slots stay with them."""
     system, client = start(4000, overrides={"order": order, "preemption": "largest-share"})
     submit_samples(system, 1, 16, 300, tenant="samples")

@@ -1,4 +1,4 @@
-"""How suspects are retried: apart from all else, and what that means for everybody else."""
+"""How suspects are retried apart from other requests, and what that means for the other requests."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def client(system: LocalSystem) -> Client:
 
 
 def until_running(system: LocalSystem, count: int) -> None:
-    """So many have a token, and a step is in flight."""
+    """Plays until `count` requests have a token and a step is in flight."""
     client = system.clients["s"]
     while len(client.tokens) < count or not any(end.plans for end in system.workers):
         system.move(*system.moves()[0])
 
 
 def fail(system: LocalSystem, end: WorkerEnd, message: str = "E: no") -> None:
-    """The step that the worker is to run next fails."""
+    """The next step of this worker fails."""
     step = end.plans[0].step
     system.workers.remove(end)
     system.scheduler.worker_failed(end.id, StepFailure(first_step=step, last_step=step, message=message))
@@ -91,7 +91,7 @@ def test_a_trial_is_alone_in_flight_and_ends_two_tokens_further(system: LocalSys
     system.assert_at_rest()
 
 
-def test_nobody_is_let_in_before_the_suspects(system: LocalSystem, client: Client) -> None:
+def test_no_request_is_admitted_before_the_suspects(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9, 11], params())
     until_running(system, 1)
@@ -125,7 +125,7 @@ def test_a_suspect_may_be_cancelled_while_it_waits_or_is_tried(system: LocalSyst
     system.assert_at_rest()
 
 
-def test_a_worker_that_drains_away_accuses_nobody(system: LocalSystem, client: Client) -> None:
+def test_a_worker_that_drains_away_blames_no_request(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9, 11], params())
     until_running(system, 1)
@@ -184,7 +184,7 @@ def test_a_failure_of_what_is_not_in_flight_is_a_protocol_error(system: LocalSys
         system.scheduler.worker_failed(end.id, StepFailure(first_step=1, last_step=9))
 
 
-def test_whoever_was_in_any_step_of_a_failure_is_suspect(system: LocalSystem, client: Client) -> None:
+def test_a_request_in_any_step_of_a_failure_is_suspect(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     system.submit("s", 1, [9, 11], params())
     until_running(system, 1)

@@ -61,7 +61,7 @@ def test_requests_wait_for_a_worker_and_then_run(system: LocalSystem, client: Cl
     system.assert_at_rest()
 
 
-def test_who_came_before_the_model_was_known_shares_with_who_came_after(system: LocalSystem, client: Client) -> None:
+def test_requests_before_and_after_the_model_was_known_share_blocks(system: LocalSystem, client: Client) -> None:
     prompt = list(range(10, 30))
     system.submit("s", 1, prompt, params())
     system.run()
@@ -290,7 +290,7 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
 
 
 def test_ranges_of_what_is_generated_count_from_the_end_of_the_prompt(system: LocalSystem, client: Client) -> None:
-    """As TensorRT-LLM's decode retention: whoever asks by text does not know how many tokens the prompt has."""
+    """As in TensorRT-LLM's decode retention: a client that sends text does not know how many tokens the prompt has."""
     system.attach(toy(num_blocks=16))
     kept = [RetentionRange(end=16, priority=0), RetentionRange(decode=True, start=4, end=8, priority=90)]
     submit_raw(system, 1, prompt_token_ids=pack(*range(10, 26)), sampling=params(9), cache_retention=kept)
@@ -420,7 +420,7 @@ def test_a_fork_that_the_cache_refuses_is_computed_instead(system: LocalSystem, 
     system.assert_at_rest()
 
 
-def test_samples_fork_from_one_whose_prompt_is_scored(system: LocalSystem, client: Client) -> None:
+def test_samples_fork_from_a_request_with_a_scored_prompt(system: LocalSystem, client: Client) -> None:
     system.attach(toy())
     prompt = list(range(10, 30))
     system.submit("s", 1, prompt, params(4, prompt_logprobs=True))

@@ -1,4 +1,4 @@
-"""What gathers for a reader that comes late goes in messages of a bounded size, in order, and complete."""
+"""Output for a late reader goes in messages of a bounded size, in order and complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW = 3
 
 
 class Reader:
-    """As a gateway reads: tokens with their scores, and nothing behind an ending."""
+    """Reads as a gateway does: tokens with their scores, and nothing after an ending."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = defaultdict(list)
@@ -46,8 +46,8 @@ class Reader:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sets(st.integers(1, 9), min_size=1, max_size=6),  # who gets a token
-            st.booleans(),  # whether one of them ends with it
+            st.sets(st.integers(1, 9), min_size=1, max_size=6),  # the handles that get a token
+            st.booleans(),  # whether one of these requests ends with the token
             st.integers(0, 2),  # messages that the reader takes then
         ),
         max_size=60,
@@ -115,7 +115,7 @@ def test_handles_are_named_again_after_a_message_of_many_steps(gathered: int) ->
 
 
 def test_the_largest_messages_can_be_sent() -> None:
-    """2,000 streams with 20 log probabilities each, whose reader was away for 300 steps."""
+    """2,000 streams with 20 log probabilities each, and a reader that was away for 300 steps."""
     session = Session("s", 1, WINDOW)
     handles = np.arange(1, 2001)
     best = TokenLogprobs(logprob=-1.0, top_token_ids=bytes(80), top_logprobs=bytes(80))

@@ -1,4 +1,4 @@
-"""The rule by which a step that failed is blamed on one of its rows, or on none."""
+"""The rule that blames a failed step on one of its rows, or on none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_group_that_fails_is_retried_one_by_one_after_all_others() -> None:
     assert suspects.waiting() == [[3, 4, 5], [6, 7, 8], [0], [1], [2]]
 
 
-def test_alone_twice_in_a_row_is_guilty() -> None:
+def test_alone_twice_in_a_row_is_poisoned() -> None:
     suspects = Suspects(2)
     assert suspects.blame([7], 1) is None
     assert suspects.take(anything) == [7]
@@ -37,14 +37,14 @@ def test_alone_twice_in_a_row_is_guilty() -> None:
     assert suspects.waiting() == []
 
 
-def test_what_was_cleared_in_between_begins_anew() -> None:
+def test_a_row_cleared_in_between_begins_anew() -> None:
     suspects = Suspects(2)
     suspects.blame([7], 1)
     suspects.clear(7)
     assert suspects.blame([7], 1) is None
 
 
-def test_who_was_alone_only_because_others_have_left_was_not_alone() -> None:
+def test_a_row_that_is_alone_only_because_others_left_was_not_alone() -> None:
     suspects = Suspects(2)
     assert suspects.blame([7], 2) is None
     assert suspects.blame([7], 2) is None
@@ -52,7 +52,7 @@ def test_who_was_alone_only_because_others_have_left_was_not_alone() -> None:
     assert suspects.blame([7], 1) == 7
 
 
-def test_only_what_suits_is_taken_and_what_is_put_back_waits_again() -> None:
+def test_only_a_suitable_group_is_taken_and_a_requeued_group_waits_again() -> None:
     suspects = Suspects(2)
     suspects.blame([1, 2], 2)
     assert suspects.take(lambda group: group == [2]) == [2]
@@ -65,8 +65,8 @@ def test_only_what_suits_is_taken_and_what_is_put_back_waits_again() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.sets(st.integers(0, 59)), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_every_poison_is_found_and_nobody_else(num: int, poison: set[int], after: int, rng) -> None:  # type: ignore[no-untyped-def]
-    """Whatever else runs in between: rows join that run, and they may be poison, too."""
+def test_every_poisoned_row_is_found_and_no_other(num: int, poison: set[int], after: int, rng) -> None:  # type: ignore[no-untyped-def]
+    """Also when other rows join the running rows in between, and some of these are poisoned, too."""
     poison = {one for one in poison if one < num}
     suspects, running, poisoned = Suspects(after), set[int](), set[int]()
     arriving = list(range(num))
@@ -100,13 +100,13 @@ def test_every_poison_is_found_and_nobody_else(num: int, poison: set[int], after
             run(running | set(fresh))
     assert poisoned == poison
     assert running == set(range(num)) - poison
-    # Each in a crowd, in a group, and alone as often as it takes.
+    # Each poisoned row fails once with all rows, once in its retry group, and `after` times alone.
     assert failures <= len(poison) * (2 + after)
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=40))
-def test_company_never_makes_guilty(failures: list[tuple[int, bool]]) -> None:
-    """Nobody is, who was not alone in the last failures, one after the other; however often it was in company."""
+def test_a_failure_with_other_rows_never_makes_a_row_poisoned(failures: list[tuple[int, bool]]) -> None:
+    """Only a row that was alone in its last two failures is poisoned, however often it failed together with others."""
     suspects = Suspects(2)
     alone = dict.fromkeys(range(8), 0)
     for one, in_company in failures:

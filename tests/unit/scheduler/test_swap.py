@@ -1,4 +1,4 @@
-"""Preempted requests in host memory: what becomes of them, whatever happens to them there."""
+"""Preempted requests that are swapped to host memory, and what happens to them there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = {handle: [100 * handle + i for i in range(6)] for handle in range(1, 5
 
 
 def toy(**changes: int) -> ToyWorker:
-    """Room for one and a half of them."""
+    """A worker with blocks for one and a half of these requests."""
     sizes = {"block_size": 4, "num_blocks": 12, "max_num_seqs": 8, "max_batched_tokens": 64, "num_host_blocks": 40}
     return ToyWorker(**sizes | changes)
 
@@ -31,7 +31,7 @@ def make(preset: str = "paceline", window: int = 2, prefix_caching: bool = False
 
 
 def begin(system: LocalSystem, **changes: int) -> WorkerEnd:
-    """Until the first one is swapped, and the cache has answered."""
+    """Plays until the first request is swapped out and the cache has answered."""
     end = system.attach(toy(**changes))
     for handle, prompt in PROMPTS.items():
         system.submit("s", handle, prompt, SAMPLING)
@@ -62,7 +62,7 @@ def finish(system: LocalSystem, but: int = 0) -> Client:
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0", "vllm-v1", "trtllm-max-util", "sglang"])
-def test_it_goes_on_where_it_was(preset: str, prefix_caching: bool, window: int) -> None:
+def test_a_swapped_request_goes_on_where_it_was(preset: str, prefix_caching: bool, window: int) -> None:
     options: dict[str, object] = {"init_new_token_ratio": 0.1} if preset == "sglang" else {}
     system = make(preset, window, prefix_caching, chunked_prefill=True, **options)
     begin(system)
@@ -105,7 +105,7 @@ def test_the_oldest_comes_back_first_and_before_those_that_wait() -> None:
             assert back == come or not set(away) - set(back)
             num_back += len(back)
         live = system.scheduler.sessions["s"].live.values()
-        away = sorted(request.handle for request in live if request.swapped_on)  # those about to be bound among them
+        away = sorted(request.handle for request in live if request.swapped_on)  # ALLOCATING requests among them
     assert num_back > 1
     finish(system)
 
@@ -117,13 +117,13 @@ def test_a_swapped_request_can_be_cancelled() -> None:
     worker = only(system)
     assert worker.swap_outs
     system.cancel("s", request.handle)
-    assert not worker.swap_outs  # its host blocks may soon be somebody else's
+    assert not worker.swap_outs  # its host blocks may soon belong to another request
     system.run_for(2)
     finish(system, but=request.handle)
 
 
 def test_a_cancel_that_crosses_the_swap_on_its_way() -> None:
-    """The cache has not answered, or the copies have not been sent: no host block is lost, and none is written late."""
+    """Before the cache has answered or the copies are sent. No host block is lost, and none is written late."""
     for moves_before in range(60):
         system = make(window=1, prefix_caching=bool(moves_before % 2))
         system.attach(toy())
@@ -167,8 +167,8 @@ def test_a_lost_worker_takes_the_kv_with_it() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
-    """It is asked for the same host blocks again, whether or not the copies to them have been made."""
+def test_a_lost_cache_does_not_lose_swapped_kv(window: int, prefix_caching: bool) -> None:
+    """The scheduler asks for the same host blocks again, whether or not the worker has made the copies."""
     kept = recomputed = pending = 0
     for moves_before in range(40):
         system = make(window=window, prefix_caching=prefix_caching)
@@ -190,7 +190,7 @@ def test_a_lost_cache_does_not(window: int, prefix_caching: bool) -> None:
     assert min(kept, recomputed, pending) > 0
 
 
-def test_what_a_new_cache_refuses_is_computed_anew() -> None:
+def test_a_request_that_a_new_cache_refuses_is_recomputed() -> None:
     system = make()
     begin(system)
     (request,) = swapped(system)
@@ -244,7 +244,7 @@ def test_the_cache_may_have_no_room_for_one_that_comes_back(drains: bool, monkey
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1])
-def test_without_room_it_is_computed_anew(num_host_blocks: int) -> None:
+def test_without_host_blocks_a_request_is_recomputed(num_host_blocks: int) -> None:
     system = make()
     system.attach(toy(num_host_blocks=num_host_blocks))
     for handle, prompt in PROMPTS.items():
@@ -269,7 +269,7 @@ def test_a_cache_that_has_less_room_than_was_thought() -> None:
 
 
 def groups_of_three(mode: str) -> LocalSystem:
-    """One that is alone, and two prompts with three samples each; room for two thirds of them."""
+    """A lone request, and two prompts with three samples each. The worker has blocks for two thirds of them."""
     system = make("vllm-v0", window=1, mode=mode)
     system.attach(toy(num_blocks=26))
     for handle in range(1, 8):
@@ -280,7 +280,7 @@ def groups_of_three(mode: str) -> LocalSystem:
 
 
 def all_in_step(system: LocalSystem) -> tuple[list[set[int]], list[set[int]]]:
-    """Play to the end: who went to host memory together, and who came back together."""
+    """Plays to the end. Returns the handles that were swapped out together, and those that came back together."""
     went, came = [], []
     before: set[int] = set()
     while moves := system.moves():
@@ -307,7 +307,7 @@ def test_in_mode_swap_each_goes_alone() -> None:
 
 
 def test_samples_that_fit_together_no_more_come_back_one_by_one() -> None:
-    """What they shared each of them has for itself in host memory."""
+    """In host memory each sample has its own copy of the blocks that the samples shared."""
     system = make("vllm-v0", window=1, mode="auto")
     system.attach(toy(num_blocks=20))
     prompt = list(range(32))

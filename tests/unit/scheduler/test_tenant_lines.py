@@ -1,4 +1,4 @@
-"""Who stands in the order where tenants have a limit: what fits one after the other, and the first that does not."""
+"""Which requests the order sees when tenants have a limit: those that fit in turn, and the first that does not."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_the_first_that_fit_and_one_more(events: list[tuple[str, int, int]], see
     rng, running, waiting, shown = random.Random(seed), Counter[str](), dict[int, tuple[Request, int]](), set[int]()
     lines = TenantLines(lambda tenant: LIMIT - running[tenant])
     for number, (tenant, tokens, rank) in enumerate(events):
-        if tenant == "d" and waiting:  # one of them leaves
+        if tenant == "d" and waiting:  # a waiting request leaves
             one, _ = waiting.pop(rng.choice(sorted(waiting)))
             turned = lines.remove(one)
-        elif tenant == "c":  # what runs of a tenant changes
+        elif tenant == "c":  # the running tokens of a tenant change
             tenant = rng.choice("ab")
             running[tenant] = tokens
             turned = lines.balance(tenant)
@@ -70,7 +70,7 @@ def test_the_first_that_fit_and_one_more(events: list[tuple[str, int, int]], see
         assert shown == expected(waiting, running)
 
 
-def test_an_order_whose_ranks_cannot_be_compared_gives_way() -> None:
+def test_an_order_with_keys_that_cannot_be_compared_is_replaced() -> None:
     class Mixed(FirstComeFirstServed):
         def key(self, request: object) -> int:
             return cast(int, "x" if cast(Request, request).arrival_index % 2 else 1)
@@ -94,8 +94,11 @@ def test_an_order_whose_ranks_cannot_be_compared_gives_way() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_flood_of_one_tenant_costs_the_others_nothing(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither their turn nor the steps' time: of 100 requests that wait, a step looks at a few. (Each more costs this
-    test 8 ms of CPU time. With 300, the suite's limit of 120 s a test was in reach of a busy machine.)"""
+    """The other tenants keep their turn, and steps stay short: a step looks at a few of the 100 waiting requests.
+
+    Each further request costs this test 8 ms of CPU time. With 300 requests, a busy machine came near the suite's limit
+    of 120 s a test.
+    """
     system = LocalSystem(SchedulerConfig(tenant_max_running_tokens=40), build(choose(preset)))
     system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=16, max_batched_tokens=64))
     client = system.open("s", window=1 << 20)
@@ -156,7 +159,7 @@ def test_samples_do_not_hide_the_one_that_they_wait_for(order: str, seed: int) -
     system.assert_at_rest()
 
 
-def test_who_fits_no_worker_any_more_does_not_hide_the_others() -> None:
+def test_a_request_that_fits_no_worker_any_more_does_not_hide_the_others() -> None:
     system, ends, client = limited_system(workers=2, limit=200)
     sampling = SamplingParams(top_p=1.0, max_tokens=6, ignore_eos=True)
     system.submit("s", 1, [9] * 300, sampling, tenant="t")
@@ -171,7 +174,7 @@ def test_who_fits_no_worker_any_more_does_not_hide_the_others() -> None:
     system.assert_at_rest()
 
 
-def test_who_waits_for_an_adapter_does_not_hide_the_others() -> None:
+def test_a_request_that_waits_for_an_adapter_does_not_hide_the_others() -> None:
     system, _, client = limited_system(workers=0, limit=40)
     worker = ToyWorker(block_size=4, num_blocks=400, max_num_seqs=16, max_batched_tokens=64)
     worker.registration.max_loras = 1
@@ -190,7 +193,7 @@ def test_who_waits_for_an_adapter_does_not_hide_the_others() -> None:
     system.assert_at_rest()
 
 
-def test_who_waits_for_his_tenant_takes_no_seat_of_max_utilization() -> None:
+def test_a_request_that_waits_for_its_tenant_takes_no_slot_of_max_utilization() -> None:
     system = LocalSystem(SchedulerConfig(tenant_max_running_tokens=40), build(choose("trtllm-max-util")))
     system.attach(ToyWorker(block_size=4, num_blocks=400, max_num_seqs=4, max_batched_tokens=64))
     client = system.open("s", window=1 << 20)
@@ -208,7 +211,7 @@ def test_who_waits_for_his_tenant_takes_no_seat_of_max_utilization() -> None:
     system.assert_at_rest()
 
 
-def test_who_is_too_late_is_given_up_at_once_though_a_limit_hides_him() -> None:
+def test_a_request_that_is_too_late_is_given_up_at_once_though_a_limit_hides_it() -> None:
     system, _, client = limited_system(limit=60, overrides={"order": "deadline"}, prefill_tokens_per_s=10.0)
     long, short = (SamplingParams(top_p=1.0, max_tokens=n, ignore_eos=True) for n in (50, 10))
     system.submit("s", 1, [9] * 8, long, tenant="a")

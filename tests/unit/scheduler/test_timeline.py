@@ -1,4 +1,4 @@
-"""Why requests waited: the notes of decisions, and what is told of them."""
+"""The request timeline: why a request waited, from the decisions of the scheduler."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_wor
     assert [span.worker for span in notes.explain("r1", 1e9) or []] == [0, 0]
 
 
-def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
-    """Until the decision that let it in, and no longer, though the other one goes on waiting."""
+def test_a_request_not_looked_at_waits_behind_the_first_that_was() -> None:
+    """Until the decision that admits the request, though the first request goes on waiting."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
@@ -65,7 +65,7 @@ def test_who_was_not_looked_at_waited_behind_the_first_that_was() -> None:
     ]
 
 
-def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
+def test_the_decision_that_admits_a_request_says_nothing_of_others() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     for one in (first, second):
         notes.arrived(one, 2.0)
@@ -76,7 +76,7 @@ def test_the_decision_that_let_it_in_says_nothing_of_others() -> None:
 
 
 def test_memory_is_bounded(monkeypatch) -> None:
-    """What has ended is forgotten, the first one first; what is there is not, however long it has been."""
+    """The timeline forgets the oldest ended requests first. It forgets no live request, however old."""
     monkeypatch.setattr(timeline, "MAX_ENDED", 10)
     notes, requests = RequestTimeline(), [request(i) for i in range(50)]
     waits = request(100)
@@ -87,13 +87,13 @@ def test_memory_is_bounded(monkeypatch) -> None:
     assert notes.explain("r100", 1e9) is not None
     assert notes.explain("r39", 1e9) is None
     assert notes.explain("r40", 1e9) is not None
-    for i in range(1000):  # ever other reasons
+    for i in range(1000):  # the reason changes again and again
         notes.decided(1, [(waits, "seats" if i % 20 < 10 else "blocks", "")], None, 51.0)
     assert len(told(notes, "r100")) < 3 * timeline.MAX_SPANS + timeline.MAX_TOP_REJECTED
     assert notes.explain("never seen", 1e9) is None
 
 
-def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> None:
+def test_of_two_requests_with_one_id_the_later_live_one_is_told() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
@@ -101,7 +101,7 @@ def test_of_two_requests_with_one_id_the_later_one_is_told_that_is_there() -> No
     notes.event(second, "running", "on worker 1", 4.0)
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "running"]
     notes.ended(second, "stop", 5.0)
-    assert [span[0] for span in told(notes, "r1")] == ["waiting"], "the first one still waits"
+    assert [span[0] for span in told(notes, "r1")] == ["waiting"], "the first request still waits"
     notes.ended(first, "length", 6.0)
     assert told(notes, "r1")[-1][:2] == ("ended", "length")
 
@@ -117,7 +117,7 @@ def found(notes: RequestTimeline, name: str) -> list[tuple[str, int]]:
 
 
 def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() -> None:
-    """Two prompts with two samples each; another request whose id only looks alike."""
+    """Two prompts with two samples each, and another request with an id that only looks alike."""
     notes = RequestTimeline()
     ids = ["x", "x.1", "x-1", "x-1.1"]
     sequences = [sequence(i + 1, name, "cmpl-a") for i, name in enumerate(ids)]
@@ -161,30 +161,30 @@ def test_what_is_forgotten_leaves_no_name_behind(monkeypatch: pytest.MonkeyPatch
 
 
 def test_decisions_of_several_workers_make_one_range() -> None:
-    """Workers decide in turns, and each has its own reason; one looks at nobody."""
+    """Two workers decide in turns, each with its own reason. The second one looks at no request."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 0.0)
     notes.arrived(second, 0.0)
     for i in range(5):
         notes.decided(1, [(first, "seats", "all 2 are taken")], None, 1.0 + 2 * i)
-        notes.decided(2, [], ("full", "nobody has left"), 2.0 + 2 * i)
+        notes.decided(2, [], ("full", "no sequence has left"), 2.0 + 2 * i)
     assert [span[:4] for span in told(notes, "r1")] == [
         ("waiting", "1 tokens", 0, 0),
         ("seats", "all 2 are taken", 1, 9),
-        ("full", "nobody has left", 2, 10),
+        ("full", "no sequence has left", 2, 10),
     ]
     assert [span[:4] for span in told(notes, "r2")] == [
         ("waiting", "1 tokens", 0, 0),
         ("order", "behind r1, which waits for seats", 1, 9),
-        ("full", "nobody has left", 2, 10),
+        ("full", "no sequence has left", 2, 10),
     ]
-    notes.decided(1, [], None, 11.0)  # it let everybody in, had there been anybody
+    notes.decided(1, [], None, 11.0)  # worker 1 would admit each candidate, but looks at none
     notes.decided(1, [(first, "seats", "all 2 are taken")], None, 12.0)
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "full", "seats"]
 
 
 def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was looked at for so many reasons that its arrival is not kept; then it stood behind another one."""
+    """The request has so many reasons that its arrival is dropped. Then it waits behind another request."""
     monkeypatch.setattr(timeline, "MAX_SPANS", 2)
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
@@ -199,7 +199,7 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
 
 
 def test_each_worker_has_ranges_of_its_own() -> None:
-    """Two that refuse it for different reasons, decision by decision, are not a row for each decision."""
+    """Two workers reject the request in turns, for different reasons. The timeline has no row for each decision."""
     notes, head = RequestTimeline(), request(1)
     notes.arrived(head, 0.0)
     for i in range(200):
@@ -219,7 +219,7 @@ def test_each_worker_has_ranges_of_its_own() -> None:
 
 
 def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
-    """As the beams of a search, which are looked at while it runs."""
+    """As for a beam search: decisions look at its beams while it runs."""
     notes, search, other = RequestTimeline(), request(1), request(2)
     notes.arrived(search, 1.0)
     notes.event(search, "running", "its beams", 2.0)
@@ -231,11 +231,11 @@ def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
     reasons = [span[0] for span in told(notes, "r1")]
     assert reasons[:2] == ["waiting", "running"]
     assert reasons[-1] == "ended"
-    assert set(reasons[2:-1]) == {"seats", "blocks"}, "it stood behind nobody"
+    assert set(reasons[2:-1]) == {"seats", "blocks"}, "the search never waited behind another request"
     assert len(reasons) == timeline.MAX_SPANS + 3
 
 
-def test_one_of_the_same_id_is_another_one() -> None:
+def test_two_requests_of_the_same_id_are_kept_apart() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
@@ -281,7 +281,7 @@ def test_a_later_wait_is_told_from_its_own_beginning() -> None:
     assert told(notes, "r2")[-1] == ("order", "behind r1, which waits for blocks", 6, 8, 7.0, 10.0)
 
 
-def test_it_stood_behind_another_only_where_it_was_not_looked_at() -> None:
+def test_a_request_waits_behind_another_only_where_it_was_not_looked_at() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 0.0)
     notes.arrived(second, 2.0)
@@ -296,8 +296,8 @@ def test_it_stood_behind_another_only_where_it_was_not_looked_at() -> None:
     ]
 
 
-def test_who_waits_for_his_tenant_is_told_so_and_of_no_other() -> None:
-    """At each worker, in ranges; and not where the decision did not come so far."""
+def test_a_request_that_waits_for_its_tenant_is_told_so_and_of_no_other() -> None:
+    """At each worker, in ranges, but not for a decision that stopped earlier in the queue."""
     notes, one, first = RequestTimeline(30), request(1), request(2)
     one.tenant = "a"
     notes.arrived(one, 1.0)

@@ -76,7 +76,7 @@ def test_a_refused_request_has_no_times() -> None:
 
 
 def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
-    """The pool holds two prompts and not their outputs: the later one gives way, after its first token."""
+    """The pool holds two prompts and not their outputs: the later request is preempted after its first token."""
     system, params = started(num_blocks=8), SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
     for handle in (1, 2):
         system.submit("s", handle, [handle] * 8, params)
@@ -92,7 +92,7 @@ def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
 
 
 def test_the_shell_gives_each_event_the_time_at_which_it_comes() -> None:
-    """Not that of the message before, which may be long ago."""
+    """Not the time of the previous message, which may be long ago."""
     core, seen = LocalSystem().scheduler, list[float]()
     server = SchedulerServer(core, "127.0.0.1:1", (), 1.0)
     core.event_at(0.0)

@@ -1,4 +1,4 @@
-"""What becomes of a submission before anything is known of the model."""
+"""How a submission is checked before the model is known."""
 
 from __future__ import annotations
 

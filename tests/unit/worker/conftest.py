@@ -1,3 +1,5 @@
+"""Fixtures that make checkpoints and build workers on the CPU."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from tests.unit.worker.families import Reference, make_checkpoint
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """A family's checkpoint, made once a session."""
+    """Returns the checkpoint of a model family. Each one is made once per session."""
     made: dict[str, Reference] = {}
 
     def get(name: str) -> Reference:

@@ -26,7 +26,7 @@ class HostWaits(AssertionError):
 
 
 class _NoLiterals(TorchFunctionMode):
-    """Of what is made of numbers nothing is seen below."""
+    """Catches tensors made from Python numbers, which NoWaiting does not see."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -68,7 +68,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def _moved(name: str, args: Any, kwargs: Any) -> tuple[Tensor, torch.device, bool] | None:
-    """From where, to where, and whether asynchronously; None if it is no copy."""
+    """The source, the destination, and whether the copy is asynchronous. None if the operation is no copy."""
     if name == "_to_copy" and kwargs.get("device") is not None:
         return args[0], torch.device(kwargs["device"]), bool(kwargs.get("non_blocking"))
     if name == "copy_":

@@ -1,4 +1,4 @@
-"""When a step is taken for hung."""
+"""When the worker takes a step for hung."""
 
 from __future__ import annotations
 
@@ -126,13 +126,15 @@ def slots(*slots: int) -> bytes:
 
 
 def found(slot: int, times: int) -> list[NewSequence]:
-    """A sequence that comes with so many times CACHED_TOKENS in its blocks."""
+    """A sequence that starts with `times` * CACHED_TOKENS tokens in its blocks."""
     return [NewSequence(slot=slot, num_cached_tokens=times * CACHED_TOKENS)]
 
 
 def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
-    """Of steps that looked at few tokens it is not known what one costs that looks at many; the next chunk is planned
-    before the first one is done."""
+    """Steps with short contexts do not tell what a step with a long context costs.
+
+    The next chunk is planned before the first chunk is done.
+    """
     steps = Steps().known()
     steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=10))
     steps.begin(100, prefill_slots=slots(3))
@@ -140,7 +142,7 @@ def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
         assert steps.overdue_after_s() == pytest.approx(HANG_S + 11 * 10 * (0.01 + 0.1), abs=0.3)
         steps.watch.finished(1.0)
     steps.begin()
-    assert steps.overdue_after_s() == 1.5, "a decode looks at them once"
+    assert steps.overdue_after_s() == 1.5, "a decode reads the cached tokens once"
 
 
 def test_what_was_measured_behind_a_prefix_is_not_counted_twice() -> None:
@@ -223,7 +225,7 @@ def test_what_no_step_has_done_before_may_compile() -> None:
 
 
 def test_the_pace_of_a_step_with_a_grammar_is_known() -> None:
-    """The grammar was compiled before its sequence came: nothing of it may take minutes."""
+    """The grammar was compiled before its sequence came, so no step may take minutes for it."""
     steps = Steps().known()
     steps.begin(new_sequences=[NewSequence(sampling=SamplingParams(grammar="start: x"))])
     assert steps.overdue_after_s() == 1.5

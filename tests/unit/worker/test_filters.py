@@ -22,7 +22,7 @@ SHARES = (1e-45, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0)
 
 
 def by_definition(values: Tensor, weights: Tensor, wanted: float) -> list[bool]:
-    """A token is beyond if all that come before it, which are those of larger value, have what is wanted."""
+    """A token is cut if the tokens of larger value have the wanted weight together."""
     return [
         sum(int(w) for v, w in zip(values.tolist(), weights.tolist(), strict=True) if v > value) >= wanted
         for value in values.tolist()
@@ -30,7 +30,7 @@ def by_definition(values: Tensor, weights: Tensor, wanted: float) -> list[bool]:
 
 
 def any_row(vocab: int) -> st.SearchStrategy[list[float]]:
-    """Few different values, so that there are ties; zeros of both signs, what a filter took out, and anything else."""
+    """Few different values, so that there are ties. Also zeros of both signs, filtered tokens, and any other float."""
     value = st.one_of(
         st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, -torch.inf]), st.floats(-3e4, 3e4, width=32, allow_nan=False)
     )

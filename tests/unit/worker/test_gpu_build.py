@@ -100,7 +100,7 @@ def test_torch_that_was_asked_for_needs_no_line() -> None:
 
 
 class TrialDevice:
-    """What is left of its memory, in MiB, and what its allocator keeps until it is told to give it back."""
+    """A device with its free memory in MiB. Its allocator caches memory until it is told to release it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self._cached = [5000], 0

@@ -64,7 +64,7 @@ def test_a_mixed_batch_says_what_transformers_says(
 def test_a_row_knows_the_token_before_whatever_is_behind(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is not past a step when the next one is launched, as a GPU mostly is not."""
+    """The device has not finished a step when the next one is launched, as is usual on a GPU."""
     monkeypatch.setattr(DeviceEvent, "is_passed", lambda fence: False)
     driver = Driver(build(CHECKPOINT).runner)
     plain, formed = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
@@ -179,7 +179,7 @@ def test_a_grammar_is_forgotten_by_its_number() -> None:
 
 
 @pytest.mark.parametrize("few_rows", [0, 9])
-def test_a_grammar_whose_masks_take_long_fails_alone(
+def test_a_grammar_with_slow_masks_fails_alone(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch, few_rows: int
 ) -> None:
     """By the time that each takes, on a clock of the test's: with few rows, and after a slow step with many."""
@@ -233,10 +233,10 @@ def test_a_full_lexer_that_takes_long_to_begin_anew_fails_alone(
     assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
 
 
-def test_a_full_lexer_begins_anew_and_nobody_notices(
+def test_a_full_lexer_begins_anew_and_no_output_changes(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its states are shared by all that have the grammar; at any place of a text there may be no more of them."""
+    """All sequences with a grammar share its lexer states. The states may run out at any position of a text."""
     grammar = grammar_from("regex", "(.|\\n)*q(.|\\n){200}")
 
     def outputs() -> list[list[int]]:

@@ -1,3 +1,5 @@
+"""CUDA graphs for decode steps: their sizes, the padding of a step, and the order of capture."""
+
 from __future__ import annotations
 
 import pytest

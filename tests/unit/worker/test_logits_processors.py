@@ -38,7 +38,7 @@ SMALL = 12  # so few tokens that they repeat
 
 
 class OpenAiPenalties(LogitsProcessor):
-    """transformers has no such thing; this is the formula of OpenAI's documentation."""
+    """transformers has no such processor. This is the formula of OpenAI's documentation."""
 
     def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
         self.num_prompt, self.frequency, self.presence = num_prompt, frequency, presence
@@ -52,7 +52,7 @@ class OpenAiPenalties(LogitsProcessor):
 
 
 def processors(sampling: SamplingParams, num_prompt: int) -> LogitsProcessorList:
-    """What transformers calls the same, in the order that we promise."""
+    """The matching processors of transformers, in the order that Paceline documents."""
     made = LogitsProcessorList()
     if sampling.allowed_token_ids:
         allowed = np.frombuffer(sampling.allowed_token_ids, "<i4").tolist()
@@ -100,9 +100,11 @@ def start(
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_controls_are_transformers_processors_step_after_step(data: st.DataObject) -> None:
-    """Of a batch whose rows ask for different things, from prompts of any length, while tokens are sampled; some of the
-    sequences come back with output of before, and one leaves its slot to another one."""
+def test_logits_processors_match_transformers_step_after_step(data: st.DataObject) -> None:
+    """A batch of rows with different parameters and prompts of any length, while tokens are sampled.
+
+    Some sequences are resumed with earlier output, and one sequence leaves its slot to another.
+    """
     token = st.integers(0, SMALL - 1)
     sampling = data.draw(st.lists(any_sampling(SMALL), min_size=1, max_size=4))
     count = len(sampling)
@@ -309,7 +311,7 @@ def test_tokens_outside_the_vocabulary_reach_no_kernel(wrong: dict, name: str) -
         start(logits_processors, [0], [[1, 2]], [2], [SamplingParams(**wrong)])
 
 
-def test_who_asks_for_nothing_costs_nothing() -> None:
+def test_a_row_that_asks_for_nothing_costs_nothing() -> None:
     logits_processors = LogitsProcessors(VOCAB, torch.device("cpu"))
     start(logits_processors, [0, 1], [[1], [2]], [1, 1], [SamplingParams(temperature=1, min_p=0.5), SamplingParams()])
     assert logits_processors.of(np.array([0, 1], np.int32)) is None

@@ -1,4 +1,4 @@
-"""Where a worker's /metrics is, if nobody says."""
+"""The port of a worker's /metrics when no setting names one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Asked(Exception):
 
 
 @pytest.mark.parametrize(("chosen", "wanted"), [({}, (9103, True)), ({"metrics_port": 9103}, (9103, False))])
-async def test_only_the_default_port_gives_way_to_a_free_one(
+async def test_only_the_default_port_is_replaced_by_a_free_one(
     monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], wanted: tuple[int, bool]
 ) -> None:
-    """A second worker of a machine starts; a port that was asked for is that port or an error."""
+    """A second worker on a machine starts. A port that a setting names is that port or an error."""
 
     def start(host: str, port: int, *, or_free: bool) -> None:
         raise Asked(port, or_free)

@@ -61,8 +61,8 @@ def test_no_combination_of_filters_waits_for_the_device(everyone: bool, others: 
 
 
 @pytest.mark.parametrize("names", [n for count in (1, 2, 4) for n in itertools.combinations(ASKED, count)])
-def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...]) -> None:
-    """From the seat in a slot to the note of what was sampled, among rows that ask for nothing."""
+def test_no_combination_of_logits_processors_waits_for_the_device(names: tuple[str, ...]) -> None:
+    """From the start in a slot to the record of the sampled tokens, among rows that ask for nothing."""
     sampling = SamplingParams()
     for name in names:
         sampling.MergeFrom(ASKED[name])
@@ -79,7 +79,7 @@ def test_no_combination_of_controls_waits_for_the_device(names: tuple[str, ...])
 
 
 def test_what_a_grammar_allows_does_not_wait_for_the_device() -> None:
-    """But for the token before, which the host has to know."""
+    """Except for the previous token, which the host has to know."""
     grammars = Grammars(None, VOCAB, DEVICE)
     started = [NewSequence(slot=slot, sampling=SamplingParams(grammar="x")) for slot in (2, 5)]
     with NoWaiting():

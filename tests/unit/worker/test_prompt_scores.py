@@ -93,7 +93,7 @@ def test_a_place_without_a_number_fails_the_request_that_asks(
 
 @pytest.mark.parametrize("rows", [1, 7, 19, 20, 64])
 def test_slices_score_what_the_whole_scores(rows: int) -> None:
-    """Of some chunks at once, whose borders are not those of the slices, and no slice is larger than it may be."""
+    """Several chunks at once. Their boundaries are not those of the slices, and no slice exceeds its limit."""
     hidden = torch.randn(60, 16, generator=torch.Generator().manual_seed(0))
     head = torch.randn(16, 300, generator=torch.Generator().manual_seed(1))
     chunks = [ScoredChunk(slot, 1, np.arange(20, dtype=np.int32) * 7, top) for slot, top in enumerate((3, 0, 5))]

@@ -1,3 +1,5 @@
+"""Sampling on the worker: filters, draws, stop tokens and log probabilities, against transformers and in the runner."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -61,7 +63,7 @@ def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p
 
 
 def test_top_p_alone_over_a_flat_row_needs_the_whole_row() -> None:
-    """More tokens stay than the candidates that are looked at first."""
+    """More tokens stay than the filter looks at first."""
     logits = 0.1 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = 20.0
     expected = TopPLogitsWarper(0.9)(torch.zeros(4, 1, dtype=torch.int64), logits.clone())
@@ -92,7 +94,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_a_small_temperature_does_not_decide_between_equals() -> None:
-    """Divided by it, large logits are so large that no noise could be added to them."""
+    """Large logits divided by such a temperature are so large that adding noise would not change them."""
     logits = torch.tensor([100.0, 99.0, 100.0, 100.0]).repeat(20_000, 1)
     rows = make_rows(20_000, temperature=np.full(20_000, 1e-5, np.float32), position=np.arange(20_000))
     shares = torch.bincount(sample(logits, rows).tokens, minlength=4) / 20_000
@@ -232,7 +234,7 @@ def test_nan_logits_fail_the_row_and_not_the_step(
     driver.free(bad)
     driver.free_blocks.extend(driver.free_blocks[:1])
     del driver.free_blocks[0]
-    # The block goes to somebody else, who fills it in part only: nothing of the NaN must reach them.
+    # Another sequence gets the block and fills only a part of it. The NaN of the old KV must not reach that sequence.
     heir = driver.add([7, 8], 8)
     assert heir.blocks == bad.blocks
     driver.run()
@@ -241,7 +243,7 @@ def test_nan_logits_fail_the_row_and_not_the_step(
 
 
 def test_log_probabilities_are_those_of_the_model_itself() -> None:
-    """Before temperature, filters and bans; only of the rows that ask; equals in the order of their ids."""
+    """Before temperature, filters and bans, and only for the rows that ask. Equal values are ordered by id."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     logits[3] = 0.0
     rows = make_rows(
@@ -278,7 +280,7 @@ def test_of_equally_likely_tokens_the_lower_ids_are_told_in_any_company(vocab: i
         assert torch.equal(values, order.values[:, :count].float())
 
 
-def test_a_result_carries_log_probabilities_for_whom_they_are_wanted(
+def test_a_result_carries_log_probabilities_for_the_sequences_that_want_them(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     driver = Driver(build(reference("qwen2").folder).runner)
