@@ -9,10 +9,10 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from scheduler_svc.links import SchedulerServer
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
-
-    from scheduler_svc.server import SchedulerServer
 
 PREFIX = "paceline_scheduler_"
 

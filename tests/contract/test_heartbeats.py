@@ -267,7 +267,7 @@ async def test_the_scheduler_knows_how_it_lost_a_worker(
             lost.set_result(loss)
 
     monkeypatch.setattr(SchedulerCore, "worker_lost", told)
-    monkeypatch.setattr("scheduler_svc.server.FIRST_STEP_PATIENCE", 0.5)
+    monkeypatch.setattr("scheduler_svc.links.FIRST_STEP_PATIENCE", 0.5)
     call: Any = WorkerServiceStub(scheduler).Link()
     await call.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
     assert (await call.read()).HasField("registered")

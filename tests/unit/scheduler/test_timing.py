@@ -8,7 +8,7 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Ending
-from scheduler_svc.server import SchedulerServer
+from scheduler_svc.links import SchedulerServer
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
