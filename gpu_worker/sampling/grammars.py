@@ -33,7 +33,8 @@ MAX_RENEWAL_S = 0.01  # to compile the grammar again when its lexer is full
 MAX_ROW_S = 0.01  # for one token; MAX_SLOW_ROWS exceptions are allowed
 MAX_SLOW_ROWS = 3
 FEW_ROWS = 4  # the executor's threads are not worth starting for these
-SLOW_STEP_S = 0.02  # after a step with slower masks, the masks of the next step are timed one by one
+SLOW_STEP_S = 0.02  # for all masks of a step. After a slower step, the masks of the next step are timed one by one
+SHARE_S = 0.001  # for one token, however many rows there are: below it a row is not blamed for a slow step
 NOT_PREPARED = "grammar: the scheduler has not had it prepared"
 MISFIT = "grammar: the output so far does not fit it"
 
@@ -56,7 +57,7 @@ class _Held:
     original: Compiled | None = None
     matcher: LLMatcher | None = None
     num_told: int = 0  # tokens of the sequence that the matcher has read, plus the prompt's
-    num_slow: int = 0  # tokens that took more than MAX_ROW_S
+    num_slow: int = 0  # tokens that took too long: alone, or together with the rows that took less
     error: str = ""
 
     def begin(self, original: Compiled) -> None:
@@ -147,21 +148,35 @@ class Grammars:
     def _fill(self, held: Sequence[_Held], which: Iterable[int], bits: npt.NDArray[np.int32]) -> None:
         able = [(one, one.matcher, i) for i in which if (one := held[i]).matcher is not None and not one.error]
         if len(able) <= FEW_ROWS or self._is_slow:
-            self._is_slow = False
+            costs: list[tuple[float, _Held]] = []
             for one, matcher, i in able:
                 began_s = time.thread_time()
                 fill_next_token_bitmask(matcher, bits, i)
-                self._took(one, time.thread_time() - began_s)
+                costs.append((time.thread_time() - began_s, one))
+            self._share_out(costs)
             return
         began_s = time.monotonic()
         fill_next_token_bitmask_par(self._executor, [(matcher, i) for _, matcher, i in able], bits)
         self._is_slow = time.monotonic() - began_s > SLOW_STEP_S
 
-    def _took(self, one: _Held, cpu_s: float) -> None:
-        one.num_slow += cpu_s > MAX_ROW_S
+    def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
+        """Blame the rows with slow masks: rows beyond their own limit, and beyond the limit of the step the rows that
+        cost the most, or that were blamed before. So many rows, each within its limit, hold up other sequences for a
+        few steps only."""
+        total_s = 0.0
+        for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
+            total_s += cpu_s
+            if cpu_s > MAX_ROW_S:
+                self._blame(one, cpu_s, f"which is more than {1000 * MAX_ROW_S:.0f} ms")
+            elif total_s > SLOW_STEP_S and cpu_s > SHARE_S:
+                self._blame(one, cpu_s, f"while all structured outputs of a step have {1000 * SLOW_STEP_S:.0f} ms")
+        self._is_slow = total_s > SLOW_STEP_S
+
+    def _blame(self, one: _Held, cpu_s: float, limit: str) -> None:
+        one.num_slow += 1
         if one.num_slow == MAX_SLOW_ROWS and not one.failed:
-            limits = f"which is more than {1000 * MAX_ROW_S:.0f} ms for the {MAX_SLOW_ROWS}rd time"
-            one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token, {limits}"
+            times = f"for the {MAX_SLOW_ROWS}rd time"
+            one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token, {limit} {times}"
 
     def _renew(self, one: _Held, tokens: Int32s) -> None:
         """Compile a grammar again when its lexer is full. All matchers of a grammar share the limited lexer."""

@@ -213,6 +213,31 @@ def test_a_grammar_with_slow_masks_fails_alone(
     assert good.output == reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
 
 
+def test_many_grammars_with_moderate_masks_leave_20_ms_of_a_step(
+    build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mask takes 3 ms, on a clock of the test's: six of them fit, and cheap masks always do."""
+    clock, cheap_row = [0.0], 7
+    fill = grammars.fill_next_token_bitmask
+
+    def timed(matcher: LLMatcher, bits: np.ndarray, row: int) -> None:
+        fill(matcher, bits, row)
+        clock[0] += 0.0005 if row == cheap_row else 0.003
+
+    monkeypatch.setattr(grammars, "FEW_ROWS", 100)
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", timed)
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock[0])
+    driver = Driver(build(CHECKPOINT).runner)
+    plain = driver.add(demo_ids, NUM_TOKENS)
+    formed = [add(driver, demo_ids, FORMS["regex"]) for _ in range(12)]
+    failed = {slot: error for _ in range(8) for slot, error in failures(driver.run_step()).items()}
+    limit = "while all structured outputs of a step have 20 ms for the 3rd time"
+    assert set(failed.values()) == {(INVALID_ARGUMENT, f"grammar: takes 3 ms of CPU time for a token, {limit}")}
+    assert len(failed) == 5  # 0.5 ms and 6 of 11 times 3 ms are within 20 ms
+    assert formed[cheap_row].slot not in failed
+    assert not plain.ended
+
+
 def test_a_full_lexer_that_takes_long_to_begin_anew_fails_alone(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
