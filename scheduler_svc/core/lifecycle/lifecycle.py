@@ -56,6 +56,8 @@ class Lifecycle:
         self.now_s = 0.0
         # The first tick that found no worker attached. None while a worker is attached.
         self.no_worker_since_s: float | None = None
+        self._most_pool_tokens, self._served_loras = 0, False  # of the workers that were ever attached
+        self._unservable_since_s: dict[int, float] = {}  # by arrival index: waiting requests that no worker can hold
         self._output_length = output_length
         self._cache = cache
         self._workers = workers
@@ -419,11 +421,36 @@ class Lifecycle:
         for request, message in self._too_late(now_s):
             yield request, Rejection(CODE_DEADLINE_EXCEEDED, message)
         limit_s, since_s = self.config.no_worker_timeout_s, self.no_worker_since_s
-        if since_s is not None and 0 < limit_s <= now_s - since_s:
+        if limit_s <= 0:
+            return
+        if since_s is not None:
             message = f"no worker is attached: waited for one for {limit_s:g} s"
-            for request in self.queue:
+            for request in self.queue if limit_s <= now_s - since_s else ():
                 if now_s - request.arrival_s >= limit_s:
                     yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+            return
+        self._note_unservable(now_s)
+        for request in self.queue if self._unservable_since_s else ():
+            if now_s - self._unservable_since_s.get(request.arrival_index, now_s) >= limit_s:
+                message = (
+                    f"no attached worker can hold {request.max_total_tokens} tokens: waited for one for {limit_s:g} s"
+                )
+                yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+
+    def _note_unservable(self, now_s: float) -> None:
+        """Note since when waiting requests fit no attached worker, because a larger one has left. Looks at the queue
+        only while the attached workers can hold less than workers before."""
+        workers = [worker for worker in self._workers.values() if not worker.draining]
+        most = max((worker.pool_tokens for worker in workers), default=0)
+        serves_loras = any(worker.registration.max_loras for worker in workers)
+        self._most_pool_tokens = max(self._most_pool_tokens, most)
+        self._served_loras |= serves_loras
+        before, self._unservable_since_s = self._unservable_since_s, {}
+        if most == self._most_pool_tokens and serves_loras == self._served_loras:
+            return
+        for request in self.queue:
+            if not any(worker.can_ever_hold(request) for worker in workers):
+                self._unservable_since_s[request.arrival_index] = before.get(request.arrival_index, now_s)
 
     def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())

@@ -156,3 +156,32 @@ def test_zero_waits_for_ever(client: Client) -> None:
 def test_gateways_are_told_the_limit(system: LocalSystem, client: Client) -> None:
     assert client.status is not None
     assert client.status.no_worker_timeout_s == LIMIT_S
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_request_ends_when_no_worker_that_can_hold_it_has_come_for_the_limit(
+    system: LocalSystem, client: Client, comes_back: bool
+) -> None:
+    """A smaller worker stays attached, and serves what fits."""
+    large = system.attach(toy())
+    system.attach(ToyWorker(block_size=4, num_blocks=8, max_num_seqs=2, max_batched_tokens=64))
+    tick(system, 1001.0)
+    system.submit("s", 1, [9, 10], SamplingParams(top_p=1.0, max_tokens=100, seed=1, ignore_eos=True))
+    system.run_for(20)
+    system.kill(large)
+    system.run()
+    tick(system, 1002.0)
+    tick(system, 1002.0 + LIMIT_S - 0.01)
+    assert not client.endings
+    if comes_back:
+        system.attach(toy())
+    tick(system, 1002.0 + LIMIT_S)
+    system.submit("s", 2, [9, 10], PARAMS)
+    system.run()
+    assert client.endings[2].reason == FINISH_REASON_LENGTH
+    if comes_back:
+        assert client.endings[1].reason == FINISH_REASON_LENGTH
+    else:
+        message = "no attached worker can hold 102 tokens: waited for one for 30 s"
+        assert (client.endings[1].code, client.endings[1].message) == (CODE_UNAVAILABLE, message)
+    system.assert_at_rest()
