@@ -40,6 +40,8 @@ MAX_MULTIPLE_OF = 10_000  # the automaton has one state per remainder
 # Between the parts of a JSON value. It allows deep indentation, and ends a model's loop of whitespace.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _SPECIAL = frozenset(r"\.^$|?*+()[]{}/-&~<>#")  # the special characters of regular expressions
+_DATA = frozenset(("const", "enum", "default", "examples"))  # keywords of JSON Schema with values that are no schemas
+_BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))
 UNFINISHED = "the structured output could not be tried: this machine has no core or memory free for that"
 _NUM_TOKENS = 24
 _NICE = 19  # running requests are more urgent
@@ -88,7 +90,7 @@ def _escaped(text: str) -> str:
 
 def _check_multiples(schema: Any) -> None:
     """Raises Refused for a `multipleOf` with too many remainders."""
-    for value in _values_of("multipleOf", schema):
+    for value in _values_of_keyword("multipleOf", schema):
         if not isinstance(value, Decimal):
             continue  # llguidance reports the mistake
         try:
@@ -99,16 +101,18 @@ def _check_multiples(schema: Any) -> None:
             raise Refused(f"multipleOf {value} has {significant} remainders; at most {MAX_MULTIPLE_OF} are possible")
 
 
-def _values_of(key: str, schema: Any) -> Iterator[Any]:
-    waiting = [schema]
+def _values_of_keyword(keyword: str, schema: Any) -> Iterator[Any]:
+    waiting = [(schema, False)]  # and whether its keys are names of schemas
     while waiting:
-        part = waiting.pop()
+        part, by_name = waiting.pop()
         if isinstance(part, dict):
-            if key in part:
-                yield part[key]
-            waiting += part.values()
+            if keyword in part and not by_name:
+                yield part[keyword]
+            for key, value in part.items():
+                if by_name or key not in _DATA:
+                    waiting.append((value, key in _BY_NAME and not by_name))
         elif isinstance(part, list):
-            waiting += part
+            waiting += ((one, False) for one in part)
 
 
 def _any_token(mask: bytes, start: int, ends: frozenset[int]) -> int | None:

@@ -75,6 +75,10 @@ async def queued(checks: GrammarChecks, count: int) -> None:
             "multipleOf 5000011 has 5000011 remainders; at most 10000",
         ),
         (schema({"items": [{"multipleOf": 1.00001}]}), "multipleOf 1.00001 has 100001 remainders; at most 10000"),
+        (
+            schema({"properties": {"const": {"multipleOf": 5000011}}}),
+            "multipleOf 5000011 has 5000011 remainders; at most 10000",
+        ),
         (schema({"allOf": [{"multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17, 19)]}), "250 ms of CPU time"),
         (schema({"properties": {f"p{i}": {"multipleOf": 9973 - i} for i in range(100)}}), "250 ms of CPU time"),
         (regex("x*" * 15000), "limit for this grammar: 50000"),
@@ -105,6 +109,13 @@ async def test_memory_is_limited(checks: GrammarChecks) -> None:
 async def test_a_schema_with_400_properties_is_within_the_limits(checks: GrammarChecks) -> None:
     grammar = await checks.grammar(schema({"type": "object", "properties": PROPERTIES}), "")
     assert not LLMatcher(TOKENIZER, grammar, limits=LIMITS).is_error()
+
+
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+async def test_values_are_not_taken_for_keywords(checks: GrammarChecks, keyword: str) -> None:
+    value = {"multipleOf": 5_000_011}
+    await checks.grammar(schema({keyword: value if keyword == "const" else [value]}), "")
+    await checks.grammar(schema({"properties": {"multipleOf": {"type": "integer"}}}), "")
 
 
 async def test_a_choice_of_4096_texts_allows_each_of_them_and_nothing_else(checks: GrammarChecks) -> None:
