@@ -24,7 +24,7 @@ from gpu_worker.device import upload
 from gpu_worker.errors import ModelError
 from gpu_worker.sampling.compiled import NO_TOKENIZER, Compiled, PreparedGrammars, compile_grammar
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
-from services.runtime.model.grammars import one_line
+from services.runtime.model.grammars import SHARE_S, SLOW_STEP_S, one_line
 
 Int32s = npt.NDArray[np.int32]
 
@@ -33,8 +33,6 @@ MAX_RENEWAL_S = 0.01  # to compile the grammar again when its lexer is full
 MAX_ROW_S = 0.01  # for one token; MAX_SLOW_ROWS exceptions are allowed
 MAX_SLOW_ROWS = 3
 FEW_ROWS = 4  # the executor's threads are not worth starting for these
-SLOW_STEP_S = 0.02  # for all masks of a step. After a slower step, the masks of the next step are timed one by one
-SHARE_S = 0.001  # for one token, however many rows there are: below it a row is not blamed for a slow step
 NOT_PREPARED = "grammar: the scheduler has not had it prepared"
 MISFIT = "grammar: the output so far does not fit it"
 

@@ -172,7 +172,11 @@ class RequestBuilder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     async def grammar(
-        self, structure: Structure | None, tenant: str = "", gone: Callable[[], bool] = lambda: False
+        self,
+        structure: Structure | None,
+        tenant: str = "",
+        gone: Callable[[], bool] = lambda: False,
+        num_sequences: int = 1,
     ) -> str:
         """The grammar for a form of the output; "" for any text. Raises what GrammarChecks.grammar raises."""
         if structure is None:
@@ -182,7 +186,7 @@ class RequestBuilder:
         if self._checks is None:
             path = self._files.folder / "tokenizer.json"
             self._checks = GrammarChecks(path, self.vocab_size, self.eos_token_ids)
-        return await self._checks.grammar(structure, tenant, gone)
+        return await self._checks.grammar(structure, tenant, gone, num_sequences)
 
     async def close(self) -> None:
         """End the processes that try grammars."""

@@ -25,6 +25,7 @@ from services.gateway.grammars import trial as grammar_trial
 from services.gateway.grammars.structure import Structure, check_size
 from services.gateway.grammars.trial import TrialLimits
 from services.runtime.logs import get_logger
+from services.runtime.model.grammars import SHARE_S, SLOW_STEP_S
 
 _log = get_logger(__name__)
 
@@ -62,8 +63,10 @@ class GrammarChecks:
     _runners: set[asyncio.Task[None]] = field(default_factory=set)
     _idle: list[Process] = field(default_factory=list)
 
-    async def grammar(self, structure: Structure, tenant: str, gone: Callable[[], bool] = lambda: False) -> str:
-        """The value for SamplingParams.grammar.
+    async def grammar(
+        self, structure: Structure, tenant: str, gone: Callable[[], bool] = lambda: False, num_sequences: int = 1
+    ) -> str:
+        """The value for SamplingParams.grammar of a request that samples so many sequences.
 
         Raises ApiError 400 if the structure has a mistake or is above a limit, 429 if too many trials wait, and Gone if
         `gone()` while the request waits. A trial without a waiting request is ended.
@@ -76,6 +79,10 @@ class GrammarChecks:
             result = await self._tried(key, tenant, gone)
         if (mistake := result.get("refused")) is not None:
             raise invalid(structure.field, f"{structure.field}: {mistake}")
+        mask_s = int(result["mask_us"]) * 1e-6
+        if mask_s > SHARE_S and num_sequences * mask_s > SLOW_STEP_S:
+            takes = f"takes {1000 * mask_s:.0f} ms of CPU time for a token of each of {num_sequences} sequences"
+            raise invalid(structure.field, f"{structure.field}: {takes}; a step has {1000 * SLOW_STEP_S:.0f} ms")
         return result["grammar"]
 
     async def close(self) -> None:

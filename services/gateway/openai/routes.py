@@ -314,7 +314,8 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
-    choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone)
+    num_sequences = len(prompts) * best_of
+    choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone, num_sequences)
     jobs: list[GenerateJob] = []
     for index, prompt in enumerate(prompts):
         if index:
@@ -394,7 +395,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         gone=asked.gone,
     )
     choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
-    choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone)
+    _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
+    choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone, best_of)
     if choices.max_tokens is None:
         await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:

@@ -28,6 +28,10 @@ _SHOWN_CHARS = 300
 _DEAD_END = "NoExtensionBias"  # llguidance's name for a text that no token can continue
 
 
+SLOW_STEP_S = 0.02  # CPU time that the masks of all grammars of a step may take
+SHARE_S = 0.001  # CPU time of a mask that is always allowed, however many rows there are
+
+
 def one_line(mistake: str) -> str:
     """llguidance's message about a grammar, in one line. The original may quote the whole grammar."""
     text = " ".join(mistake.replace("<non-verbose/>", "").split())

@@ -111,6 +111,18 @@ async def test_a_schema_with_400_properties_is_within_the_limits(checks: Grammar
     assert not LLMatcher(TOKENIZER, grammar, limits=LIMITS).is_error()
 
 
+async def test_many_sequences_of_a_slow_grammar_are_refused_together(checks: GrammarChecks) -> None:
+    """On a machine of any speed: the trial's result says that a mask takes 3 ms."""
+    slow = regex("[a-c]{3}")
+    grammar = await checks.grammar(slow, "", num_sequences=64)
+    checks._results[slow.kind, slow.text, slow.any_whitespace]["mask_us"] = "3000"
+    assert await checks.grammar(slow, "", num_sequences=6) == grammar
+    with pytest.raises(ApiError) as refused:
+        await checks.grammar(slow, "", num_sequences=7)
+    assert refused.value.status == 400
+    assert "takes 3 ms of CPU time for a token of each of 7 sequences; a step has 20 ms" in refused.value.message
+
+
 @pytest.mark.parametrize("keyword", ["const", "enum"])
 async def test_values_are_not_taken_for_keywords(checks: GrammarChecks, keyword: str) -> None:
     value = {"multipleOf": 5_000_011}
