@@ -15,7 +15,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.errors import ModelError
-from gpu_worker.fits import block_bytes, check_fits
+from gpu_worker.fits import block_bytes, check_fits, cpu_blocks
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
@@ -33,7 +33,6 @@ from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
-from services.runtime.memory import available_memory
 from services.runtime.model.identity import TOKENIZER
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
@@ -123,9 +122,9 @@ class _RunnerMaker:
     def num_blocks(self) -> int:
         """As many as memory allows, but never more than all slots use at full length."""
         settings = self.settings
-        one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
-        usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
         if self.device.type == "cuda":
+            one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
+            usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
             needed_bytes = bytes_for_steps(lambda: self.runner(1, 0), self.graph_sizes, self.device)
@@ -134,21 +133,7 @@ class _RunnerMaker:
                 total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, one_block_bytes
             )
             return min(fit, usable)
-        memory_bytes = int(settings.kv_cache_gib * 2**30)
-        if memory_bytes < one_block_bytes:
-            raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {memory_bytes / 2**30:.3f} GiB")
-        num_blocks = min(memory_bytes // one_block_bytes, usable)
-        pool_bytes, available = num_blocks * one_block_bytes, available_memory()
-        if (
-            available is not None and pool_bytes > available.num_bytes
-        ):  # the system provides memory as sequences fill it
-            log.warning(
-                "the KV blocks may not fit into memory; a smaller kv_cache_gib or num_blocks would",
-                kv_gib=round(pool_bytes / 2**30, 2),
-                available_gib=round(available.num_bytes / 2**30, 2),
-                limit=available.limit,
-            )
-        return num_blocks
+        return cpu_blocks(settings, self.model.config, self.model.dtype, self.max_model_len)
 
     def runner(self, num_blocks: int, num_host_blocks: int) -> ModelRunner:
         settings, config, device = self.settings, self.model.config, self.device

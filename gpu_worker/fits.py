@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import structlog
 import torch
 
-from gpu_worker.errors import ModelTooLarge
+from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import expected_tensors
 from gpu_worker.settings import WorkerSettings
-from services.runtime.memory import GIB, AvailableMemory, available_memory
+from services.runtime import memory_claims
+from services.runtime.logs import get_logger
+from services.runtime.memory import GIB, AvailableMemory
+
+log: structlog.stdlib.BoundLogger = get_logger(__name__)
+
+# A pool that had to be cut to what is available leaves the rest for steps and other programs.
+_POOL_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,8 @@ class MemoryNeed:
 def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ModelTooLarge if the weights and the smallest useful KV pool exceed the device's available memory.
 
-    The host's memory is checked too. It holds everything on a CPU, and the blocks of --host-gib on a GPU.
+    The host's memory is checked too. It holds everything on a CPU, and the blocks of --host-gib on a GPU. What fits is
+    claimed, so that workers that start together do not count the same memory.
     """
     need = memory_need(settings, config, dtype)
     host_bytes = _host_pool_bytes(settings, config, dtype)
@@ -41,7 +50,36 @@ def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
         _check(settings, need, dtype, _gpu_memory(settings, device))
         need = MemoryNeed(0, 0, 0)
     need = MemoryNeed(need.weights_bytes, need.loading_bytes, need.pool_bytes + host_bytes)
-    _check(settings, need, dtype, available_memory())
+    with memory_claims.lock() as claims:
+        _check(settings, need, dtype, claims.available())
+        claims.claim(need.num_bytes)
+
+
+def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
+    """The KV blocks of --kv-cache-gib on a CPU, at most what all slots use at full length, and what memory allows with
+    the weights in it. They are claimed: the system provides the memory only as sequences fill it.
+
+    Raises ModelError if not even one block fits into --kv-cache-gib."""
+    one_block_bytes = block_bytes(settings, config, dtype)
+    wanted = int(settings.kv_cache_gib * GIB) // one_block_bytes
+    if not wanted:
+        raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {settings.kv_cache_gib:.3f} GiB")
+    num_blocks = min(wanted, settings.max_num_seqs * -(-max_model_len // settings.block_size))
+    with memory_claims.lock() as claims:
+        available = claims.available()
+        if available is not None and _POOL_SHARE * available.num_bytes < num_blocks * one_block_bytes:
+            fitting = int(_POOL_SHARE * available.num_bytes) // one_block_bytes
+            smallest = memory_need(settings, config, dtype).pool_bytes // one_block_bytes
+            num_blocks = min(num_blocks, max(fitting, smallest))
+            log.warning(
+                "the KV pool is smaller than kv_cache_gib, for lack of memory",
+                kv_cache_gib=settings.kv_cache_gib,
+                pool_gib=round(num_blocks * one_block_bytes / GIB, 3),
+                available_gib=round(available.num_bytes / GIB, 3),
+                limit=available.limit,
+            )
+        claims.claim(num_blocks * one_block_bytes)
+    return num_blocks
 
 
 def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from services.cli.arguments import Parser
+from services.runtime.processes import machine, started
 from services.runtime.settings import Address
 
 Service = Literal["scheduler", "cache"]
@@ -49,7 +50,7 @@ class Server:
 
     @property
     def runs(self) -> bool:
-        return self.machine == _machine() and _started(self.pid) == self.started
+        return self.machine == machine() and started(self.pid) == self.started
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def running_servers() -> list[Server]:
 @contextlib.contextmanager
 def announced(port: int, model: str, scheduler: str, cache: str) -> Iterator[Announcement]:
     """Announce this process as a server while the block runs. Raises OSError before the block."""
-    server = Server(port, model, scheduler, cache, os.getpid(), _started(os.getpid()), _machine())
+    server = Server(port, model, scheduler, cache, os.getpid(), started(os.getpid()), machine())
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
@@ -193,32 +194,3 @@ def _checked(address: str, origin: str) -> str:
 
 def _env_name(service: Service) -> str:
     return f"PACELINE_{service.upper()}"
-
-
-def _started(pid: int) -> str:
-    """When the process started, in kernel ticks since the boot. Empty if it does not run."""
-    try:
-        # The process name, in parentheses, may contain spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except FileNotFoundError:
-        pass
-    except (OSError, IndexError):
-        return ""
-    if Path("/proc/self/stat").exists():
-        return ""
-    try:  # not Linux
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return "unknown"
-
-
-def _machine() -> str:
-    parts = []
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)

@@ -33,7 +33,7 @@ from services.runtime.message_gate import MessageGate
 from services.runtime.model.hub import NoSuchModel
 from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
-from services.runtime.service import Addresses, CannotStart, interruptible, trim_memory
+from services.runtime.service import Addresses, CannotStart, interruptible, max_open_files, trim_memory
 
 _log = get_logger(__name__)
 
@@ -88,6 +88,7 @@ async def serve(
         settings.port,
         max_connections=settings.max_connections,
         max_per_client=settings.max_connections_per_client,
+        other_connections=_grpc_connections(settings),
         head_timeout_s=settings.head_timeout_s,
         send_timeout_s=settings.send_timeout_s,
         costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
@@ -137,6 +138,12 @@ async def serve(
         await gateway.builder.close()
 
 
+def _grpc_connections(settings: GatewaySettings) -> int:
+    """At most how many there are. They leave most of the files that the process may open to HTTP."""
+    open_files = max_open_files()
+    return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
+
+
 def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
     options = transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES)
@@ -147,6 +154,7 @@ def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
             *options,
             ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_S)),
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
+            ("grpc.max_allowed_incoming_connections", _grpc_connections(settings)),
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
     )

@@ -58,7 +58,14 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     metrics_tenant_names: str = Field("", description="tenants (with commas) that always have their own metrics")
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
-        16384, ge=1, description="HTTP connections; one more gets 503 (at most the limit of open files less 256)"
+        16384,
+        ge=1,
+        description="HTTP connections; one more gets 503 (at most the limit of open files less 256 and gRPC's share)",
+    )
+    max_grpc_connections: int = Field(
+        4096,
+        ge=1,
+        description="gRPC connections; one more is closed at once (at most a quarter of the limit of open files)",
     )
     max_connections_per_client: int | None = Field(
         None,

@@ -42,6 +42,12 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def max_open_files() -> int | None:
+    """How many files this process may open. None: any number."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def use_batch_scheduling() -> None:
     """For a process that wakes for every message: it does not interrupt a computing process on its core. It waits for
     at most one time slice (some milliseconds), and only if no other core is free. Threads made later inherit this.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -16,12 +15,13 @@ from services.gateway.errors import ApiError
 from services.gateway.http.connection import AdmissionHook, Config, HttpConnection, whole_answer
 from services.gateway.http.listener import ConnectionCounts, Listener
 from services.gateway.http.slow_clients import LOOKS
+from services.runtime.service import max_open_files
 
 # How long a connection may stay open between two requests. Data that begins no request (an empty line, the rest of an
 # answered request's body) does not restart this time.
 _REST_TIMEOUT_S = 75
 _BACKLOG = 4096
-# Open files other than HTTP connections.
+# Open files other than connections.
 _RESERVED_FILES = 256
 # The minimum of the default limit per client: a low max_connections is meant for tests and small machines.
 _LEAST_PER_CLIENT = 64
@@ -51,8 +51,9 @@ class HttpServer:
     runs.
 
     A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. At
-    `max_connections` (never more than the process may open files), a new connection replaces a connection that waits
-    for a request, of the client with the most connections. If the new connection's own client has as many, it gets 503.
+    `max_connections` (never more than the process may open files besides `other_connections`), a new connection
+    replaces a connection that waits for a request, of the client with the most connections. If the new connection's own
+    client has as many, it gets 503.
     `costly` and `on_gone`: see Listener.
 
     A request that `admission_hook` rejects gets its answer at its head.
@@ -66,6 +67,7 @@ class HttpServer:
         *,
         max_connections: int = 16384,
         max_per_client: int | None = None,
+        other_connections: int = 0,
         head_timeout_s: float = 30.0,
         send_timeout_s: float = 60.0,
         costly: tuple[bytes, ...] = (),
@@ -86,9 +88,8 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         config.head_timeout_s = head_timeout_s
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if open_files != resource.RLIM_INFINITY:
-            max_connections = min(max_connections, max(1, open_files - _RESERVED_FILES))
+        if (open_files := max_open_files()) is not None:
+            max_connections = min(max_connections, max(1, open_files - other_connections - _RESERVED_FILES))
         config.max_connections = max_connections
         config.clients = ConnectionCounts(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
         config.admission_hook = admission_hook

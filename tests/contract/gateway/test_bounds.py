@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import sys
 import threading
@@ -237,6 +238,28 @@ async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkey
         for _ in range(2):
             assert await generate(client, "hello") is grpc.StatusCode.OK
             await asyncio.sleep(0.5)
+
+
+async def test_grpc_connections_leave_files_for_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that opens as many as it can locks out neither HTTP nor the connections that are there."""
+    monkeypatch.setattr(server, "max_open_files", lambda: 40)
+    running = await start()
+    host, port = str(running.addresses.grpc).split(":")
+    async with AsyncPacelineClient(running.addresses.grpc or "") as client:
+        assert await generate(client, "hello") is grpc.StatusCode.OK
+        answers, writers = [], []
+        for _ in range(15):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+            writers.append(writer)
+            with contextlib.suppress(ConnectionResetError):
+                async with asyncio.timeout(20):
+                    answers.append(await reader.read(9))
+        assert len([answer for answer in answers if answer]) == 9  # and the client's: a quarter of 40
+        assert await generate(client, "hello") is grpc.StatusCode.OK
+        assert await post(running, "hello") == 200
+        for writer in writers:
+            writer.close()
 
 
 async def test_a_grpc_request_that_is_refused_does_not_stay_in_memory(

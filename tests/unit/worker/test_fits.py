@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +16,12 @@ import pytest
 import torch
 
 from demo import CHECKPOINT
-from gpu_worker import fits
 from gpu_worker.errors import ModelTooLarge
-from gpu_worker.fits import check_fits, memory_need
+from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.models.config import parse_config, read_config
 from gpu_worker.models.loader import load_model
 from gpu_worker.settings import WorkerSettings
+from services.runtime import memory_claims
 from services.runtime.exit_status import NO_MEMORY
 from services.runtime.memory import GIB, AvailableMemory
 
@@ -41,11 +44,39 @@ def settings(**chosen: Any) -> WorkerSettings:
     return WorkerSettings(**{"model": "llama-70b", **chosen})
 
 
+@pytest.fixture(autouse=True)
+def own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is claimed here is not to be left by the workers of other tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@contextmanager
+def another_worker(num_bytes: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that claims memory, and takes none of it."""
+    code = f"""
+import tempfile
+from services.runtime import memory_claims
+tempfile.tempdir = {tempfile.gettempdir()!r}
+with memory_claims.lock() as claims:
+    claims.claim({num_bytes})
+print("claimed", flush=True)
+input()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def has(monkeypatch: pytest.MonkeyPatch) -> Any:
     def give(gib: float) -> None:
         available = AvailableMemory(int(gib * GIB), f"a cgroup limit of {gib:.1f} GiB")
-        monkeypatch.setattr(fits, "available_memory", lambda: available)
+        monkeypatch.setattr(memory_claims, "available_memory", lambda: available)
 
     return give
 
@@ -91,6 +122,48 @@ def test_blocks_that_were_asked_for_count(has: Any) -> None:
         check_fits(settings(num_blocks=room + 1), CONFIG_70B, torch.bfloat16, CPU)
 
 
+def test_of_two_workers_that_fit_one_at_a_time_the_second_is_refused(has: Any) -> None:
+    has(150)
+    need = memory_need(settings(), CONFIG_70B, torch.bfloat16)
+    with another_worker(need.num_bytes) as other:
+        with pytest.raises(ModelTooLarge) as refused:
+            check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+        claimed = f"less {need.num_bytes / GIB:.1f} GiB that other workers have yet to fill"
+        assert f"GiB are available (a cgroup limit of 150.0 GiB, {claimed})" in str(refused.value)
+        other.kill()
+        other.wait()
+        check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)  # a worker that was killed claims nothing
+
+
+def test_memory_that_another_worker_has_filled_is_not_counted_twice(has: Any) -> None:
+    has(150)
+    need = memory_need(settings(), CONFIG_70B, torch.bfloat16)
+    with another_worker(need.num_bytes) as other:
+        [path] = memory_claims.default_folder().glob("*.json")
+        claim = json.loads(path.read_text())
+        path.write_text(json.dumps({**claim, "before_bytes": claim["before_bytes"] - need.num_bytes}))
+        check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+        assert other.poll() is None
+
+
+def test_a_pool_on_a_cpu_leaves_what_other_workers_will_fill(has: Any) -> None:
+    has(10)
+    wanted = settings(kv_cache_gib=8.0, max_num_seqs=16384)
+    one_block = block_bytes(wanted, CONFIG_70B, torch.bfloat16)
+    assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == int(8 * GIB) // one_block
+    with another_worker(5 * GIB):
+        assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == int(0.9 * 5 * GIB) // one_block
+    with another_worker(10 * GIB):  # never less than was checked to be useful, before the weights
+        smallest = memory_need(wanted, CONFIG_70B, torch.bfloat16).pool_bytes // one_block
+        assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == smallest
+
+
+def test_without_a_folder_for_claims_a_worker_starts(has: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
+    has(150)
+    check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+
+
 def test_blocks_in_host_memory_count(has: Any) -> None:
     has(150)
     with pytest.raises(ModelTooLarge, match="less --host-gib"):
@@ -109,7 +182,7 @@ def test_a_gpu_is_asked_for_its_own_memory(has: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_system_that_does_not_tell_its_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fits, "available_memory", lambda: None)
+    monkeypatch.setattr(memory_claims, "available_memory", lambda: None)
     check_fits(settings(), CONFIG_70B, torch.float32, CPU)
 
 

@@ -1,0 +1,115 @@
+"""What the workers of this machine have yet to take of its memory.
+
+Memory that a worker has checked for, and not filled yet, still counts as free. So each worker claims what it needs, in
+a file, before it takes it, and leaves what others have claimed. Files of ended processes do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import structlog
+
+from services.runtime.logs import get_logger
+from services.runtime.memory import GIB, KIB, AvailableMemory, available_memory
+from services.runtime.processes import machine, started
+
+_log: structlog.stdlib.BoundLogger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    pid: int
+    started: str
+    machine: str
+    num_bytes: int
+    before_bytes: int  # what the process had when it claimed
+
+    @property
+    def left_bytes(self) -> int:
+        """What the process has yet to take."""
+        return max(0, self.num_bytes - (_used_bytes(self.pid) - self.before_bytes))
+
+    @property
+    def holds(self) -> bool:
+        return self.machine == machine() and started(self.pid) == self.started
+
+
+class MemoryClaims:
+    """The claims of other processes, and this one's, under a lock: see lock()."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: None if nothing can be written, so that nothing is known of others."""
+        self._folder = folder
+
+    def available(self) -> AvailableMemory | None:
+        """What this process may still take. None if it is unknown."""
+        available, claimed = available_memory(), self._claimed_by_others()
+        if available is None or not claimed:
+            return available
+        limit = f"{available.limit}, less {claimed / GIB:.1f} GiB that other workers have yet to fill"
+        return AvailableMemory(max(0, available.num_bytes - claimed), limit)
+
+    def claim(self, num_bytes: int) -> None:
+        """For this process, beyond what it has now, and in place of what it claimed before."""
+        claim = _Claim(os.getpid(), started(os.getpid()), machine(), num_bytes, _used_bytes(os.getpid()))
+        if self._folder is not None:
+            (self._folder / f"{claim.pid}.json").write_text(json.dumps(asdict(claim)), encoding="utf-8")
+
+    def _claimed_by_others(self) -> int:
+        total = 0
+        for path in self._folder.glob("*.json") if self._folder is not None else ():
+            claim = _read(path)
+            if claim is None or (claim.machine == machine() and not claim.holds):
+                path.unlink(missing_ok=True)
+            elif claim.pid != os.getpid() and claim.holds:
+                total += claim.left_bytes
+        return total
+
+
+def default_folder() -> Path:
+    """One for each user, in the folder for temporary files, which containers do not share."""
+    return Path(tempfile.gettempdir()) / f"paceline-memory-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def lock() -> Iterator[MemoryClaims]:
+    """No other process checks or claims memory while the block runs.
+
+    If the folder cannot be written, as in a container of one worker with a read-only disk, no other process is known.
+    """
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        try:
+            folder = default_folder()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / "lock", "w", encoding="utf-8"))
+        except OSError as error:
+            _log.info("what other workers will take of the memory is not known", reason=str(error))
+            folder = None
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, or with the process
+        yield MemoryClaims(folder)
+
+
+def _read(path: Path) -> _Claim | None:
+    try:
+        return _Claim(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _used_bytes(pid: int) -> int:
+    """Memory that the kernel cannot drop. 0 if it is unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(KIB * int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
