@@ -203,7 +203,7 @@ def _marked(group: list[Row], figure: str, row: Row, before: str, after: str) ->
 def markdown(rows: list[Row]) -> str:
     """Each case in a table: a row a policy, figures within 2 % of the best of the case bold."""
     lines = ["# Placement policies compared", "", "Written by `python -m bench.run --part placement`.", ""]
-    lines += summary(rows)
+    lines += [*summary(rows), "", "## Averages over the cases", "", *averages(rows)]
     for group in groups(rows):
         lines += ["", f"## {title(group[0])}", "", f"| policy | {' | '.join(HEADS)} |", f"|---|{'---:|' * len(HEADS)}"]
         for row in group:
@@ -223,6 +223,22 @@ def summary(rows: list[Row]) -> list[str]:
             near = sum(worse <= WITHIN for worse in short)
             cells.append(f"{near} of {len(short)}, {max(short):.0%}")
         lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return lines
+
+
+def averages(rows: list[Row]) -> list[str]:
+    """For each policy and figure the geometric mean over all cases, in which each counts by its ratio (the cached share,
+    which may be 0: the arithmetic mean). Within 2 % of the best policy: bold."""
+    lines = [f"| policy | {' | '.join(HEADS)} |", f"|---|{'---:|' * len(HEADS)}"]
+    means: list[Row] = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == policy]
+        mean = {name: statistics.geometric_mean(row[name] for row in own) for name in FIGURES if name != "cached_share"}
+        mean["cached_share"] = statistics.mean(row["cached_share"] for row in own)
+        means.append({"policy": policy, **mean})
+    for row in means:
+        shown = " | ".join(_marked(means, name, row, "**", "**") for name in FIGURES)
+        lines.append(f"| {row['policy']} | {shown} |")
     return lines
 
 

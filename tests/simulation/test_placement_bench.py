@@ -6,6 +6,7 @@ import dataclasses
 
 from bench.placement.placement import (
     FIGURES,
+    averages,
     cases,
     equal_fleet,
     groups,
@@ -59,3 +60,10 @@ def test_the_table_marks_what_is_within_two_percent_of_the_best() -> None:
     assert "| b | **98** | **10.0** | **10** | **0.0%** | **1.00** |" in shown
     assert "| c | 97 | 10.3 | 10 | **0.0%** | **1.00** |" in shown
     assert "| c | 0 of 1, 3% | 0 of 1, 3% | 0 of 1, 3% | 1 of 1, 0% | 1 of 1, 0% |" in shown
+
+
+def test_averages_count_each_case_by_its_ratio() -> None:
+    other = {"workload": "agents", "workers": 4}
+    rows = [row("a", 100.0, 10.0), row("b", 1.0, 10.0), row("a", 1.0, 10.0) | other, row("b", 100.0, 10.0) | other]
+    [*_, a, b] = averages(rows)
+    assert a.split("|")[2] == b.split("|")[2] == " **10** "
