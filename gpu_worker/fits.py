@@ -12,9 +12,9 @@ from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import expected_tensors
 from gpu_worker.settings import WorkerSettings
-from services.runtime import memory_claims
 from services.runtime.logs import get_logger
-from services.runtime.memory import GIB, AvailableMemory
+from services.runtime.memory import claims as memory_claims
+from services.runtime.memory.available import GIB, AvailableMemory
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 

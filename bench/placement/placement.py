@@ -227,8 +227,8 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def averages(rows: list[Row]) -> list[str]:
-    """For each policy and figure the geometric mean over all cases, in which each counts by its ratio (the cached share,
-    which may be 0: the arithmetic mean). Within 2 % of the best policy: bold."""
+    """For each policy and figure the geometric mean over all cases, in which each counts by its ratio. The cached share
+    may be 0: its arithmetic mean. Within 2 % of the best policy: bold."""
     lines = [f"| policy | {' | '.join(HEADS)} |", f"|---|{'---:|' * len(HEADS)}"]
     means: list[Row] = []
     for policy in dict.fromkeys(row["policy"] for row in rows):

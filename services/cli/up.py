@@ -26,7 +26,7 @@ from services.cli.parent import PARENT_ENV
 from services.cli.restarts import Restarts, describe_exit
 from services.cli.servers import Announcement, announced, running_servers
 from services.cli.watchdog import PROBE_EVERY_S, HealthState, Watchdog, check_health
-from services.runtime.memory import oom_kills
+from services.runtime.memory.available import oom_kills
 from services.runtime.service import run_service
 from services.runtime.settings import CONFIG_ENV, LogLevel, ServiceSettings, load_settings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.memory import GIB, AvailableMemory, available_memory, oom_kills
+from services.runtime.memory.available import GIB, AvailableMemory, available_memory, oom_kills
 
 
 def system(root: Path, files: dict[str, str]) -> Path:

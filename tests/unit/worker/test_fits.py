@@ -21,9 +21,9 @@ from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.models.config import parse_config, read_config
 from gpu_worker.models.loader import load_model
 from gpu_worker.settings import WorkerSettings
-from services.runtime import memory_claims
 from services.runtime.exit_status import NO_MEMORY
-from services.runtime.memory import GIB, AvailableMemory
+from services.runtime.memory import claims as memory_claims
+from services.runtime.memory.available import GIB, AvailableMemory
 
 CPU = torch.device("cpu")
 LLAMA_70B: dict[str, Any] = {
@@ -55,7 +55,7 @@ def another_worker(num_bytes: int) -> Iterator[subprocess.Popen[str]]:
     """A process that claims memory, and takes none of it."""
     code = f"""
 import tempfile
-from services.runtime import memory_claims
+from services.runtime.memory import claims as memory_claims
 tempfile.tempdir = {tempfile.gettempdir()!r}
 with memory_claims.lock() as claims:
     claims.claim({num_bytes})

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from services.runtime.logs import get_logger
-from services.runtime.memory import GIB, KIB, AvailableMemory, available_memory
+from services.runtime.memory.available import GIB, KIB, AvailableMemory, available_memory
 from services.runtime.processes import machine, started
 
 _log: structlog.stdlib.BoundLogger = get_logger(__name__)

@@ -1,0 +1,1 @@
+"""The memory of this machine: what is available, and what its workers have claimed."""
