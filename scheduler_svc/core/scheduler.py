@@ -45,11 +45,13 @@ from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.decide import Decider
+from scheduler_svc.core.step.emit import Emitter
+from scheduler_svc.core.step.exchange import Exchanges
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
-from scheduler_svc.core.step.scheduling import StepScheduler
+from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.state import WorkerState
@@ -94,35 +96,27 @@ class SchedulerCore:
         )
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
-        exceeded = self.life.budgets.exceeded
-        swaps = self.life.swaps
-        planner = Planner(
-            self.life.preempt,
-            exceeded,
-            self._publisher.index_of,
-            swaps.resumed,
-            self._cache.add_commit,
-        )
         self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
+        self._exchanges = Exchanges(
+            self.workers,
+            self._cache,
+            self._step_scheduler,
+            Emitter(self._cache, self.life.swaps, self._publisher),
+            self.life,
+            self._groups,
+            self._send_worker,
+        )
         self._rounds = Rounds(
             self.workers,
             self._cache,
             self._step_scheduler,
-            planner,
+            Decider(self.life),
+            self._exchanges,
             self.life,
             self._groups,
             self._retry_groups,
-            self._send_worker,
         )
-        self._results = ResultReader(
-            self._publisher.tokens,
-            self.life.end,
-            self.life.invalidate_kv,
-            self.life.fail,
-            self._publisher.score,
-            self._publisher.prompt_scores,
-            self._groups.report,
-        )
+        self._results = ResultReader(self.life, self._publisher, self._groups)
         self._note_outage()
 
     @property
@@ -426,7 +420,7 @@ class SchedulerCore:
         for moves in response.demotions:
             if (worker := self.workers.get(moves.worker)) is not None:
                 worker.add_demotions(moves.device_blocks, moves.host_blocks)
-        self._rounds.answered(sent, response)
+        self._exchanges.answered(sent, response)
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────
 

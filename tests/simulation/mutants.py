@@ -25,7 +25,7 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.state import WorkerState
 from services.gateway.engine.session_core import SessionCore
@@ -91,14 +91,14 @@ def old_epoch_kept(patch: Patch) -> None:
 
 
 def _plan_without(patch: Patch, *fields: str) -> None:
-    fill_slot = Planner._fill_slot
+    fill_slot = Emitter._fill_slot
 
-    def mistaken(self: Planner, *args: Any) -> None:
+    def mistaken(self: Emitter, *args: Any) -> None:
         fill_slot(self, *args)
         for field in fields:
             args[4].ClearField(field)
 
-    patch.setattr(Planner, "_fill_slot", mistaken)
+    patch.setattr(Emitter, "_fill_slot", mistaken)
 
 
 def copy_lost(patch: Patch) -> None:

@@ -13,7 +13,7 @@ running request (Request.block_table) and the host blocks of every swapped-out r
     demotions           They are dropped: the new cache starts with nothing in host memory.
 
 A restore entry counts tokens as computed as far as the sent steps compute them, as a commit does
-(Planner._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
+(Emitter._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
 """
 
 from __future__ import annotations

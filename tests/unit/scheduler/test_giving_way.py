@@ -14,7 +14,7 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState
 from simulator.system import LocalSystem
@@ -89,7 +89,7 @@ def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: s
     policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))
     step: Any = SimpleNamespace(running=sequences)
     victims = cast(list[Running], [sequences[3], sequences[2], sequences[1]])
-    units = Planner._units(cast(WorkerState, worker), cast(Policies, policies), cast(Step, step), victims)
+    units = Decider._units(cast(WorkerState, worker), cast(Policies, policies), cast(Step, step), victims)
     together = [[3], [2, 1]] if mode == "auto" else [[3], [2], [1]]
     assert [[sequence.slot for sequence in unit] for unit in units] == together
 

@@ -16,8 +16,8 @@ from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.request import Request, view_of
+from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.placement import Placement
-from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.types import SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
@@ -101,44 +101,44 @@ class StepScheduler:
         return self.policies.capacity.preempts_for_waiting is True
 
     def schedule_step(
-        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
+        self, decider: Decider, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         """Schedule the worker's next step. None if a sequence was preempted: then the step is scheduled again after the
         next exchange. `closed`: no request is admitted."""
-        step = self._decide(planner, worker, workers, now_s, closed)
+        step = self._decide(decider, worker, workers, now_s, closed)
         if step is not None and len(workers) > 1:
             for request, reason, _ in step._rejected:
                 if reason in REFUSALS:
                     worker.refuse(request)
         if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
-            return self._decide(planner, worker, workers, now_s, closed)
+            return self._decide(decider, worker, workers, now_s, closed)
         return step
 
     def _decide(
-        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
+        self, decider: Decider, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         self.at_limit.clear()
         self.without_grammar.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
-            return planner.decide_step(worker, self.policies, waiting, now_s)
+            return decider.decide(worker, self.policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
-        return planner.decide_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
+        return decider.decide(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
 
     def schedule_retry_step(
-        self, planner: Planner, worker: WorkerState, members: list[Request], now_s: float
+        self, decider: Decider, worker: WorkerState, members: list[Request], now_s: float
     ) -> Step | None:
         """Schedule a step that retries these suspects, as schedule_step() does. Of the current policies only preemption
         decides."""
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
         waiting = partial(retry_candidates, members, worker)
         try:
-            return planner.decide_retry_step(worker, policies, waiting, now_s)
+            return decider.decide_retry(worker, policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return planner.decide_retry_step(worker, policies, waiting, now_s)
+        return decider.decide_retry(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
         """The step is accepted."""
