@@ -233,7 +233,7 @@ class ScenarioRun:
 
     def _mode(self, request: Request) -> str:
         """How the request was preempted."""
-        if not request.swapped_on:
+        if not request.held.swapped_on:
             self.worker.swapped.discard(request.request_id)
             return "recompute"
         self.worker.swapped.add(request.request_id)

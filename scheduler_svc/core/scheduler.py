@@ -336,7 +336,7 @@ class SchedulerCore:
     def _workers_changed(self) -> None:
         self._step_scheduler.fleet_changed()
         if self._has_worker:
-            self.life.no_worker_since_s = None
+            self.life.timeouts.worker_attached()
         if self.workers:
             first = next(iter(self.workers.values())).registration
             pool = max(worker.num_blocks * worker.block_size for worker in self.workers.values())
@@ -409,8 +409,8 @@ class SchedulerCore:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
                 worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
-        self.life.set_matches(sent.matched(response))
-        self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
+        self.life.holdings.set_matches(sent.matched(response))
+        self.life.holdings.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
             self._recovery.answered(sent, response)
         for worker in sent.awaiting_cache:
@@ -427,8 +427,8 @@ class SchedulerCore:
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
         self.life.now_s = now_s
-        if not self._has_worker and self.life.no_worker_since_s is None:
-            self.life.no_worker_since_s = now_s
+        if not self._has_worker:
+            self.life.timeouts.no_worker(now_s)
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._retry_groups.find_poisoned():

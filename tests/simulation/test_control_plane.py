@@ -166,7 +166,7 @@ class Run:
         for worker in self.system.scheduler.workers.values():
             worker.slots.complete_tables()
         return [
-            (worker.id, request.slot, request.sequence, request.block_table.tobytes())
+            (worker.id, request.held.slot, request.held.sequence, request.held.block_table.tobytes())
             for worker in self.system.scheduler.workers.values()
             for request in [*worker.running.values(), *worker.parked.values()]
         ]

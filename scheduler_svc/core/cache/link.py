@@ -221,12 +221,12 @@ class CacheLink:
             for admission in pending_step.decision.admissions:
                 admits.append(len(ops))
                 request, op = admission.request, ops.add()
-                if request.swapped_on:
-                    op.swap_in.sequence = request.sequence
+                if request.held.swapped_on:
+                    op.swap_in.sequence = request.held.sequence
                     continue
                 self._fill_admit(op.admit, worker, admission, pending_step.decision.shares)
             sent.pending_steps.append((pending_step, extend, admits))
-        known = [request.sequence for request in candidates if request.matches is not None]
+        known = [request.held.sequence for request in candidates if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
         if self.rematches:
@@ -250,10 +250,10 @@ class CacheLink:
     @staticmethod
     def _fill_admit(admit: AdmitOp, worker: WorkerState, admission: PlannedAdmission, shares: bool) -> None:
         request = admission.request
-        admit.sequence, admit.worker = request.sequence, worker.id
+        admit.sequence, admit.worker = request.held.sequence, worker.id
         admit.num_new_tokens = admission.num_new_tokens
         if request.parent is not None and request.can_fork_on(worker.id):
-            admit.fork_of = request.parent.sequence
+            admit.fork_of = request.parent.held.sequence
         elif shares:
             admit.num_planned_tokens = admission.num_tokens
         if request.scores_prompt:

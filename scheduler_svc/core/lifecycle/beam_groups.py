@@ -164,7 +164,6 @@ class BeamGroups:
                     num_top_logprobs=search.candidates_needed,
                 ),
                 extra_stop_ids=frozenset(),
-                sequence=0,
                 matches=None,
                 parent=parent,
             )

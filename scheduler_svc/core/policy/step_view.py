@@ -254,11 +254,11 @@ class StepView:
             return known
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
-        if self._shares and self._computing and not (request.swapped_on or request.scores_prompt):
+        if self._shares and self._computing and not (request.held.swapped_on or request.scores_prompt):
             computed = self._computed_in_step(request, on_device)
             cached, referenced = max(cached, computed), max(referenced, computed)
         # Only the cache knows which blocks a swapped-out request shares.
-        if referenced < on_device and self._considered and not request.swapped_on:
+        if referenced < on_device and self._considered and not request.held.swapped_on:
             referenced = self._shared_tokens(request, on_device, referenced)
         self._credit_of = known = request, cached, referenced
         return known

@@ -115,8 +115,8 @@ class Emitter:
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.slots.occupy(request, self.publisher.index_of(request), len(block_table) // 4)
         request.advance(Event.GRANT)
-        request.worker, request.slot = worker.id, slot
-        request.block_table = array("i", block_table)
+        request.held.worker, request.held.slot = worker.id, slot
+        request.held.block_table = array("i", block_table)
         if request.cached_tokens is None:
             request.cached_tokens = num_cached_tokens
         worker.running[slot] = request
@@ -124,7 +124,7 @@ class Emitter:
         worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         # The cache may hold more of the prompt now than when the step was scheduled.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
-        if request.swapped_on:
+        if request.held.swapped_on:
             swap = response.results[index].swap_in
             plan.swap_in_from += swap.host_blocks
             plan.swap_in_to += swap.device_blocks
@@ -189,8 +189,8 @@ class Emitter:
         """The cache hears of the commit at once. A request that is admitted next runs in a later step, when the blocks
         are written."""
         request = worker.running[chunk.slot]
-        request.num_committed = chunk.num_computed
-        self.cache.add_commit(request.sequence, b"", chunk.num_computed)
+        request.held.num_committed = chunk.num_computed
+        self.cache.add_commit(request.held.sequence, b"", chunk.num_computed)
         worker.prefills[chunk.slot].num_planned = chunk.num_computed
         if not chunk.samples:
             return

@@ -140,7 +140,7 @@ class ResultReader:
 
     def _first_token(self, worker: WorkerState, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
-        request.prompt_is_computed = True
+        request.held.prompt_is_computed = True
         if request.scores_prompt:
             request.prompt_is_scored()
         if slot in logprobs:

@@ -373,7 +373,7 @@ class WorkerState:
         self.allocating_tokens = 0
         bound = enumerate(admission.request for admission in pending_step.decision.admissions)
         alive = [(i, request) for i, request in bound if request.phase is not Phase.ENDED]
-        pending_step.orphans = [(request.sequence, i) for i, request in alive]
+        pending_step.orphans = [(request.held.sequence, i) for i, request in alive]
         return [request for _, request in alive]
 
     def vacate(self, slot: int) -> Request:
@@ -388,7 +388,7 @@ class WorkerState:
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
         self.num_further -= request.is_further_sequence
-        request.slot = -1
+        request.held.slot = -1
         return request
 
 
