@@ -319,7 +319,7 @@ class SchedulerCore:
             # otherwise it ended with the poisoned one, as a beam of the same search
             elif request.phase is not Phase.ENDED:
                 # Its sequence goes with the worker, unless the exchange that binds it is in flight.
-                self.life.lost_worker(request)
+                self.life.enqueue(request)
         self.life.recompute(worker.swapped.values())
         if num_steps:
             retried = [request.request_id for request in blamed if request is not poisoned]

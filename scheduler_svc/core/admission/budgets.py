@@ -41,7 +41,7 @@ class Budgets:
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.started_s is None:  # a request that ran before does not shrink the queue
+        if request.history.started_s is None:  # a request that ran before does not shrink the queue
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
             taken[None] = taken.get(None, 0) + num_tokens

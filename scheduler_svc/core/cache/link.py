@@ -258,7 +258,7 @@ class CacheLink:
             admit.num_planned_tokens = admission.num_tokens
         if request.scores_prompt:
             admit.no_reuse = True
-        if request.cached_tokens is not None:
+        if request.history.cached_tokens is not None:
             admit.again = True
 
     @staticmethod

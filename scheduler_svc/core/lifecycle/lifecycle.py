@@ -107,13 +107,13 @@ class Lifecycle:
         """`why`: the reason for this worker, for `paceline explain`."""
         self.holdings.bind(worker, request)
         request.advance(Event.SCHEDULE)
-        request.has_run = True
-        if request.started_s is None:
-            request.started_s = self.now_s
+        request.history.has_run = True
+        if request.history.started_s is None:
+            request.history.started_s = self.now_s
         if request.group is not None:
-            if request.group.root.started_s is None:
+            if request.group.root.history.started_s is None:
                 self.timeline.event(request.group.root, "running", "its beams", self.now_s)
-            request.group.root.started_s = request.started_s
+            request.group.root.history.started_s = request.history.started_s
         apart = ", apart from others" if request.is_suspect else ""
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
 
@@ -152,7 +152,7 @@ class Lifecycle:
         """Preempt the request: it waits again, with all its known tokens. `requeue` and `mode` as in PreemptionPolicy;
         `why` is for the timeline."""
         worker, swaps = self._workers[request.held.worker], self.swaps.suits(request, mode)
-        request.num_preemptions += 1
+        request.history.num_preemptions += 1
         self.counters.preempted += 1
         match requeue:
             case "front":
@@ -210,11 +210,6 @@ class Lifecycle:
             self.counters.requeued += 1
             self.note(request, "requeued", why)
 
-    def lost_worker(self, request: Request) -> None:
-        """A request waits again because its worker is gone."""
-        request.num_worker_losses += 1
-        self.enqueue(request)
-
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def fail_poisoned(self, request: Request, why: str) -> None:
@@ -249,11 +244,11 @@ class Lifecycle:
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = session.add_ending()
             ending.handle, ending.reason = request.handle, reason
-            ending.timing.CopyFrom(request.timing(self.now_s))
+            ending.timing.CopyFrom(request.history.timing(request.arrival_s, self.now_s))
             if error is not None:
                 explain_rejection(ending, error)
-            if request.cached_tokens:
-                ending.cached_tokens = request.cached_tokens
+            if request.history.cached_tokens:
+                ending.cached_tokens = request.history.cached_tokens
             ending.hypotheses.extend(request.hypotheses)
 
     def _members_of(self, root: Request) -> list[Request]:

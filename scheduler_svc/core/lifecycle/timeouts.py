@@ -94,9 +94,11 @@ class Timeouts:
             yield request, late if left_s < math.inf else "queue: the order policy gives it up"
         if (limit_s := self._config.waiting_timeout_s) > 0:
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue)
-            yield from ((r, f"queue: waited for more than {limit_s:g} s") for r in oldest if r.started_s is None)
+            message = f"queue: waited for more than {limit_s:g} s"
+            yield from ((request, message) for request in oldest if request.history.started_s is None)
         if (limit_s := self._config.running_timeout_s) > 0:
             running = [request for worker in self._workers.values() for request in worker.running.values()]
             if self._workers:  # without any worker, the request cannot end, whatever it does
                 running += self._queue
-            yield from ((r, f"request: ran for more than {limit_s:g} s") for r in running if r.ran_s(now_s) > limit_s)
+            message = f"request: ran for more than {limit_s:g} s"
+            yield from ((request, message) for request in running if request.history.ran_s(now_s) > limit_s)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions, Hypothesis, RequestTiming
+from paceline.v1.inference_pb2 import BeamOptions, Hypothesis
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
 from scheduler_svc.core.requests.held import Held
+from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
 
 NO_TOKENS: frozenset[int] = frozenset()
@@ -64,12 +65,7 @@ class Request:
     held: Held = field(default_factory=Held, init=False, repr=False)
     matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
     queue_position: int = 0
-    started_s: float | None = None  # first admission; of a beam: that of its search
-    first_token_s: float | None = None  # of a beam search: the end of its first step
-    has_run: bool = False
-    cached_tokens: int | None = None  # reused at the first admission
-    num_preemptions: int = 0
-    num_worker_losses: int = 0
+    history: History = field(default_factory=History, repr=False)
     kv_is_invalid: bool = False  # the worker could not compute it, so its KV is not reused
     is_suspect: bool = False  # its step failed; it runs only together with other suspects (faults/)
     extra_stop_ids: frozenset[int] = NO_TOKENS
@@ -156,21 +152,6 @@ class Request:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
 
-    def timing(self, now_s: float) -> RequestTiming:
-        """The times of its phases, if it ends now."""
-        started_s = now_s if self.started_s is None else self.started_s
-        first_token_s = now_s if self.first_token_s is None else self.first_token_s
-        return RequestTiming(
-            queue_s=started_s - self.arrival_s,
-            prefill_s=first_token_s - started_s,
-            decode_s=now_s - first_token_s,
-            num_preemptions=self.num_preemptions,
-        )
-
-    def ran_s(self, now_s: float) -> float:
-        """Seconds since it first ran."""
-        return 0.0 if self.started_s is None else now_s - self.started_s
-
     def match_on(self, worker: int) -> PrefixMatch:
         """What the worker has of the request in its cache, or swapped out."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
@@ -200,7 +181,7 @@ class Request:
         """Whether its parent is about to compute the prompt that both have in common. A preempted parent does not
         count: other requests may run before it resumes."""
         parent = self.parent
-        if parent is None or parent.held.prompt_is_computed or parent.num_preemptions:
+        if parent is None or parent.held.prompt_is_computed or parent.history.num_preemptions:
             return False
         return parent.phase in (Phase.WAITING, Phase.ALLOCATING, Phase.RUNNING)
 
@@ -309,16 +290,16 @@ class RequestView:
     @property
     def started_s(self) -> float | None:
         """When it first ran."""
-        return self._request.started_s
+        return self._request.history.started_s
 
     @property
     def has_run(self) -> bool:
         """Whether it was admitted before; now it waits again, or runs."""
-        return self._request.has_run
+        return self._request.history.has_run
 
     @property
     def num_preemptions(self) -> int:
-        return self._request.num_preemptions
+        return self._request.history.num_preemptions
 
     @property
     def is_swapped(self) -> bool:

@@ -117,8 +117,8 @@ class Emitter:
         request.advance(Event.GRANT)
         request.held.worker, request.held.slot = worker.id, slot
         request.held.block_table = array("i", block_table)
-        if request.cached_tokens is None:
-            request.cached_tokens = num_cached_tokens
+        if request.history.cached_tokens is None:
+            request.history.cached_tokens = num_cached_tokens
         worker.running[slot] = request
         worker.num_further += request.is_further_sequence
         worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)

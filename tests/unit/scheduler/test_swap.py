@@ -179,7 +179,7 @@ def test_a_lost_cache_does_not_lose_swapped_kv(window: int, prefix_caching: bool
             system.move(*system.moves()[0])
         system.run_for(moves_before)
         before = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
-        before |= {r.arrival_index: r.host_blocks for r in only(system).bound if r.swapped_on}
+        before |= {r.arrival_index: r.held.host_blocks for r in only(system).bound if r.held.swapped_on}
         pending += len(only(system).swap_outs)
         system.restart_cache()
         after = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
