@@ -273,7 +273,7 @@ class SchedulerCore:
 
     def worker_drain(self, worker_id: int) -> None:
         self.workers[worker_id].draining = True
-        self.life.recompute(self.workers[worker_id].swapped.values())  # they run on another worker
+        self.life.recompute(self.workers[worker_id].host.swapped.values())  # they run on another worker
         self._workers_changed()
 
     def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
@@ -320,7 +320,7 @@ class SchedulerCore:
             elif request.phase is not Phase.ENDED:
                 # Its sequence goes with the worker, unless the exchange that binds it is in flight.
                 self.life.enqueue(request)
-        self.life.recompute(worker.swapped.values())
+        self.life.recompute(worker.host.swapped.values())
         if num_steps:
             retried = [request.request_id for request in blamed if request is not poisoned]
             self.counters.failures += 1
@@ -408,7 +408,7 @@ class SchedulerCore:
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
-                worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
+                worker.host.free_blocks = counters.free_host_blocks + counters.cached_host_blocks
         self.life.holdings.set_matches(sent.matched(response))
         self.life.holdings.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
@@ -419,7 +419,7 @@ class SchedulerCore:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
         for moves in response.demotions:
             if (worker := self.workers.get(moves.worker)) is not None:
-                worker.add_demotions(moves.device_blocks, moves.host_blocks)
+                worker.host.add_demotions(moves.device_blocks, moves.host_blocks)
         self._exchanges.answered(sent, response)
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────

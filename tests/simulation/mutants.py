@@ -21,9 +21,11 @@ from cache_svc.core.tree.nodes import BlockResidency, PrefixNode
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.lease import LeaseClock
+from scheduler_svc.core.lifecycle.holdings import Holdings
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Session
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.workers.grammars import WorkerGrammars
@@ -125,7 +127,7 @@ def slot_not_freed(patch: Patch) -> None:
 
 
 def tokens_forgotten(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "flush_output", nothing)
+    patch.setattr(Holdings, "flush_output", nothing)
 
 
 def sequence_leaked(patch: Patch) -> None:
@@ -137,7 +139,13 @@ def lost_wake_up(patch: Patch) -> None:
 
 
 def dropped_with_worker(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "lost_worker", nothing)
+    evacuate = Lifecycle.evacuate
+
+    def mistaken(self: Lifecycle, *args: Any) -> list[Request]:
+        evacuate(self, *args)
+        return []
+
+    patch.setattr(Lifecycle, "evacuate", mistaken)
 
 
 def claim_too_long(patch: Patch) -> None:
@@ -226,7 +234,7 @@ def planned_counts_as_written(patch: Patch) -> None:
 
 
 def matches_outlive_cache(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "forget_matches", nothing)
+    patch.setattr(Holdings, "forget_matches", nothing)
 
 
 def draft_lost_with_worker(patch: Patch) -> None:

@@ -175,7 +175,7 @@ class Run:
         """Before each move."""
         for worker in self.system.scheduler.workers.values():
             bound = Counter(request.lora for request in worker.bound if request.lora)
-            assert worker.loras == bound
+            assert worker.adapters.num_bound == bound
             assert len(bound) <= worker.registration.max_loras
 
     def play(self) -> None:

@@ -76,8 +76,8 @@ class Budgets:
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
-            limit = worker.registration.max_loras
-            loras = worker.loras.keys() | admitted.loras
+            limit = worker.adapters.limit
+            loras = worker.adapters.num_bound.keys() | admitted.loras
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None

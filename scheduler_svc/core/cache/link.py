@@ -22,7 +22,8 @@ from paceline.v1.cache_pb2 import (
 )
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.decision import PlannedAdmission
-from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
+from scheduler_svc.core.workers.state import PendingSteps, WorkerState
+from scheduler_svc.core.workers.steps import PendingStep
 
 # Bytes of tokens and tables in one exchange before the next one begins. Half of the message limit, so that one more
 # sequence still fits (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.

@@ -5,18 +5,18 @@ A swap crosses three services, in this order, which makes it safe:
     1. The request is preempted. SwapOutOp gathers for the cache, after the commit of the request's last tokens.
     2. The cache frees its device blocks and names the copies to make (`answered`). The cache may now grant these blocks
        to another sequence. The grant reaches the worker with a later plan, or with the plan that makes the copies.
-    3. The worker's next plan carries all gathered copies, and the worker makes them first (`WorkerState.swap_outs`).
+    3. The worker's next plan carries all gathered copies, and the worker makes them first (`HostMemory.swap_outs`).
        Without a plan, no step writes to the blocks.
 
 A request resumes like an admission: SwapInOp in a pending step; copies and a new sequence in its plan.
 
 Blocks that the cache evicts from the device and keeps in host memory take the same way: their copies gather from point
-2 on (`WorkerState.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
+2 on (`HostMemory.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
 that resumes. The copies are made before its first tokens are computed, so the commit of these tokens tells the cache of
 both.
 
-A swapped-out request waits in the queue like any other, and is in its worker's `swapped`. When the cache has no room,
-or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
+A swapped-out request waits in the queue like any other, and is in its worker's `host.swapped`. When the cache has no
+room, or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Swaps:
         if not (wanted and computed) or worker.draining:
             return False
         # At most: tokens in flight are dropped, and sampled again when the request is back.
-        return worker.blocks_for(worker.num_tokens(request.held.slot) - 1) <= worker.free_host_blocks
+        return worker.blocks_for(worker.num_tokens(request.held.slot) - 1) <= worker.host.free_blocks
 
     def start(self, worker: WorkerState, request: Request) -> None:
         """The request has left its slot, and the cache knows all its tokens."""
-        worker.free_host_blocks -= worker.blocks_for(request.num_tokens - 1)
+        worker.host.free_blocks -= worker.blocks_for(request.num_tokens - 1)
         request.held.swapped_on, request.matches = worker.id, None
-        worker.swapped[request.held.sequence] = request
+        worker.host.swapped[request.held.sequence] = request
         self.cache.swap_outs[request.held.sequence] = request
 
     def answered(
@@ -68,7 +68,7 @@ class Swaps:
             if result.HasField("swap_out"):
                 self.counters.swapped_out += 1
                 request.held.host_blocks = result.swap_out.host_blocks
-                worker.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
+                worker.host.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
             else:
                 worker.knows_cache = False  # the blocks come back with the next exchange
                 refused.append(request)
@@ -76,12 +76,12 @@ class Swaps:
 
     def bind(self, request: Request) -> None:
         """The request is about to resume."""
-        del self.workers[request.held.swapped_on].swapped[request.held.sequence]
+        del self.workers[request.held.swapped_on].host.swapped[request.held.sequence]
 
     def refused(self, request: Request) -> None:
         """There was no room to resume the request."""
         if request.held.swapped_on:
-            self.workers[request.held.swapped_on].swapped[request.held.sequence] = request
+            self.workers[request.held.swapped_on].host.swapped[request.held.sequence] = request
 
     def resumed(self, request: Request) -> None:
         """The request is in a slot, and the plan with the copies is sent: every step that reads its blocks comes
@@ -96,6 +96,5 @@ class Swaps:
         sent: that copy is dropped."""
         worker = self.workers.get(request.held.swapped_on)
         if worker is not None:
-            worker.swapped.pop(request.held.sequence, None)
-            worker.swap_outs.pop(request.held.sequence, None)
+            worker.host.forget(request.held.sequence)
         request.held.swapped_on, request.held.host_blocks = 0, b""

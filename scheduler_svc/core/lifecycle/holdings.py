@@ -83,7 +83,7 @@ class Holdings:
             self._swaps.bind(request)
         self._queue.started(request)
         request.held.worker = worker.id
-        worker.bind_adapter(request)
+        worker.adapters.bind(request)
 
     def park(self, request: Request) -> None:
         """The running request leaves its slot and keeps its blocks."""
@@ -149,7 +149,7 @@ class Holdings:
         request.siblings.num_bound -= 1
         self._queue.free_tokens_changed(request.tenant)
         if worker := self._workers.get(request.held.worker):
-            worker.unbind_adapter(request)
+            worker.adapters.unbind(request)
         request.held.worker = 0
         self._queue.stopped(request)
 

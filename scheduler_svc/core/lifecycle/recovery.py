@@ -67,7 +67,7 @@ class Recovery:
             for request in worker.drop_pending_step():
                 self.life.unanswered(request)
             worker.forget_cache()
-            self.life.recompute(request for request in worker.swapped.values() if not request.held.host_blocks)
+            self.life.recompute(request for request in worker.host.swapped.values() if not request.held.host_blocks)
         self.life.holdings.forget_matches()
 
     def added(self, worker: WorkerState) -> list[CacheOp]:
@@ -142,7 +142,7 @@ class Recovery:
             request.held.num_registered = request.num_tokens
             yield request
         yield from worker.parked.values()  # the cache knows all their tokens
-        for request in worker.swapped.values():
+        for request in worker.host.swapped.values():
             request.held.num_committed = max(
                 request.held.num_committed, request.num_tokens - 1
             )  # as the swap told the cache

@@ -228,7 +228,7 @@ class StepView:
     @property
     def num_swapped(self) -> int:
         """Requests that this worker has swapped out and may resume. They come first among the waiting requests."""
-        return 0 if self._preempted else len(self._worker.swapped)
+        return 0 if self._preempted else len(self._worker.host.swapped)
 
     def waiting(self) -> Iterator[RequestView]:
         """Requests that may be bound to this worker: first those that it has swapped out, then the others in queue

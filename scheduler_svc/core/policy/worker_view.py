@@ -170,7 +170,7 @@ class WorkerView:
         return (
             self._free_slots > 0
             and self._need_blocks(request) <= self.free_blocks
-            and worker.has_adapter(request)
+            and worker.adapters.fit(request)
             and worker.has_grammar(request)
             and not worker.has_refused(request)
         )

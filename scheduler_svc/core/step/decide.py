@@ -80,11 +80,11 @@ class Decider:
         """Groups of samples (by id) that the step tears: it takes some of a group back from host memory and leaves
         others there. Only in mode "auto". Blocks that the samples shared are held once for each sample now, so a group
         may need more than the pool has. Where nothing runs, the step resumes a part of it."""
-        if not (worker.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
+        if not (worker.host.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}
         ids = {True: set[int](), False: set[int]()}
-        for request in worker.swapped.values():
+        for request in worker.host.swapped.values():
             if request.samples:
                 ids[request.arrival_index in back].add(id(request.samples))
         return ids[True] & ids[False]

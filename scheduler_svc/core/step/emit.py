@@ -16,7 +16,8 @@ from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
 from scheduler_svc.core.workers.decision import PlannedAdmission
-from scheduler_svc.core.workers.state import PendingStep, Prefill, PrefillChunk, StepInFlight, WorkerState, new_plan
+from scheduler_svc.core.workers.state import WorkerState, new_plan
+from scheduler_svc.core.workers.steps import PendingStep, Prefill, PrefillChunk, StepInFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Emitter:
         if chunks:
             plan.prefill_slots = packed(chunk.slot for chunk in chunks)
             plan.prefill_tokens = packed(sizes.values())
-        worker.add_swap_outs(plan)
+        worker.host.add_copies(plan)
         sampled = len(rows) + sum(chunk.samples for chunk in chunks)
         step = StepInFlight(
             step=plan.step,

@@ -16,7 +16,8 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.step.schedule import StepScheduler
-from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
+from scheduler_svc.core.workers.state import PendingSteps, WorkerState
+from scheduler_svc.core.workers.steps import PendingStep
 
 
 class Exchanges:

@@ -14,7 +14,8 @@ from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.state import StepInFlight, WorkerState
+from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import StepInFlight
 
 Logprobs = dict[int, TokenLogprobs]  # by slot
 Failures = dict[int, RowError]  # by slot

@@ -19,7 +19,8 @@ from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.exchange import Exchanges
 from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.workers.decision import Decision
-from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
+from scheduler_svc.core.workers.state import PendingSteps, WorkerState
+from scheduler_svc.core.workers.steps import PendingStep
 
 
 class Rounds:

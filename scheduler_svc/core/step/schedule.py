@@ -187,8 +187,8 @@ class StepScheduler:
         def waiting() -> Iterator[Request]:
             if worker.draining or closed:
                 return
-            if worker.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
-                back = (request for request in worker.swapped.values() if not request.is_suspect)
+            if worker.host.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
+                back = (request for request in worker.host.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.arrival_index)
             queue = self.queue
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
@@ -208,7 +208,7 @@ class StepScheduler:
                     return
                 if taken:
                     yield request
-                if limited and queue.is_aside(request) != (passed_over or not worker.has_adapter(request)):
+                if limited and queue.is_aside(request) != (passed_over or not worker.adapters.fit(request)):
                     self._doubtful.append(request)
 
         return waiting
@@ -274,6 +274,6 @@ def _waits_for_another(request: Request) -> bool:
 
 def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
     """Whether no worker could take the request, whatever its tenant has left."""
-    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
+    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.adapters.fit(request))
     takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

@@ -115,9 +115,9 @@ def test_a_swapped_request_can_be_cancelled() -> None:
     begin(system)
     (request,) = swapped(system)
     worker = only(system)
-    assert worker.swap_outs
+    assert worker.host.swap_outs
     system.cancel("s", request.handle)
-    assert not worker.swap_outs  # its host blocks may soon belong to another request
+    assert not worker.host.swap_outs  # its host blocks may soon belong to another request
     system.run_for(2)
     finish(system, but=request.handle)
 
@@ -180,7 +180,7 @@ def test_a_lost_cache_does_not_lose_swapped_kv(window: int, prefix_caching: bool
         system.run_for(moves_before)
         before = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
         before |= {r.arrival_index: r.held.host_blocks for r in only(system).bound if r.held.swapped_on}
-        pending += len(only(system).swap_outs)
+        pending += len(only(system).host.swap_outs)
         system.restart_cache()
         after = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
         assert after == {arrival_index: blocks for arrival_index, blocks in before.items() if blocks}
@@ -203,7 +203,7 @@ def test_a_request_that_a_new_cache_refuses_is_recomputed() -> None:
     system.from_cache.append(system.cache.exchange(exchange))
     system.move("answer", None)
     assert not request.held.swapped_on
-    assert not only(system).swap_outs
+    assert not only(system).host.swap_outs
     finish(system)
     assert system.scheduler.counters.refused_restores == 1
 
@@ -260,9 +260,9 @@ def test_a_cache_that_has_less_room_than_was_thought() -> None:
     for handle, prompt in PROMPTS.items():
         system.submit("s", handle, prompt, SAMPLING)
     while moves := system.moves():
-        worker.free_host_blocks = 40
+        worker.host.free_blocks = 40
         system.move(*moves[0])
-    worker.free_host_blocks = 1
+    worker.host.free_blocks = 1
     finish(system)
     assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
     assert system.cache.counters.refused_ops > 0
