@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt proto bench bench-gpu peer-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -78,6 +78,11 @@ lint: setup
 	$(BIN)/python scripts/style.py
 	scripts/proto.sh --check
 	scripts/buf.sh
+
+# The pages of docs/, the README and what they link to as a site in build/site. A link to a page, file or heading that does
+# not exist is an error.
+docs: setup
+	scripts/docs.sh
 
 fmt: setup
 	$(BIN)/ruff check --fix .
