@@ -61,6 +61,11 @@ MAX_REASON_CHARS = 400  # of a worker's reason for refusing a grammar
 
 
 class SchedulerCore:
+    """One scheduler: its sessions, queue, workers, policies and cache link.
+
+    Times are seconds on a clock that never goes back. Calls must not overlap.
+    """
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -131,6 +136,7 @@ class SchedulerCore:
 
     @property
     def timeline(self) -> RequestTimeline:
+        """What has happened to live requests and the last finished ones, for `paceline explain`."""
         return self.life.timeline
 
     def event_at(self, now_s: float) -> None:
@@ -165,6 +171,11 @@ class SchedulerCore:
         self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
+        """A gateway's message: requests, cancellations, and how many responses it has read.
+
+        A request that is refused gets an answer with the reason; the session goes on. Raises KeyError if no
+        such session is open.
+        """
         session = self.sessions[session_id]
         session.read = max(session.read, min(message.responses_read, session.sent))
         session.num_submissions += len(message.submissions)
@@ -272,6 +283,8 @@ class SchedulerCore:
                 self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
+        """The worker gets no more requests. It finishes its running requests; those that it has swapped out run
+        on another worker."""
         self.workers[worker_id].draining = True
         self.life.recompute(self.workers[worker_id].host.swapped.values())  # they run on another worker
         self._workers_changed()

@@ -49,6 +49,7 @@ class WorkerView:
 
     @property
     def id(self) -> int:
+        """The worker's id. An id is never reused while the scheduler runs."""
         return self._worker.id
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,6 +75,7 @@ class WorkerView:
 
     @property
     def free_slots(self) -> int:
+        """Requests that the round may still place on the worker."""
         return self._free_slots
 
     @property
@@ -92,6 +94,7 @@ class WorkerView:
 
     @property
     def num_blocks(self) -> int:
+        """Device blocks, free or not."""
         return self._worker.num_blocks
 
     @property
