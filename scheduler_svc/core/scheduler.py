@@ -47,7 +47,7 @@ from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.emit import Emitter
-from scheduler_svc.core.step.exchange import Exchanges
+from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
@@ -102,7 +102,7 @@ class SchedulerCore:
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
         self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
-        self._exchanges = Exchanges(
+        self._exchanges = StepExchanges(
             self.workers,
             self._cache,
             self._step_scheduler,

@@ -29,8 +29,8 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.workers.grammars import WorkerGrammars
-from scheduler_svc.core.workers.host_memory import HostMemory
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.swap_space import SwapSpace
 from services.gateway.engine.session_core import SessionCore
 from simulator.network.parties import CacheParty, WorkerParty
 
@@ -113,7 +113,7 @@ def swap_in_lost(patch: Patch) -> None:
 
 
 def demotion_lost(patch: Patch) -> None:
-    patch.setattr(HostMemory, "add_demotions", nothing)
+    patch.setattr(SwapSpace, "add_demotions", nothing)
 
 
 def slot_not_freed(patch: Patch) -> None:

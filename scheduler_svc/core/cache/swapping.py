@@ -5,13 +5,13 @@ A swap crosses three services, in this order, which makes it safe:
     1. The request is preempted. SwapOutOp gathers for the cache, after the commit of the request's last tokens.
     2. The cache frees its device blocks and names the copies to make (`answered`). The cache may now grant these blocks
        to another sequence. The grant reaches the worker with a later plan, or with the plan that makes the copies.
-    3. The worker's next plan carries all gathered copies, and the worker makes them first (`HostMemory.swap_outs`).
+    3. The worker's next plan carries all gathered copies, and the worker makes them first (`SwapSpace.swap_outs`).
        Without a plan, no step writes to the blocks.
 
 A request resumes like an admission: SwapInOp in a pending step; copies and a new sequence in its plan.
 
 Blocks that the cache evicts from the device and keeps in host memory take the same way: their copies gather from point
-2 on (`HostMemory.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
+2 on (`SwapSpace.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
 that resumes. The copies are made before its first tokens are computed, so the commit of these tokens tells the cache of
 both.
 

@@ -20,7 +20,7 @@ from scheduler_svc.core.workers.state import PendingSteps, WorkerState
 from scheduler_svc.core.workers.steps import PendingStep
 
 
-class Exchanges:
+class StepExchanges:
     def __init__(
         self,
         workers: dict[int, WorkerState],

@@ -16,7 +16,7 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.decide import Decider
-from scheduler_svc.core.step.exchange import Exchanges
+from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
@@ -30,7 +30,7 @@ class Rounds:
         cache: CacheLink,
         step_scheduler: StepScheduler,
         decider: Decider,
-        exchanges: Exchanges,
+        exchanges: StepExchanges,
         life: Lifecycle,
         groups: BeamGroups,
         retry_groups: RetryGroups,

@@ -14,12 +14,12 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.core.workers.grammars import WorkerGrammars
-from scheduler_svc.core.workers.host_memory import HostMemory
 from scheduler_svc.core.workers.progress import WorkerProgress
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.step_time import StepTimeFit
 from scheduler_svc.core.workers.step_timers import StepTimers
 from scheduler_svc.core.workers.steps import PendingStep, Prefill, StepInFlight
+from scheduler_svc.core.workers.swap_space import SwapSpace
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class WorkerState:
     # decoding sequences that the current step leaves out: tokens by slot
     held: dict[int, int] = field(default_factory=dict)
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by arrival index
-    host: HostMemory = field(default_factory=HostMemory)
+    host: SwapSpace = field(default_factory=SwapSpace)
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
     _refused: set[int] = field(default_factory=set)  # by arrival index

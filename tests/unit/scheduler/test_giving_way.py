@@ -17,8 +17,8 @@ from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.host_memory import HostMemory
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.swap_space import SwapSpace
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -76,7 +76,7 @@ def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> No
     ("computed", "member", "suits"), [(True, False, True), (False, False, False), (True, True, False)]
 )
 def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bool, member: bool, suits: bool) -> None:
-    host = HostMemory(free_blocks=1)
+    host = SwapSpace(free_blocks=1)
     worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, num_tokens=lambda _: 5, host=host)
     held = Held(worker=1, slot=0, prompt_is_computed=computed)
     request = SimpleNamespace(held=held, is_member=member, is_one_of_several=False)

@@ -10,7 +10,7 @@ from scheduler_svc.core.requests.request import Request
 
 
 @dataclass(slots=True, eq=False)
-class HostMemory:
+class SwapSpace:
     free_blocks: int = 0  # free ones, and those with cached KV only
     swapped: dict[int, Request] = field(default_factory=dict)  # waiting requests with their KV here, by sequence
     # Copies for the next plan: device blocks, host blocks; by sequence.
