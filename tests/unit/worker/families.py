@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 VOCAB = 199
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -25,7 +26,7 @@ _SIZES = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-_LLAMA3_ROPE = {
+_LLAMA3_ROPE: Any = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -64,7 +65,7 @@ class Reference:
     _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @cached_property
-    def model(self) -> transformers.PreTrainedModel:
+    def model(self) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,16 +52,17 @@ class OpenAiPenalties(LogitsProcessor):
         return scores
 
 
-def processors(sampling: SamplingParams, num_prompt: int) -> LogitsProcessorList:
+def processors(sampling: SamplingParams, num_prompt: int) -> Any:
     """The matching processors of transformers, in the order that Paceline documents."""
-    made = LogitsProcessorList()
+    made: Any = LogitsProcessorList()
     if sampling.allowed_token_ids:
         allowed = np.frombuffer(sampling.allowed_token_ids, "<i4").tolist()
         made.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
     if sampling.bad_words:
         made.append(NoBadWordsLogitsProcessor([np.frombuffer(word, "<i4").tolist() for word in sampling.bad_words]))
     if sampling.logit_bias:
-        made.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias.items()}))
+        biases: Any = {(token,): bias for token, bias in sampling.logit_bias.items()}
+        made.append(SequenceBiasLogitsProcessor(biases))
     if sampling.repetition_penalty:
         made.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
     made.append(OpenAiPenalties(num_prompt, sampling.frequency_penalty, sampling.presence_penalty))
@@ -151,7 +153,7 @@ def test_min_p_and_typical_p_are_those_of_transformers(
     logits[0, :2] = logits[0, 2]
     if top_k:
         logits = TopKLogitsWarper(top_k)(torch.zeros(3, 1, dtype=torch.int64), logits)
-    ids = torch.zeros(3, 1, dtype=torch.int64)
+    ids: Any = torch.zeros(3, 1, dtype=torch.int64)
     assert torch.equal(mask_min_p(logits, torch.full((3,), min_p)), MinPLogitsWarper(min_p)(ids, logits.clone()))
     ours = mask_typical_p(logits, torch.full((3,), typical_p))
     assert torch.equal(ours, TypicalLogitsWarper(typical_p)(ids, logits.clone()))
@@ -271,7 +273,7 @@ def test_a_row_without_any_token_left_fails_alone_and_says_why(
     for temperature in (0.0, 1.0):
         driver = Driver(build(checkpoint.folder).runner)
         good = driver.add([1, 2, 3], 4)
-        both = {"allowed_token_ids": pack([4, 5]), "bad_words": [pack([4]), pack([5])]}
+        both: dict[str, Any] = {"allowed_token_ids": pack([4, 5]), "bad_words": [pack([4]), pack([5])]}
         nothing = SamplingParams(temperature=temperature, top_p=1, max_tokens=4, **both)
         bad = driver.add([1, 2, 3], 4, nothing)
         result = driver.run_step()

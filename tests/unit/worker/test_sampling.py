@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ from tests.unit.worker.families import VOCAB, Reference
 EMPTY = np.zeros(0, np.int64)
 
 
-def make_rows(count: int, **values: object) -> SamplingRows:
-    defaults = {
+def make_rows(count: int, **values: Any) -> SamplingRows:
+    defaults: dict[str, Any] = {
         "temperature": np.ones(count, np.float32),
         "top_p": np.ones(count, np.float32),
         "top_k": np.zeros(count, np.int64),
@@ -51,7 +52,7 @@ def make_rows(count: int, **values: object) -> SamplingRows:
 )
 def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p: float, vocab: int) -> None:
     logits = 3 * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
+    theirs: Any = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
     if top_p < 1:
         theirs.append(TopPLogitsWarper(top_p))
     expected = theirs(torch.zeros(8, 1, dtype=torch.int64), logits.clone())
@@ -109,7 +110,8 @@ def test_the_smallest_share_keeps_one_token(
     outputs = []
     for seed in (1, 2):
         driver = Driver(build(reference("qwen2").folder).runner)
-        smallest = SamplingParams(**{"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149})
+        values: dict[str, Any] = {"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149}
+        smallest = SamplingParams(**values)
         sequence = driver.add([5, 6, 7], 12, smallest)
         driver.run()
         outputs.append(sequence.output)
