@@ -13,7 +13,6 @@ from transformers import LogitsProcessorList
 from bench.device.load import SAMPLED, Load, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker.attention.flashinfer import FlashInferAttention
-from gpu_worker.sampling import sampler
 from gpu_worker.steps import runner as runner_module
 from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
@@ -90,7 +89,7 @@ def test_bf16_is_the_same_in_any_batch_where_it_is_to_be_deterministic(family: s
 def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Filled while the runner runs."""
     seen: list[torch.Tensor] = []
-    sample = sampler.sample
+    sample = runner_module.sample  # type: ignore[attr-defined]
 
     def spy(logits: torch.Tensor, *more: Any) -> Any:
         seen.append(logits.float().cpu())
