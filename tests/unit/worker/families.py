@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 VOCAB = 199
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -26,7 +25,7 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-_LLAMA3_ROPE: Any = {
+_LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -65,7 +64,7 @@ class Reference:
     _known: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @cached_property
-    def model(self) -> Any:
+    def model(self) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:

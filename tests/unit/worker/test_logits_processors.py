@@ -52,17 +52,16 @@ class OpenAiPenalties(LogitsProcessor):
         return scores
 
 
-def processors(sampling: SamplingParams, num_prompt: int) -> Any:
+def processors(sampling: SamplingParams, num_prompt: int) -> LogitsProcessorList:
     """The matching processors of transformers, in the order that Paceline documents."""
-    made: Any = LogitsProcessorList()
+    made = LogitsProcessorList()
     if sampling.allowed_token_ids:
         allowed = np.frombuffer(sampling.allowed_token_ids, "<i4").tolist()
         made.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
     if sampling.bad_words:
         made.append(NoBadWordsLogitsProcessor([np.frombuffer(word, "<i4").tolist() for word in sampling.bad_words]))
     if sampling.logit_bias:
-        biases: Any = {(token,): bias for token, bias in sampling.logit_bias.items()}
-        made.append(SequenceBiasLogitsProcessor(biases))
+        made.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in sampling.logit_bias.items()}))
     if sampling.repetition_penalty:
         made.append(RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty)))
     made.append(OpenAiPenalties(num_prompt, sampling.frequency_penalty, sampling.presence_penalty))
@@ -153,7 +152,7 @@ def test_min_p_and_typical_p_are_those_of_transformers(
     logits[0, :2] = logits[0, 2]
     if top_k:
         logits = TopKLogitsWarper(top_k)(torch.zeros(3, 1, dtype=torch.int64), logits)
-    ids: Any = torch.zeros(3, 1, dtype=torch.int64)
+    ids = torch.zeros(3, 1, dtype=torch.int64)
     assert torch.equal(mask_min_p(logits, torch.full((3,), min_p)), MinPLogitsWarper(min_p)(ids, logits.clone()))
     ours = mask_typical_p(logits, torch.full((3,), typical_p))
     assert torch.equal(ours, TypicalLogitsWarper(typical_p)(ids, logits.clone()))

@@ -52,7 +52,7 @@ def make_rows(count: int, **values: Any) -> SamplingRows:
 )
 def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p: float, vocab: int) -> None:
     logits = 3 * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))
-    theirs: Any = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(top_k)])
     if top_p < 1:
         theirs.append(TopPLogitsWarper(top_p))
     expected = theirs(torch.zeros(8, 1, dtype=torch.int64), logits.clone())
