@@ -14,7 +14,8 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Scenario, ScenarioOutcome, play
+from simulator.scenario import ScenarioOutcome, play
+from simulator.scenario_file import Scenario
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 

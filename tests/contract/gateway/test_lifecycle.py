@@ -116,7 +116,7 @@ async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> 
         await until(lambda: running.scheduler.num_running == 20)
         before = [len(parts) for parts in streamed]
         running.scheduler.paused = False
-        await until(lambda before=before: all(len(parts) > n for parts, n in zip(streamed, before, strict=True)))
+        await until(lambda before=before: all(len(parts) > n for parts, n in zip(streamed, before, strict=True)))  # type: ignore[misc]
         running.scheduler.paused = True
         if how == "server dies":
             await running.scheduler.stop()

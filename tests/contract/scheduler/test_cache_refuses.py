@@ -15,6 +15,7 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from scheduler_svc.server import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.contract.test_heartbeats import REGISTRATION, running
+from tests.support.untyped_grpc import untyped
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
@@ -38,12 +39,12 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
 
 async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     cache, server = Cache(), grpc.aio.server()
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)  # type: ignore[no-untyped-call]
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     settings = SchedulerSettings(port=0, metrics_port=0, cache=f"127.0.0.1:{port}")
     async with running(serve, settings) as channel, asyncio.timeout(30):
-        worker: Any = WorkerServiceStub(channel).Link()  # so that there is something to say to a cache
+        worker = untyped(WorkerServiceStub(channel)).Link()  # so that there is something to say to a cache
         await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
         while cache.num_refused < 4:  # noqa: ASYNC110 - the other side's state
             await asyncio.sleep(0.01)

@@ -103,7 +103,7 @@ def test_limits_are_taken_as_they_come_in_32_bits(builder: RequestBuilder) -> No
 def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
     info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
     served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)
-    assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, {9})
+    assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, frozenset({9}))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -197,6 +197,7 @@ def test_parameters_of_many_tokens_have_a_limit() -> None:
     large = RequestBuilder(IdTokenizer(10_000), ModelFiles(CHECKPOINT, 50, 10_000, frozenset()))
     assert len(make_job(large, allowed_token_ids=range(8192)).sampling.allowed_token_ids) == 4 * 8192
     assert len(make_job(large, bad_words=[[i] * 64 for i in range(64)]).sampling.bad_words) == 64
+    value: Any
     for name, value in (("allowed_token_ids", range(8193)), ("bad_words", [[i] * 64 for i in range(65)])):
         with pytest.raises(ApiError, match="at most") as caught:
             make_job(large, **{name: value})
@@ -435,7 +436,7 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
-def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
+def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: Any) -> None:
     """Shares are sent as 32-bit floats, and there 0 means that the request asks for none."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
@@ -526,7 +527,7 @@ def test_model_folders(tmp_path: Path) -> None:
     )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
     files = read_model_files(tmp_path)
-    assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, {2, 3}, 0.6, 0)
+    assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, frozenset({2, 3}), 0.6, 0)
     for strange in ('{"vocab_size": "x"}', '{"text_config": 5}'):
         (tmp_path / "config.json").write_text(strange)
         with pytest.raises(ValueError, match="makes no sense"):

@@ -20,6 +20,7 @@ from services.gateway.engine.session_core import (
 )
 from services.runtime.fence import StaleScheduler
 
+LENGTH, ABORT = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT
 PROMPT = np.asarray([1, 2, 3], "<i4").tobytes()
 
 
@@ -61,7 +62,7 @@ def tokens(
     return inference_pb2.SessionResponse(handles=[r.handle for r, _ in pairs], token_ids=data, endings=endings)
 
 
-def ending(request: LiveRequest, reason: common_pb2.FinishReason.ValueType = 2) -> inference_pb2.Ending:
+def ending(request: LiveRequest, reason: common_pb2.FinishReason.ValueType = LENGTH) -> inference_pb2.Ending:
     return inference_pb2.Ending(handle=request.handle, reason=reason)
 
 
@@ -310,7 +311,7 @@ class CountingScheduler:
                 self.positions[submission.handle] = len(submission.output_token_ids) // 4
             for handle in message.cancels:
                 if self.positions.pop(handle, None) is not None:
-                    self.core.receive(tokens(endings=(inference_pb2.Ending(handle=handle, reason=3),)))
+                    self.core.receive(tokens(endings=(inference_pb2.Ending(handle=handle, reason=ABORT),)))
 
     def step(self, requests: list[LiveRequest], *, end: bool) -> None:
         by_handle = {request.handle: request for request in requests}
@@ -424,7 +425,7 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
     drain(core)
 
     def refuse(request: LiveRequest, *, full: bool) -> float:
-        response = inference_pb2.SessionResponse(endings=[ending(request, 4)])
+        response = inference_pb2.SessionResponse(endings=[ending(request, common_pb2.FINISH_REASON_ERROR)])
         response.endings[0].code, response.endings[0].retry_after_s = 8, 0.5
         response.status.full = full
         core.receive(response)

@@ -63,14 +63,15 @@ def names(order: OrderPolicy) -> list[int]:
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 def test_lpm_delays_no_request_for_a_prefix_of_another_namespace(field: str) -> None:
     order = LongestPrefixMatch()
-    wait(order, *(request(i, [7] * 100, **{field: name}) for i, name in enumerate("abab", 1)), request(5, [9] * 20))
+    wait(order, *(request(i, [7] * 100, **dict[str, Any]({field: name})) for i, name in enumerate("abab", 1)))
+    wait(order, request(5, [9] * 20))
     assert names(order) == [1, 2, 5, 3, 4]
 
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 def test_dfs_weight_counts_a_branch_by_namespace(field: str) -> None:
     order = DepthFirstByWeight()
-    wait(order, *(request(i, [7] * 40, 32, **{field: name}) for i, name in enumerate("abab", 1)))
+    wait(order, *(request(i, [7] * 40, 32, **dict[str, Any]({field: name})) for i, name in enumerate("abab", 1)))
     wait(order, *(request(i, [8] * 40, 32) for i in (5, 6, 7)))
     assert names(order) == [5, 6, 7, 1, 3, 2, 4]
 
@@ -202,7 +203,7 @@ def test_hrrn_remembers_no_request_that_has_ended() -> None:
 
 def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
     order, free = HighestResponseRatioNext(), {"a": 40}
-    queue = WaitingQueue(order, pytest.fail, lambda tenant: free[tenant])
+    queue = WaitingQueue(order, lambda error: pytest.fail(str(error)), lambda tenant: free[tenant])
     first, *others = [request(i, [i] * 10, tenant="a") for i in range(1, 6)]
     for one in (first, *others):
         queue.add(one)

@@ -75,7 +75,7 @@ def test_the_decision_that_admits_a_request_says_nothing_of_others() -> None:
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "running"]
 
 
-def test_memory_is_bounded(monkeypatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeline forgets the oldest ended requests first. It forgets no live request, however old."""
     monkeypatch.setattr(timeline, "MAX_ENDED", 10)
     notes, requests = RequestTimeline(), [request(i) for i in range(50)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ LIMITS = SlotLimits(
 )
 
 
-def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **changes: object) -> NewSequence:
-    values = {
+def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **changes: Any) -> NewSequence:
+    values: dict[str, Any] = {
         "slot": slot,
         "token_ids": pack(range(1, tokens + 1)),
         "num_prompt_tokens": tokens,
@@ -36,7 +37,7 @@ def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **chan
     return NewSequence(**{**values, **changes})
 
 
-def prefill(step: int, slot: int, tokens: int, **changes: object) -> StepPlan:
+def prefill(step: int, slot: int, tokens: int, **changes: Any) -> StepPlan:
     return StepPlan(step=step, prefill_slots=pack([slot]), prefill_tokens=pack([tokens]), **changes)
 
 

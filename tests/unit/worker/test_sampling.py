@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,8 @@ from tests.unit.worker.families import VOCAB, Reference
 EMPTY = np.zeros(0, np.int64)
 
 
-def make_rows(count: int, **values: object) -> SamplingRows:
-    defaults = {
+def make_rows(count: int, **values: Any) -> SamplingRows:
+    defaults: dict[str, Any] = {
         "temperature": np.ones(count, np.float32),
         "top_p": np.ones(count, np.float32),
         "top_k": np.zeros(count, np.int64),
@@ -109,7 +110,8 @@ def test_the_smallest_share_keeps_one_token(
     outputs = []
     for seed in (1, 2):
         driver = Driver(build(reference("qwen2").folder).runner)
-        smallest = SamplingParams(**{"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149})
+        values: dict[str, Any] = {"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149}
+        smallest = SamplingParams(**values)
         sequence = driver.add([5, 6, 7], 12, smallest)
         driver.run()
         outputs.append(sequence.output)
