@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paceline.request_fields import METADATA, PENALTIES
+from paceline.request_fields import METADATA, MIN_FLOAT32, PENALTIES
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import (
@@ -358,8 +358,10 @@ def check_metadata(
                 raise invalid(name, message)
         elif not abs(value) <= MAX_FLOAT32:  # the messages have 32-bit floats
             raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
-        elif declared.above_zero and value <= 0:
-            raise invalid(name, f"{name} must be above 0, not {value:g}")
+        elif declared.above_zero:
+            if value <= 0:
+                raise invalid(name, f"{name} must be above 0, not {value:g}")
+            value = max(value, MIN_FLOAT32)  # 0 in the message: not given
         setattr(metadata, name, value)
     if len(cache_retention) > MAX_RETENTION_RANGES:
         message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"

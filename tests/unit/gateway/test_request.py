@@ -434,6 +434,11 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
     assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content) == 16383
 
 
+def test_the_shortest_deadline_is_one() -> None:
+    """It is sent as a 32-bit float, and there 0 means that there is none."""
+    assert schema.parse(schema.CompletionRequest, COMPLETION | {"deadline_s": 1e-300}, 1024).metadata().deadline_s > 0
+
+
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
 def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
