@@ -31,7 +31,7 @@ from gpu_worker.sampling.processors import (
     ban_words,
     penalise,
 )
-from paceline.request_fields import PENALTIES, SAMPLING
+from paceline.request_fields import PENALTY_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
@@ -41,7 +41,7 @@ Float32s = npt.NDArray[np.float32]
 # The largest number of tokens in a bad word.
 MAX_BAD_WORD_TOKENS = 64
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
-_NO_PENALTIES = tuple(SAMPLING[name].default for name in PENALTIES)
+_NO_PENALTIES = tuple(SAMPLING[name].default for name in PENALTY_NAMES)
 
 
 class RowPool:
@@ -79,7 +79,7 @@ class LogitsOptions:
     bias: Float32s
     prefixes: Int64s  # [words, _PREFIX], see ban_words
     last: Int64s  # [words]
-    penalties: tuple[float, ...]  # in the order of PENALTIES
+    penalties: tuple[float, ...]  # in the order of PENALTY_NAMES
 
     @property
     def penalises(self) -> bool:
@@ -219,7 +219,7 @@ class LogitsProcessors:
         if penalised := [(row, slot, c) for row, slot, c in processors if c.penalises]:
             rows, slots, chosen = zip(*penalised, strict=True)
             strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
-            by_name = dict(zip(PENALTIES, upload(strengths, self.device), strict=True))
+            by_name = dict(zip(PENALTY_NAMES, upload(strengths, self.device), strict=True))
             batch.penalties = self._put(np.array(rows)), self._put(self._counts.rows(slots)), by_name
             batch.counts = self._counts.tensor
         return batch
@@ -230,7 +230,7 @@ class LogitsProcessors:
 
 def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
     """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id."""
-    penalties = tuple(SAMPLING[name].from_wire(getattr(sampling, name)) for name in PENALTIES)
+    penalties = tuple(SAMPLING[name].from_wire(getattr(sampling, name)) for name in PENALTY_NAMES)
     if not (penalties != _NO_PENALTIES or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
         return None
     bias = dict(sampling.logit_bias)

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
-from gpu_worker.sampling import filters
-from gpu_worker.sampling.filters import Column, Filter, apply_temperature
+from gpu_worker.sampling.filters import FILTERS, Column, Filter, apply_temperature
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw, draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
-from paceline.request_fields import FILTERS
+from paceline.request_fields import FILTER_NAMES
 
 # Memory per logit to find the likeliest tokens: the bits, twice while they are reordered, and a key; the same to
 # select.
@@ -145,8 +144,8 @@ def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
     device = logits.device
     logits = apply_temperature(logits, upload(rows.columns["temperature"][which], device))
-    for name in FILTERS:
-        logits = _filter(logits, filters.FILTERS[name], rows.columns[name][which])
+    for name in FILTER_NAMES:
+        logits = _filter(logits, FILTERS[name], rows.columns[name][which])
     return draw(logits, upload(draw_keys(rows.seed[which], rows.position[which]), device))
 
 

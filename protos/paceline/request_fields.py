@@ -84,7 +84,7 @@ class MetadataField:
     """A number or a text that does not change the tokens. 0 or "": not given."""
 
     max_chars: int = 0  # of a text
-    above_zero: bool = False  # for HTTP clients, whose number for "not given" is null
+    above_zero: bool = False  # HTTP clients leave a number out instead of giving 0
     name: str = ""  # set by `_table`, as is `kind`
     kind: type[float] | type[str] = float  # float or str
 
@@ -163,8 +163,8 @@ def _table(declarations: type) -> dict[str, Any]:
 
 SAMPLING: dict[str, SamplingParam] = _table(SamplingNumbers)
 METADATA: dict[str, MetadataField] = _table(MetadataValues)
-FILTERS = tuple(name for name, param in SAMPLING.items() if param.processor == "filter")
-PENALTIES = tuple(name for name, param in SAMPLING.items() if param.processor == "penalty")
+FILTER_NAMES = tuple(name for name, param in SAMPLING.items() if param.processor == "filter")
+PENALTY_NAMES = tuple(name for name, param in SAMPLING.items() if param.processor == "penalty")
 
 
 def docs_rows() -> str:

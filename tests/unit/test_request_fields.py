@@ -16,7 +16,7 @@ from gpu_worker.sampling.logits_processors import read_logits_options
 from gpu_worker.sampling.processors import penalise
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline import request_fields
-from paceline.request_fields import FILTERS, METADATA, PENALTIES, SAMPLING, MetadataField, SamplingParam
+from paceline.request_fields import FILTER_NAMES, METADATA, PENALTY_NAMES, SAMPLING, MetadataField, SamplingParam
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import GenerateRequest, SamplingOptions, Submission
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
@@ -71,7 +71,7 @@ def test_a_parameter_travels_from_the_client_to_the_worker(param: SamplingParam)
     if param.processor == "penalty":
         options = read_logits_options(received, 50)
         assert options is not None
-        assert dict(zip(PENALTIES, options.penalties, strict=True))[param.name] == value
+        assert dict(zip(PENALTY_NAMES, options.penalties, strict=True))[param.name] == value
     else:
         slots = SlotBuffers(LIMITS)
         new = NewSequence(slot=2, token_ids=bytes(4), num_prompt_tokens=1, block_table=b"\1\0\0\0", sampling=received)
@@ -91,8 +91,8 @@ def test_a_parameter_that_is_not_given_has_its_default(param: SamplingParam) -> 
 
 
 def test_the_worker_can_apply_each_parameter() -> None:
-    assert filters.FILTERS.keys() == set(FILTERS)
-    assert set(PENALTIES) < inspect.signature(penalise).parameters.keys()
+    assert filters.FILTERS.keys() == set(FILTER_NAMES)
+    assert set(PENALTY_NAMES) < inspect.signature(penalise).parameters.keys()
 
 
 @each_field

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from paceline.request_fields import FILTERS, PENALTIES, SAMPLING, SamplingParam
+from paceline.request_fields import FILTER_NAMES, PENALTY_NAMES, SAMPLING, SamplingParam
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.rejection import Rejection, invalid
 from scheduler_svc.core.requests.request import TOKEN_BYTES
@@ -28,8 +28,8 @@ MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest toke
 
 
 # Only a negative top_k is out of range, and that has an error text of its own.
-_FILTERS = tuple(SAMPLING[name] for name in FILTERS if name != "top_k")
-_PENALTIES = tuple(SAMPLING[name] for name in PENALTIES)
+_FILTERS = tuple(SAMPLING[name] for name in FILTER_NAMES if name != "top_k")
+_PENALTIES = tuple(SAMPLING[name] for name in PENALTY_NAMES)
 
 
 def check_sampling(sampling: SamplingParams) -> bool:
@@ -82,7 +82,7 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> N
 def changes_logits(sampling: SamplingParams) -> bool:
     """Whether a parameter changes the logits, because of earlier tokens or of chosen tokens."""
     return bool(
-        any(getattr(sampling, name) for name in PENALTIES)
+        any(getattr(sampling, name) for name in PENALTY_NAMES)
         or sampling.logit_bias
         or sampling.bad_words
         or sampling.allowed_token_ids

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paceline.request_fields import METADATA, MIN_FLOAT32, PENALTIES
+from paceline.request_fields import METADATA, MIN_FLOAT32, PENALTY_NAMES
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import (
@@ -339,7 +339,7 @@ def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
     if job.sampling.grammar:
         raise invalid("use_beam_search", "a beam search knows no structured outputs")
     job.beam = options
-    for name in PENALTIES:
+    for name in PENALTY_NAMES:
         setattr(job.sampling, name, 0.0)
 
 

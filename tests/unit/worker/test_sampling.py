@@ -19,7 +19,7 @@ from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
-from paceline.request_fields import FILTERS, SAMPLING
+from paceline.request_fields import FILTER_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver
@@ -33,7 +33,7 @@ def make_rows(count: int, **values: object) -> SamplingRows:
         "temperature": np.ones(count, np.float32),
         **{
             name: np.full(count, SAMPLING[name].default, np.int64 if name == "top_k" else np.float32)
-            for name in FILTERS
+            for name in FILTER_NAMES
         },
         "seed": np.arange(count, dtype=np.uint64),
         "position": np.zeros(count, np.int64),
