@@ -167,7 +167,7 @@ class Run:
         for worker in self.system.scheduler.workers.values():
             worker.slots.complete_tables()
         return [
-            (worker.id, request.slot, request.sequence, request.block_table.tobytes())
+            (worker.id, request.held.slot, request.held.sequence, request.held.block_table.tobytes())
             for worker in self.system.scheduler.workers.values()
             for request in [*worker.running.values(), *worker.parked.values()]
         ]
@@ -176,7 +176,7 @@ class Run:
         """Before each move."""
         for worker in self.system.scheduler.workers.values():
             bound = Counter(request.lora for request in worker.bound if request.lora)
-            assert worker.loras == bound
+            assert worker.adapters.num_bound == bound
             assert len(bound) <= worker.registration.max_loras
 
     def play(self) -> None:

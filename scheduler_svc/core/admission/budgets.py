@@ -41,7 +41,7 @@ class Budgets:
     def bind(self, request: Request) -> None:
         tenant, taken = request.tenant, self._taken_tokens
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.started_s is None:  # a request that ran before does not shrink the queue
+        if request.history.started_s is None:  # a request that ran before does not shrink the queue
             num_tokens = request.num_tokens
             taken[tenant] = taken.get(tenant, 0) + num_tokens
             taken[None] = taken.get(None, 0) + num_tokens
@@ -76,8 +76,8 @@ class Budgets:
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
-            limit = worker.registration.max_loras
-            loras = worker.loras.keys() | admitted.loras
+            limit = worker.adapters.limit
+            loras = worker.adapters.num_bound.keys() | admitted.loras
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None

@@ -181,7 +181,9 @@ class RetryBatch(BatchPolicy):
 def retry_candidates(members: Sequence[Request], worker: WorkerState) -> Iterator[Request]:
     """The members that could get a slot on the worker now."""
     for request in members:
-        if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
+        if request.phase is not Phase.WAITING or not (
+            request.matches is not None or request.held.swapped_on == worker.id
+        ):
             continue
         if worker.has_grammar(request):
             yield request

@@ -107,8 +107,8 @@ class BeamGroups:
         group = member.group
         assert group is not None
         assert group.search is not None
-        if group.root.cached_tokens is None:
-            group.root.cached_tokens = member.cached_tokens
+        if group.root.history.cached_tokens is None:
+            group.root.history.cached_tokens = member.history.cached_tokens
         if logprobs is None:
             self._life.fail(member, "worker: sent no log probabilities for a beam")
             return
@@ -163,8 +163,8 @@ class BeamGroups:
                     logprobs=True,
                     num_top_logprobs=search.candidates_needed,
                 ),
+                history=replace(root.history),
                 extra_stop_ids=frozenset(),
-                sequence=0,
                 matches=None,
                 parent=parent,
             )

@@ -221,14 +221,17 @@ class Step(StepView):
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing runs in the step so far."""
         return not (self.runs_decodes or self.runs_prefills)
 
     @property
     def runs_prefills(self) -> bool:
+        """Whether the step computes tokens of a prompt, or admits a request."""
         return bool(self._chunks or self._placed)
 
     @property
     def runs_decodes(self) -> bool:
+        """Whether the step computes a token for any decoding sequence."""
         return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
 
     @property

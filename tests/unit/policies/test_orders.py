@@ -13,6 +13,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
+from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
@@ -41,9 +42,9 @@ def run(order: OrderPolicy, one: Request, now_s: float = 0.0) -> None:
     """As Lifecycle.bind does."""
     order.remove(view_of(one))
     order.started(view_of(one))
-    one.has_run = True
-    if one.started_s is None:
-        one.started_s = now_s
+    one.history.has_run = True
+    if one.history.started_s is None:
+        one.history.started_s = now_s
 
 
 def serve(order: OrderPolicy, one: Request) -> None:
@@ -168,7 +169,7 @@ def test_hrrn_lets_what_has_run_and_is_cached_go_on_first() -> None:
     old = request(1, [1] * 100)
     wait(order, old)
     serve(order, request(2, [2] * 1000))
-    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, has_run=True)
+    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, history=History(has_run=True))
     resumed.add_output(np.array([5, 6], np.int32).tobytes())
     wait(order, new, resumed)
     assert names(order) == [4, 1, 3], "a new one is only young: its last token is always to be computed"

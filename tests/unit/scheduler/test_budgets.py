@@ -293,7 +293,7 @@ def test_the_deadline_order_knows_what_is_in_host_memory() -> None:
     for handle in (1, 2):
         system.submit("s", handle, [handle] * 110, params(60), deadline_s=5.0)
     (worker,) = system.scheduler.workers.values()
-    while not worker.swapped:
+    while not worker.host.swapped:
         system.move(*system.moves()[0])
     system.scheduler.tick(3.9)
     system.poll()

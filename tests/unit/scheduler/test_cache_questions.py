@@ -8,7 +8,7 @@ from typing import Any
 from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.step.rounds import Rounds
+from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -83,6 +83,6 @@ def test_a_step_that_is_not_made_admits_no_request() -> None:
     rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))
     admissions = [SimpleNamespace(request=request) for request in requests]
     pending_step: Any = SimpleNamespace(worker=1, decision=SimpleNamespace(admissions=admissions))
-    Rounds._undo_pending_step(rounds, pending_step)
+    StepExchanges._undo_pending_step(rounds, pending_step)
     assert requeued == requests[:1]
     assert worker.allocating_tokens == 0
