@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.request_fields import PENALTY_NAMES
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Submission
 from paceline.v1.worker_pb2 import TokenLogprobs
@@ -34,9 +35,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
 }
 # Sampling parameters that beam search does not support.
 UNSEARCHED = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *PENALTY_NAMES,
     "logit_bias",
     "bad_words",
     "allowed_token_ids",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.request_fields import SAMPLING
 from paceline.v1 import common_pb2
 from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.sampling import FieldNames, SamplingChoices
@@ -37,7 +38,7 @@ def make_job(
 ) -> GenerateJob:
     return builder.job(
         [1, 2, 3] if ids is None else ids,
-        SamplingChoices(**choices),
+        SamplingChoices(numbers={name: choices.pop(name) for name in SAMPLING if name in choices}, **choices),
         request_id="r",
         endpoint="test",
         names=NAMES,
@@ -63,7 +64,7 @@ def test_every_request_gets_a_seed_of_its_own_once(builder: RequestBuilder) -> N
 
 
 def test_generation_config_gives_the_defaults(builder: RequestBuilder) -> None:
-    files = ModelFiles(CHECKPOINT, 50, 1024, frozenset({1}), temperature=0.5, top_p=0.25, top_k=7)
+    files = ModelFiles(CHECKPOINT, 50, 1024, frozenset({1}), {"temperature": 0.5, "top_p": 0.25, "top_k": 7})
     sampling = make_job(RequestBuilder(builder.tokenizer, files)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
     assert sampling.max_tokens == 47
@@ -342,7 +343,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
     }  # fmt: skip
-    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().temperature == 1.0
+    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().numbers["temperature"] == 1.0
     chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
     assert schema.parse(schema.ChatRequest, chat, 1024).messages[0].content == "x"
 
@@ -432,6 +433,11 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
     assert len(schema.parse(schema.CompletionRequest, {"prompt": [[1] * 1024] * 128}, 1024).prompt) == 128
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16384}]}
     assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content) == 16383
+
+
+def test_the_shortest_deadline_is_one() -> None:
+    """It is sent as a 32-bit float, and there 0 means that there is none."""
+    assert schema.parse(schema.CompletionRequest, COMPLETION | {"deadline_s": 1e-300}, 1024).metadata().deadline_s > 0
 
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
@@ -527,7 +533,7 @@ def test_model_folders(tmp_path: Path) -> None:
     )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
     files = read_model_files(tmp_path)
-    assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, frozenset({2, 3}), 0.6, 0)
+    assert (files.max_model_len, files.eos_token_ids, files.defaults) == (9, frozenset({2, 3}), {"temperature": 0.6})
     for strange in ('{"vocab_size": "x"}', '{"text_config": 5}'):
         (tmp_path / "config.json").write_text(strange)
         with pytest.raises(ValueError, match="makes no sense"):

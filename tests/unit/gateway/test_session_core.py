@@ -16,7 +16,6 @@ from services.gateway.engine.session_core import (
     SessionCore,
     SessionFull,
     SessionProtocolError,
-    SubmissionMetadata,
 )
 from services.runtime.fence import StaleScheduler
 
@@ -129,7 +128,7 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
 def test_a_deadline_counts_from_the_first_submission() -> None:
     """However often the request is submitted again. A past deadline is sent as 1 ms, because 0 means no deadline."""
     core = make_core(wait_s=60.0)
-    metadata = SubmissionMetadata(
+    metadata = inference_pb2.Submission(
         deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),)
     )
     request = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=10), 100.0, frozenset(), metadata)
@@ -267,7 +266,7 @@ def test_a_large_resubmission_is_cut_into_messages() -> None:
 
 
 def test_all_that_a_submission_carries_counts() -> None:
-    core, metadata = make_core(), SubmissionMetadata(cache_salt="x" * 2**20)
+    core, metadata = make_core(), inference_pb2.Submission(cache_salt="x" * 2**20)
     for _ in range(10):
         core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, metadata=metadata)
     messages = opened(core)[1:]

@@ -128,8 +128,11 @@ def test_what_waits_is_noticed(name: str) -> None:
         MISTAKES[name](torch.zeros(4, 5, device=DEVICE))
 
 
+_mask_top_k = filters.mask_top_k
+
+
 def _top_k_that_asks(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
-    return filters.mask_top_k(logits, top_k, int(top_k.max()))
+    return _mask_top_k(logits, top_k, int(top_k.max()))
 
 
 def _upload_that_waits(array: np.ndarray, device: torch.device) -> Tensor:
@@ -139,7 +142,7 @@ def _upload_that_waits(array: np.ndarray, device: torch.device) -> Tensor:
 @pytest.mark.parametrize(
     ("module", "name", "mistake"),
     [
-        (sampler, "mask_top_k", _top_k_that_asks),
+        (filters, "mask_top_k", _top_k_that_asks),
         (filters, "beyond_by_radix", filters.beyond_by_sorting),
         (sampler, "upload", _upload_that_waits),
     ],

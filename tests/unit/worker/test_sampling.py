@@ -20,6 +20,7 @@ from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
+from paceline.request_fields import FILTER_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver
@@ -31,10 +32,10 @@ EMPTY = np.zeros(0, np.int64)
 def make_rows(count: int, **values: Any) -> SamplingRows:
     defaults: dict[str, Any] = {
         "temperature": np.ones(count, np.float32),
-        "top_p": np.ones(count, np.float32),
-        "top_k": np.zeros(count, np.int64),
-        "min_p": np.zeros(count, np.float32),
-        "typical_p": np.ones(count, np.float32),
+        **{
+            name: np.full(count, SAMPLING[name].default, np.int64 if name == "top_k" else np.float32)
+            for name in FILTER_NAMES
+        },
         "seed": np.arange(count, dtype=np.uint64),
         "position": np.zeros(count, np.int64),
         "banned_rows": EMPTY,
@@ -42,7 +43,9 @@ def make_rows(count: int, **values: Any) -> SamplingRows:
         "scored": EMPTY,
         "num_top": EMPTY,
     }
-    return SamplingRows(**{**defaults, **values})
+    values = {**defaults, **values}
+    columns = {name: values.pop(name) for name in SAMPLING if name in values}
+    return SamplingRows(columns=columns, **values)
 
 
 @pytest.mark.parametrize("vocab", [50, 1000])
