@@ -25,6 +25,7 @@ REQUIRED = ("grpcio", "protobuf")
 # Names of modules. The protocol's own names, as in `/paceline.v1.InferenceService/Generate`, stay.
 _MOVED = (
     (re.compile(r"\bservices\.client\b"), "paceline.client"),
+    (re.compile(r"\bpaceline\.request_fields\b"), "paceline.client.request_fields"),
     (re.compile(r"\bpaceline\.v1(?=\.\w+_pb2|\s+import\b)"), "paceline.client.v1"),
 )
 
@@ -32,6 +33,7 @@ _MOVED = (
 def client_files() -> dict[str, str]:
     """The text of each module by its path in the wheel."""
     sources = {f"{CLIENT}/{path.name}": path for path in sorted((ROOT / "services/client").glob("*.py"))}
+    sources[f"{CLIENT}/request_fields.py"] = ROOT / "protos/paceline/request_fields.py"
     sources |= {f"{CLIENT}/v1/{name}": ROOT / "protos/paceline/v1" / name for name in PROTOCOL}
     files = {f"{CLIENT}/py.typed": ""}
     for target, source in sources.items():

@@ -75,8 +75,8 @@ def test_a_parameter_travels_from_the_client_to_the_worker(param: SamplingParam)
     else:
         slots = SlotBuffers(LIMITS)
         new = NewSequence(slot=2, token_ids=bytes(4), num_prompt_tokens=1, block_table=b"\1\0\0\0", sampling=received)
-        prefill: dict[str, Any] = {"prefill_slots": b"\2\0\0\0", "prefill_tokens": b"\1\0\0\0"}
-        rows = slots.sampling_rows(slots.apply(StepPlan(step=1, new_sequences=[new], **prefill)))
+        plan = StepPlan(step=1, new_sequences=[new], prefill_slots=b"\2\0\0\0", prefill_tokens=b"\1\0\0\0")
+        rows = slots.sampling_rows(slots.apply(plan))
         assert rows.columns[param.name] == [value]
 
 
