@@ -17,9 +17,8 @@ from services.gateway.engine.session import SchedulerSession
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.server import HttpServer
-from services.gateway.openai.admission_control import AdmissionControl
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.routes import CHAT_COMPLETIONS, COMPLETIONS, create_app
+from services.gateway.openai.routes import create_app
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
@@ -91,11 +90,6 @@ async def serve(
         other_connections=_grpc_connections(settings),
         head_timeout_s=settings.head_timeout_s,
         send_timeout_s=settings.send_timeout_s,
-        costly=tuple(f"POST {path} ".encode() for path in (COMPLETIONS, CHAT_COMPLETIONS)),
-        on_gone=gateway.count_gone,
-        admission_hook=AdmissionControl(
-            gateway, {COMPLETIONS.encode(): "completion", CHAT_COMPLETIONS.encode(): "chat"}
-        ),
     )
     http_port = await http_server.start()
     grpc_server = _grpc_server(settings, gateway)

@@ -1,4 +1,4 @@
-"""Admission: the parse limiter, the credit of the scheduler's queue, the service rate and Retry-After.
+"""Admission: how many new requests enter, how many bodies are parsed per event-loop turn, and Retry-After.
 
 May import `errors`.
 """

@@ -1,32 +1,52 @@
-"""Assigns a time to come back to each refused client, so that no more clients return than can be served."""
+"""Tells refused clients when to come back, so that no more clients return than can be served."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import accumulate
 
 # The longest Retry-After: OpenAI's clients ignore more than a minute.
 LONGEST_S = 60
-# Refused clients get this share of the service rate. The rest is for clients that were never refused, and for a rate
-# that was measured too high.
+# The shortest Retry-After, and the Retry-After while no rate was measured yet.
+_LEAST_S, _UNKNOWN_S = 0.1, 1.0
+# Refused clients get this share of the rate. The rest is for clients that were never refused, and for a rate that was
+# measured too high.
 ASSIGNED_SHARE = 0.9
 _GRACE_SECONDS = 2
 # When the ledger is full, a client gets a time in the later half of the minute. The step of the golden ratio spreads
 # these times evenly and never repeats one.
 _STEP = 0.6180339887498949
+# A window lasts at least _WINDOW_S and until _WINDOW_FINISHED requests have finished, but never longer than
+# _LONGEST_WINDOW_S. The rate is averaged over about _AVERAGED_S. Requests of a batch tend to finish together.
+_WINDOW_S = 1.0
+_WINDOW_FINISHED = 4
+_LONGEST_WINDOW_S = _AVERAGED_S = 10.0
 
 
-class RetryAfterLedger:
-    """How many refused clients are expected in each of the next LONGEST_S seconds. It reads no clock.
+class RetryAfter:
+    """The rate at which requests finish, and a ledger of the refused clients that are expected in each second.
 
-    Not every refused client comes back. A client that is two seconds late is taken as lost. (Retry-After is in whole
-    seconds, so a client may come up to one second after its time.) The ledger then removes the same share from the
-    clients that were told a time before.
+    It reads no clock; times are seconds of any clock. Not every refused client comes back. A client that is two seconds
+    late is taken as lost. (Retry-After is in whole seconds, so a client may come up to one second after its time.) The
+    ledger then removes the same share from the clients that were told a time before.
+
+    Each gateway measures its own share. If several gateways send requests to one scheduler, each gateway counts, and
+    offers to refused clients, only the positions that its own requests leave.
     """
 
     def __init__(self) -> None:
+        # Finished requests per second while the gateway was at its limit; None: not known yet.
+        self.per_s: float | None = None
+        self._num_finished = 0  # in this window
+        self._began_s: float | None = None
+        self._refused = False  # in this window
+        # Live requests at the last refusal, and the fewest live requests since the window began.
+        self._num_live_at_refusal = 0
+        self._fewest_live = math.inf
         self._second = 0  # the clock second of _expected[0]
         self._expected: deque[float] = deque([0.0] * (LONGEST_S + 1))
+        self._num_arrived = 0  # since the last measurement
         self._came = 0.0  # requests that have come in this second
         # The seconds before, newest first: how many clients were expected, and how many of them have not come yet.
         self._late: deque[tuple[float, float]] = deque([(0.0, 0.0)] * _GRACE_SECONDS)
@@ -37,9 +57,49 @@ class RetryAfterLedger:
         """Clients expected in all later seconds."""
         return sum(self._expected)
 
-    def advance(self, now_s: float, num_arrivals: int) -> None:
-        """Move on to `now_s`. `num_arrivals` requests have come since the last call."""
-        self._came += num_arrivals
+    def arrived(self) -> None:
+        """A request was admitted."""
+        self._num_arrived += 1
+
+    def finished(self, num_live: int) -> None:
+        """A request was served, and `num_live` requests are left.
+
+        Do not call this for a cancelled request: many clients that leave at once say nothing about the rate.
+        """
+        self._num_finished += 1
+        self._fewest_live = min(self._fewest_live, num_live)
+
+    def measure(self, now_s: float) -> None:
+        """Call this a few times a second."""
+        self._advance(now_s)
+        if self._began_s is None:
+            self._began_s = now_s
+        elapsed_s = now_s - self._began_s
+        if elapsed_s < _WINDOW_S or (self._num_finished < _WINDOW_FINISHED and elapsed_s < _LONGEST_WINDOW_S):
+            return
+        rate = self._num_finished / elapsed_s
+        # Without constant load the window measures the arrival rate. Refused clients come back in waves, and the server
+        # may be idle between two waves.
+        always_busy = self._refused and self._fewest_live >= self._num_live_at_refusal / 2
+        if self.per_s is None:
+            self.per_s = rate or None
+        elif always_busy or rate > self.per_s:
+            average = self.per_s + (rate - self.per_s) * -math.expm1(-elapsed_s / _AVERAGED_S)
+            # The rate less two standard deviations of a Poisson count.
+            at_least = (self._num_finished - 2 * math.sqrt(self._num_finished)) / elapsed_s
+            self.per_s = average if always_busy else max(average, at_least)
+        self._num_finished, self._fewest_live = 0, math.inf
+        self._began_s, self._refused = now_s, False
+
+    def refuse(self, now_s: float, num_live: int) -> float:
+        """When a request that is refused now, at `num_live` live requests, should come back. In seconds from now."""
+        self._num_arrived += 1
+        self._refused, self._num_live_at_refusal = True, num_live
+        return max(self._assign(now_s, self.per_s), _LEAST_S) if self.per_s else _UNKNOWN_S
+
+    def _advance(self, now_s: float) -> None:
+        self._came += self._num_arrived
+        self._num_arrived = 0
         for _ in range(min(int(now_s) - self._second, LONGEST_S + 1)):
             expected = self._expected.popleft()
             self._expected.append(0.0)
@@ -53,12 +113,8 @@ class RetryAfterLedger:
             self._forget(missing / (group + 1))
         self._second = int(now_s)
 
-    def assign(self, now_s: float, per_s: float) -> float:
-        """Assign a time to one more client, and return it in seconds from now.
-
-        `per_s`: requests served per second. `now_s`: the time of the last `advance`, or a little later. The time is
-        behind all clients that were told a time before, or in a gap that lost clients leave.
-        """
+    def _assign(self, now_s: float, per_s: float) -> float:
+        """A time behind all clients that were told a time before, or in a gap that lost clients leave."""
         rate = ASSIGNED_SHARE * per_s
         from_now_s = self._second - now_s
         # The sum runs from the front, always in the same order. So rounding never gives a later client an earlier time.

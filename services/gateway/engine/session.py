@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 import grpc
 import grpc.aio
@@ -149,14 +149,22 @@ class SchedulerSession:
         """A 429 that says when a position will be free."""
         return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
 
-    def is_full(self, num_waiting: int = 0) -> bool:
-        """Whether the gateway or, by its last report, the scheduler would refuse a new request behind `num_waiting`
-        requests that wait for their submission."""
-        return self._core.is_full or not self._core.queue_takes(num_waiting)
-
     def refusal_if_full(self) -> ApiError | None:
-        """A 429 if a new request would be refused."""
-        return self.refusal(_FULL if self._core.is_full else "the queue is full") if self.is_full() else None
+        """A 429 if the gateway or, by its last report, the scheduler would refuse a new request."""
+        if self._core.is_full:
+            return self.refusal(_FULL)
+        return None if self._core.queue_takes() else self.refusal("the queue is full")
+
+    @contextlib.contextmanager
+    def entering(self) -> Iterator[None]:
+        """The context in which a new request waits for its submission. Raises ApiError 429."""
+        number = None if self._core.is_full else self._core.enter(asyncio.get_running_loop().time())
+        if number is None:
+            raise self.refusal("the server has no room for more requests")
+        try:
+            yield
+        finally:
+            self._core.admission.leave(number)
 
     @property
     def num_live(self) -> int:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
-from services.gateway.admission.queue_credit import QueueCredit
-from services.gateway.admission.service_rate import ServiceRate
+from services.gateway.admission.control import AdmissionControl
 from services.gateway.engine.scores import Score, prompt_scores_of, score_of
 from services.runtime.fence import Fence
 
@@ -118,8 +117,7 @@ class SessionCore:
         self._read_sent = 0
         self._beat_due = False
         self._now_s = 0.0  # the last time passed in
-        self._service_rate = ServiceRate()
-        self._queue_credit = QueueCredit()
+        self.admission = AdmissionControl()
 
     @property
     def num_live(self) -> int:
@@ -131,16 +129,21 @@ class SessionCore:
         """`submit` would raise SessionFull."""
         return len(self._live) >= self._max_live
 
-    def queue_takes(self, num_waiting: int) -> bool:
-        """Whether the scheduler's queue, by its last report, accepts one more request behind `num_waiting` requests
-        that will be submitted before."""
-        if self.status is not None and self.status.full:
-            return False
-        return self._queue_credit.takes(len(self._unsent) + num_waiting)
+    def queue_takes(self) -> bool:
+        """Whether the scheduler's queue, by its last report, accepts one more request."""
+        return not self._is_queue_full and self.admission.takes(len(self._unsent))
+
+    def enter(self, now_s: float) -> int | None:
+        """See AdmissionControl.enter."""
+        return None if self._is_queue_full else self.admission.enter(now_s, len(self._unsent))
+
+    @property
+    def _is_queue_full(self) -> bool:
+        return self.status is not None and self.status.full
 
     def retry_after_s(self, now_s: float) -> float:
         """When a request that is refused now should come back. In seconds from now."""
-        return self._service_rate.retry_after_s(now_s, len(self._live))
+        return self.admission.retry_after.refuse(now_s, len(self._live))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class SessionCore:
         self._now_s = now_s
         self._live[handle] = request
         self._unsent[handle] = request
-        self._service_rate.admitted()
+        self.admission.retry_after.arrived()
         return request
 
     def cancel(self, request: LiveRequest) -> None:
@@ -192,8 +195,7 @@ class SessionCore:
     def tick(self, now_s: float) -> list[LiveRequest]:
         """Fail the requests that have waited too long for a scheduler, and return them."""
         self._now_s = now_s
-        self._service_rate.measure(now_s)
-        self._queue_credit.tick()
+        self.admission.tick(now_s)
         if self._down_since_s is None:
             return []
         down_since_s = self._down_since_s
@@ -225,7 +227,7 @@ class SessionCore:
         self._num_streams += 1
         self._open_sent = False
         self._read = self._read_sent = 0
-        self._queue_credit = QueueCredit()
+        self.admission.new_stream()
         self._cancels.clear()
         ended = []
         for request in list(self._live.values()):
@@ -241,7 +243,7 @@ class SessionCore:
         """The stream has ended."""
         self.connected = self.opened = False
         self.status = None
-        self._queue_credit = QueueCredit()  # the next scheduler reports its own queue
+        self.admission.new_stream()  # the next scheduler reports its own queue
         if self._down_since_s is None:
             self._down_since_s = now_s
 
@@ -264,7 +266,7 @@ class SessionCore:
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())
-            self._queue_credit.sent(len(message.submissions))
+            self.admission.sent(len(message.submissions))
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()
@@ -302,9 +304,9 @@ class SessionCore:
             if self.mismatch:  # before the tokens of this message, which may be of the other model
                 refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
         if response.HasField("room"):
-            self._queue_credit.update(response.room.places, response.room.num_submissions)
+            self.admission.update(response.room.places, response.room.num_submissions)
         elif not response.prompt_scores:  # messages with prompt scores contain nothing else
-            self._queue_credit.unchanged()
+            self.admission.unchanged()
         return refused + self._take_tokens(response) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -316,8 +318,8 @@ class SessionCore:
             if request is not None:
                 # A request that waited in vain for a worker was not served either.
                 if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
-                    self._service_rate.finished(len(self._live) - 1)
-                elif ending.code == _RESOURCE_EXHAUSTED and self.status is not None and self.status.full:
+                    self.admission.retry_after.finished(len(self._live) - 1)
+                elif ending.code == _RESOURCE_EXHAUSTED and self._is_queue_full:
                     # The request took the last position meanwhile. Clients that we refused before come first.
                     ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))
                 self._end(request, ending)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from services.gateway.errors import ApiError
-from services.gateway.http.connection import AdmissionHook, Config, HttpConnection, whole_answer
-from services.gateway.http.listener import ConnectionCounts, Listener
+from services.gateway.http.connection import Connections, Edge, HttpConnection
 from services.gateway.http.slow_clients import LOOKS
 from services.runtime.service import max_open_files
 
-# How long a connection may stay open between two requests. Data that begins no request (an empty line, the rest of an
-# answered request's body) does not restart this time.
-_REST_TIMEOUT_S = 75
 _BACKLOG = 4096
+# uvloop accepts one connection per listening socket and event-loop turn. When turns become long under load, new
+# connections would wait in the kernel behind thousands that their clients have given up. So one socket listens as
+# several.
+_ACCEPTED_PER_TURN = 8
+# asyncio's server must not close before each accepted connection has its protocol, which takes up to two turns.
+_ACCEPTING_TURNS = 2
+# HttpConnection has its own timeout between requests. This one never ends.
+_NEVER_S = 10**6
 # Open files other than connections.
 _RESERVED_FILES = 256
 # The minimum of the default limit per client: a low max_connections is meant for tests and small machines.
@@ -28,15 +33,7 @@ _LEAST_PER_CLIENT = 64
 
 
 class _Server(uvicorn.Server):
-    """Accepts connections with our listener, and installs no signal handlers: the service's runner has them."""
-
-    listener: Listener
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await self.lifespan.startup()
-        self.listener.start(_BACKLOG)
-        self.servers = [self.listener]  # type: ignore[list-item]
-        self.started = True
+    """Installs no signal handlers: the service's runner has them."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,9 +51,6 @@ class HttpServer:
     `max_connections` (never more than the process may open files besides `other_connections`), a new connection
     replaces a connection that waits for a request, of the client with the most connections. If the new connection's own
     client has as many, it gets 503.
-    `costly` and `on_gone`: see Listener.
-
-    A request that `admission_hook` rejects gets its answer at its head.
     """
 
     def __init__(
@@ -70,13 +64,14 @@ class HttpServer:
         other_connections: int = 0,
         head_timeout_s: float = 30.0,
         send_timeout_s: float = 60.0,
-        costly: tuple[bytes, ...] = (),
-        on_gone: Callable[[], None] = lambda: None,
-        admission_hook: AdmissionHook = lambda target, headers: None,
     ) -> None:
-        config = self._config = Config(
-            app,
-            http=HttpConnection,
+        if (open_files := max_open_files()) is not None:
+            max_connections = min(max_connections, max(1, open_files - other_connections - _RESERVED_FILES))
+        max_per_client = max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT)
+        self.connections = Connections(max_connections, max_per_client, head_timeout_s)
+        config = uvicorn.Config(
+            Edge(app),
+            http=partial(HttpConnection, self.connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -84,67 +79,47 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             date_header=False,
-            timeout_keep_alive=_REST_TIMEOUT_S,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_NEVER_S,
             timeout_graceful_shutdown=1,
         )
-        config.head_timeout_s = head_timeout_s
-        if (open_files := max_open_files()) is not None:
-            max_connections = min(max_connections, max(1, open_files - other_connections - _RESERVED_FILES))
-        config.max_connections = max_connections
-        config.clients = ConnectionCounts(max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT))
-        config.admission_hook = admission_hook
         self._server = _Server(config)
         self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
-        self._costly, self._on_gone = costly, on_gone
         self._task: asyncio.Task[Any] | None = None
 
     @property
     def num_running(self) -> int:
         """Requests without a complete answer."""
-        return len(self._server.server_state.tasks)
+        return sum(connection.is_running for connection in self.connections.open)
 
     @property
     def num_connections(self) -> int:
         """Open connections, with or without a request."""
-        return len(self._server.server_state.connections)
+        return len(self.connections.open)
 
     @property
     def has_unsent(self) -> bool:
         """Whether a client has not read all of its answer."""
-        return any(connection.transport.get_write_buffer_size() for connection in self._server.server_state.connections)
+        return any(connection.transport.get_write_buffer_size() for connection in self.connections.open)
 
     async def start(self) -> int:
         """Listen, and return the bound port. Raises OSError if the port is taken."""
-        sock = _bind(self._host, self._port)
-        clients = self._config.clients
-        message = f"your address has {clients.most} connections, and may have no more (--max-connections-per-client)"
-        self._server.listener = Listener(
-            sock,
-            self._protocol,
-            clients,
-            refusal=whole_answer(
-                b"429 Too Many Requests",
-                ApiError(429, message, code="too_many_connections"),
-                [("connection", "close")],
-            ),
-            costly=self._costly,
-            on_gone=self._on_gone,
-        )
-        self._task = asyncio.create_task(self._server.serve())
+        self._sock = _bind(self._host, self._port)
+        self._sockets = [self._sock.dup() for _ in range(_ACCEPTED_PER_TURN)]
+        self._task = asyncio.create_task(self._server.serve(self._sockets))
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(0.005)
-        port: int = sock.getsockname()[1]
+        port: int = self._sock.getsockname()[1]
         return port
 
     async def watch(self) -> NoReturn:
         """Close connections of slow clients, until cancelled."""
         while True:
             await asyncio.sleep(self._send_timeout_s / LOOKS)
-            for connection in tuple(self._server.server_state.connections):
-                assert isinstance(connection, HttpConnection)
+            for connection in tuple(self.connections.open):
                 connection.look()
 
     async def close_listener(self) -> None:
@@ -152,23 +127,26 @@ class HttpServer:
 
         Open connections are served. Each gets `connection: close` with its next answer.
         """
-        self._config.closing = True
-        listener = self._server.listener
-        listener.accept_all()
-        listener.close()
-        await listener.wait_closed()
-
-    def _protocol(self, sock: socket.socket, client: str) -> HttpConnection:
-        server = self._server
-        return HttpConnection(
-            sock, client, config=self._config, server_state=server.server_state, app_state=server.lifespan.state
-        )
+        self.connections.closing = True
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        num_empty = 0
+        for _ in range(_BACKLOG):  # the kernel would reset connections that wait
+            num_empty = 0 if waiting.poll(0) else num_empty + 1
+            if num_empty > _ACCEPTING_TURNS:
+                break
+            await asyncio.sleep(0)
+        for server in self._server.servers:
+            server.close()
+        for sock in (*self._sockets, self._sock):
+            sock.close()
 
     async def stop(self) -> None:
         """Close the listener. Running answers get one second to complete."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+            self._sock.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

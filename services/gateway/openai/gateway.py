@@ -76,6 +76,19 @@ class Gateway:
         if (key is None or not self.requests.has(key)) and (error := self.refusal_if_full()) is not None:
             raise error
 
+    @contextmanager
+    def entering(self, *, new: bool) -> Iterator[None]:
+        """The context of a request from its head until its submission. Refuses a new request before its body is read:
+        raises ApiError 429 and 503."""
+        if not new:  # it may already run
+            yield
+            return
+        self.session.check_mismatch()
+        if self.parse_limiter.is_full:
+            raise self._parse_queue_is_full()
+        with self.session.entering():
+            yield
+
     async def wait_to_parse(self, gone: Callable[[], bool] = lambda: False, *, num_bytes: int, new: bool) -> None:
         """Wait until a request of `num_bytes` may be parsed and submitted. `new`: the request cannot be running yet.
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
-from services.gateway.http.connection import CLIENT_SOCKET
+from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.responses import RAW_SEND, error_response
 from services.runtime.logs import bind_request_id
 
@@ -70,7 +70,7 @@ class RequestMiddleware:
             response = await self._response(handler, Request(scope, receive))
             await response(scope, receive, send_with_id)
         except Gone:
-            scope[CLIENT_SOCKET].drop()
+            scope[CONNECTION].drop()
             while (await receive())["type"] != "http.disconnect":  # then the server expects no answer
                 pass
         except Exception:

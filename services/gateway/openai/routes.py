@@ -23,7 +23,7 @@ from services.gateway.engine.request import GenerateJob, RequestBuilder, check_c
 from services.gateway.engine.sampling import FieldNames
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone, invalid
 from services.gateway.http.body import HeldBody, read_body
-from services.gateway.http.connection import CLIENT_SOCKET, TICKET
+from services.gateway.http.connection import CONNECTION
 from services.gateway.openai import schema
 from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
@@ -172,7 +172,7 @@ async def _parsed(
     Raises what read_body, Gateway.wait_to_parse and BodyParser.parse raise.
     """
     body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    gone = request.scope[CLIENT_SOCKET].has_gone
+    gone = request.scope[CONNECTION].has_gone
     await gateway.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
     return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
 
@@ -185,7 +185,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         """Token ids of a prompt or a chat."""
         with gateway.held_body() as held:
             body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
-            ids = await token_ids(body, request.scope[CLIENT_SOCKET].has_gone)
+            ids = await token_ids(body, request.scope[CONNECTION].has_gone)
         return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
 
     async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
@@ -208,7 +208,7 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
             gateway.check_model(body.model)
             ids = builder.check_token_ids(body.tokens, "tokens")
-            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CLIENT_SOCKET].has_gone)
+            text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CONNECTION].has_gone)
         return _json({"prompt": text})
 
 
@@ -242,14 +242,12 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 
 
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
-    arrival_s, gone = time.perf_counter(), request.scope[CLIENT_SOCKET].has_gone
+    arrival_s, gone = time.perf_counter(), request.scope[CONNECTION].has_gone
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
         new = name is None and not resumed  # otherwise the request may already run
-        if new:
-            gateway.check_capacity()
-        with gateway.held_body() as held:
+        with gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
@@ -261,19 +259,16 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
             asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
             jobs = await make_jobs(gateway, parsed, asked)
-        after = _last_event(request, parsed, jobs, key)
-        if after is not None and after.after == "d":
-            return Response(status_code=204)  # an EventSource stops reconnecting at 204
-        reading = gateway.open(jobs, key)
+            after = _last_event(request, parsed, jobs, key)
+            if after is not None and after.after == "d":
+                return Response(status_code=204)  # an EventSource stops reconnecting at 204
+            reading = gateway.open(jobs, key)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
         raise
     except Gone:
         gateway.count_gone()
         raise
-    finally:
-        if (ticket := request.scope.get(TICKET)) is not None:
-            ticket.end()
     created_s = after.created_s if after is not None else reading.created_s
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
     if not parsed.stream:

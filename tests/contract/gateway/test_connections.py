@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.errors import ApiError
-from services.gateway.http.connection import HttpConnection, RejectedRequest
+from services.gateway.http.connection import HttpConnection
 from services.gateway.http.server import HttpServer
 from tests.contract.gateway.conftest import until
 
@@ -27,8 +27,8 @@ LARGE = 3_000_000
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """/echo reads the body and sends it back; /unread does not read it; /large waits, and answers with LARGE bytes."""
-    body = b"unread"
+    """/echo reads the body and sends it back; /full answers 429 without reading it; /large answers late with LARGE."""
+    body = b"no room"
     if scope["path"] == "/echo":
         body = b""
         while (message := await receive())["type"] == "http.request":
@@ -39,20 +39,17 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.2)
         body = b"x" * LARGE
     headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    status = 429 if scope["path"] == "/full" else 200
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-def turns_away(target: bytes, headers: object) -> RejectedRequest | None:
-    return RejectedRequest(ApiError(429, "no room"), "id") if target == b"/full" else None
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def server() -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0, admission_hook=turns_away)
+    server = HttpServer(app, "127.0.0.1", 0)
     yield server
     await server.stop()
 
@@ -86,18 +83,19 @@ async def test_a_client_that_offers_another_protocol_is_served_in_this_one(
 ) -> None:
     """Java's HttpClient does so with its first request, whatever it is, and sends the body at once."""
     reader, writer = await connect()
-    for data in (b"POST /echo HTTP/1.1\r\nhost: x\r\n" + OFFER, body, GET):
+    ends = body == HELLO["chunks"]  # a connection ends with them
+    for data in (b"POST /echo HTTP/1.1\r\nhost: x\r\n" + OFFER, body, b"" if ends else GET):
         for i in range(len(data)) if in_pieces else ():
             writer.write(data[i : i + 1])
             await asyncio.sleep(0)
         if not in_pieces:
             writer.write(data)
-    assert [await answer(reader) for _ in range(2)] == [b"hello", b""]
+    assert [await answer(reader) for _ in range(1 if ends else 2)] == [b"hello", b""][: 1 if ends else 2]
 
 
 async def test_offers_may_be_pipelined(connect: Connect) -> None:
     reader, writer = await connect()
-    writer.write(GET[:-2] + OFFER + b"\r\n" + b"POST /echo HTTP/1.1\r\n" + OFFER + HELLO["chunks"] + GET)
+    writer.write(GET[:-2] + OFFER + b"\r\n" + b"POST /echo HTTP/1.1\r\n" + OFFER + HELLO["length"] + GET)
     assert [await answer(reader) for _ in range(3)] == [b"", b"hello", b""]
 
 
@@ -119,7 +117,7 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
     reader, writer = await connect()
     writer.write(GET)
     await answer(reader)
-    [connection] = server._server.server_state.connections
+    [connection] = server.connections.open
     left = weakref.ref(connection)
     del connection
     if aborts:
@@ -137,7 +135,7 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
 async def test_the_last_answer_arrives_though_more_has_been_asked(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server._config, "closing", True)
+    monkeypatch.setattr(server.connections, "closing", True)
     reader, writer = await connect()
     writer.write(GET.replace(b"echo", b"large") + GET + GET)
     await asyncio.sleep(0.05)
@@ -150,7 +148,7 @@ async def test_the_last_answer_arrives_though_more_has_been_asked(
 async def test_the_server_does_not_wait_for_the_head_of_what_was_refused(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server._config, "head_timeout_s", 0.3)
+    monkeypatch.setattr(server.connections, "head_timeout_s", 0.3)
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
     reader, writer = await connect()
@@ -162,31 +160,86 @@ async def test_the_server_does_not_wait_for_the_head_of_what_was_refused(
     assert not failures
 
 
-async def test_a_body_that_was_not_read_does_not_stay_with_its_connection(server: HttpServer, connect: Connect) -> None:
+@pytest.mark.parametrize(("num_bytes", "stays"), [(60_000, True), (100_000, False)])
+async def test_a_small_body_that_was_not_read_is_skipped(connect: Connect, num_bytes: int, stays: bool) -> None:
     reader, writer = await connect()
-    writer.write(b"POST /unread HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n" + b"z" * 60_000)
-    assert await answer(reader) == b"unread"
-    (connection,) = server._server.server_state.connections
-    assert isinstance(connection, HttpConnection)
-    await until(lambda: connection.body_is_here)
-    assert not connection.cycle.body
+    writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_bytes)
+    assert await answer(reader) == b"no room"
+    writer.write(b"z" * num_bytes + GET)
+    if stays:
+        assert await answer(reader) == b""
+    assert not await reader.read() if not stays else not reader.at_eof()
+
+
+async def test_a_client_that_waits_to_send_its_body_gets_a_last_answer(connect: Connect) -> None:
+    """It may send the body or not, so the server could not find the next request."""
+    reader, writer = await connect()
+    writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
+    got = await asyncio.wait_for(reader.read(), 10)
+    assert got.startswith(b"HTTP/1.1 429 ")
+    assert b"\r\nconnection: close\r\n" in got
 
 
 async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
-    server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = []
-    pause = HttpConnection._drop
+    drop = HttpConnection._drop
 
     def watched(self: HttpConnection, num_bytes: int) -> None:
-        pause(self, num_bytes)
-        pauses.append((num_bytes >= 64 * 1024, self.flow.read_paused))
+        drop(self, num_bytes)
+        pauses.append((num_bytes >= 64 * 1024, self._is_paused))
 
     monkeypatch.setattr(HttpConnection, "_drop", watched)
     reader, writer = await connect()
-    writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**22)
-    assert b"no room" in await answer(reader)
-    writer.write(bytes(2**22) + GET)
-    assert await answer(reader) == b""  # the next request is served
-    assert (True, True) in pauses
+    writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**24)
+    assert await answer(reader) == b"no room"
+    writer.write(bytes(2**22))
+    await writer.drain()
+    await until(lambda: (True, True) in pauses)
     assert all(is_large == is_paused for is_large, is_paused in pauses)
+
+
+async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Connect) -> None:
+    """Otherwise one client could use up all files with connections above its limit."""
+    server.connections.counts.most = 1
+    await connect()
+    for data in (b"", GET):
+        reader, writer = await connect()
+        writer.write(data)
+        assert (await asyncio.wait_for(reader.readuntil(b"}}"), 10)).startswith(b"HTTP/1.1 429 ")
+        await until(lambda: len(server.connections.open) == 1)
+
+
+async def test_connections_share_the_turns_of_the_loop(server: HttpServer, connect: Connect) -> None:
+    """A turn accepts several. Thousands that their clients have given up may wait in the kernel."""
+    await connect()
+    port = server._sock.getsockname()[1]
+    waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    turns = 0
+    while len(server.connections.open) < 201:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns < 100
+    for sock in waiting:
+        sock.close()
+
+
+async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
+    server: HttpServer, connect: Connect
+) -> None:
+    await connect()
+    port, loop = server._sock.getsockname()[1], asyncio.get_running_loop()
+    waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    for sock in waiting:
+        sock.sendall(GET)
+        sock.setblocking(False)
+    await server.close_listener()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for sock in waiting:
+        async with asyncio.timeout(10):
+            got = await loop.sock_recv(sock, 1000)
+        assert got.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in got
+        sock.close()

@@ -15,7 +15,7 @@ import pytest
 
 from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
-from services.gateway.admission.queue_credit import QueueCredit
+from services.gateway.admission.control import AdmissionControl
 from services.gateway.http import connection as http_connection
 from services.gateway.openai.gateway import Gateway
 from services.gateway.text.tokenizer import TextTokenizer
@@ -116,7 +116,7 @@ async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
     """However many there are, and although the scheduler has not yet told that it is full."""
     running = await start()
     # Else the scheduler is asked again if it reports nothing for a while.
-    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
+    monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200  # now it has told
     running.scheduler.paused = True
@@ -135,7 +135,7 @@ async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await start()
-    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
+    monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 1
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
     for _ in range(3):
@@ -154,7 +154,7 @@ async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others
 
 async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start()
-    monkeypatch.setattr(QueueCredit, "tick", lambda credit: None)
+    monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
     assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
     slow = [connect(running, HEALTH) for _ in range(3)]
@@ -171,7 +171,7 @@ async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch:
 
 
 async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "_SKIP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_connection, "_REST_S", 0.5)
     running = await start()
     await full(running)
     connection = connect(running, HEAD % 1000)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import Gone, invalid
-from services.gateway.http.connection import CLIENT_SOCKET
+from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.middleware import RequestMiddleware
 
 
@@ -50,7 +50,7 @@ async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[lis
         sent.append(message)
 
     headers = [(b"x-request-id", b"mine")]
-    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers, CLIENT_SOCKET: peer}
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers, CONNECTION: peer}
     try:
         await RequestMiddleware(app, {("GET", "/direct"): handler})(scope, receive, send)
     except KeyError:

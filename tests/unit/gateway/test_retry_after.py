@@ -6,26 +6,32 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfterLedger
+from services.gateway.admission.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfter
 
 PER_S = 10 / ASSIGNED_SHARE  # so that the ledger promises ten places a second
 ROUNDING = 1e-9
 
 
-def told(ledger: RetryAfterLedger, now_s: float, count: int) -> list[float]:
-    return [ledger.assign(now_s, PER_S) for _ in range(count)]
+def told(ledger: RetryAfter, now_s: float, count: int) -> list[float]:
+    return [ledger._assign(now_s, PER_S) for _ in range(count)]
+
+
+def advance(ledger: RetryAfter, now_s: float, num_arrivals: int) -> None:
+    for _ in range(num_arrivals):
+        ledger.arrived()
+    ledger.measure(now_s)
 
 
 def test_each_is_told_to_come_behind_the_one_before() -> None:
-    ledger = RetryAfterLedger()
-    ledger.advance(100.5, 0)
+    ledger = RetryAfter()
+    advance(ledger, 100.5, 0)
     assert told(ledger, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
     assert told(ledger, 100.6, 1) == pytest.approx([3.1]), "the other clients are still expected earlier"
 
 
 def test_no_time_exceeds_what_clients_heed_and_the_overflow_is_spread() -> None:
-    ledger = RetryAfterLedger()
-    ledger.advance(100.0, 0)
+    ledger = RetryAfter()
+    advance(ledger, 100.0, 0)
     times = told(ledger, 100.0, 2000)
     assert max(times) <= LONGEST_S
     late = times[610:]
@@ -35,21 +41,21 @@ def test_no_time_exceeds_what_clients_heed_and_the_overflow_is_spread() -> None:
 
 
 def test_the_places_of_clients_that_stay_away_are_given_away() -> None:
-    ledger = RetryAfterLedger()
-    ledger.advance(100.0, 0)
+    ledger = RetryAfter()
+    advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)
     for second in range(1, 6):
-        ledger.advance(100.0 + second, 0)
+        advance(ledger, 100.0 + second, 0)
     assert ledger.num_expected < 20
     assert told(ledger, 105.0, 1)[0] < 1
 
 
 def test_if_half_of_the_clients_come_half_of_the_rest_are_expected() -> None:
-    ledger = RetryAfterLedger()
-    ledger.advance(100.0, 0)
+    ledger = RetryAfter()
+    advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)
     for tick in range(5):  # 5 clients come out of the 40 that were expected
-        ledger.advance(101.0 + tick, 5 if tick else 0)
+        advance(ledger, 101.0 + tick, 5 if tick else 0)
     remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
     more = told(ledger, 105.0, 100)
@@ -58,14 +64,14 @@ def test_if_half_of_the_clients_come_half_of_the_rest_are_expected() -> None:
 
 @pytest.mark.parametrize("late_s", [0.0, 0.9])
 def test_clients_that_come_a_little_late_keep_their_places(late_s: float) -> None:
-    ledger = RetryAfterLedger()
-    ledger.advance(100.0, 0)
+    ledger = RetryAfter()
+    advance(ledger, 100.0, 0)
     coming = sorted(100.0 + time + late_s for time in told(ledger, 100.0, 300))
     for tick in range(501, 600):
         now_s = tick / 5
         come = [time for time in coming if time <= now_s]
         coming = coming[len(come) :]
-        ledger.advance(now_s, len(come))
+        advance(ledger, now_s, len(come))
         assert ledger.num_expected >= len(coming) * 0.85 - 10
     assert told(ledger, now_s, 1)[0] > 9, "more than 100 of the 300 clients are still expected"
 
@@ -80,14 +86,14 @@ Event = tuple[float, int, int]  # seconds that pass, requests that come, request
     st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20),
 )
 def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: float, events: list[Event]) -> None:
-    ledger, now_s = RetryAfterLedger(), 50.0
+    ledger, now_s = RetryAfter(), 50.0
     for passes_s, num_arrivals, num_refused in events:
         now_s += passes_s
-        ledger.advance(now_s, num_arrivals)
+        advance(ledger, now_s, num_arrivals)
         was_overbooked = False
         last_s = 0.0
         for _ in range(num_refused):
-            after_s = ledger.assign(now_s, per_s)
+            after_s = ledger._assign(now_s, per_s)
             assert 0 < after_s <= LONGEST_S
             overbooked = ledger.num_expected > ASSIGNED_SHARE * per_s * (LONGEST_S + 1)
             was_overbooked = was_overbooked or overbooked or after_s >= LONGEST_S / 2

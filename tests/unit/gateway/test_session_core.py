@@ -440,16 +440,16 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
 def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() -> None:
     core = make_core()
     opened(core)
-    assert core.queue_takes(1000), "the scheduler has sent no number yet"
+    assert core.admission.takes(1000), "the scheduler has sent no number yet"
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=2, num_submissions=0)))
     submit(core)
-    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not sent yet"
+    assert [core.admission.takes(len(core._unsent) + i) for i in (0, 1)] == [True, False], "not sent yet"
     drain(core)
-    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False), "not seen yet"
+    assert [core.admission.takes(len(core._unsent) + i) for i in (0, 1)] == [True, False], "not seen yet"
     core.receive(inference_pb2.SessionResponse(room=inference_pb2.QueueRoom(places=1, num_submissions=1)))
-    assert (core.queue_takes(0), core.queue_takes(1)) == (True, False)
+    assert [core.admission.takes(len(core._unsent) + i) for i in (0, 1)] == [True, False]
     core.connect()
-    assert core.queue_takes(1000), "the new stream has sent no number yet"
+    assert core.admission.takes(1000), "the new stream has sent no number yet"
 
 
 MALFORMED: list[dict[str, Any]] = [

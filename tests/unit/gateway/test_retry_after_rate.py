@@ -11,35 +11,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.service_rate import ServiceRate
+from services.gateway.admission.retry_after import RetryAfter
 
 FULL = 20  # live requests of a full server
 
 
-def busy(departures: ServiceRate, seconds: int, per_s: int, begin_s: float = 0.0) -> float:
+def busy(departures: RetryAfter, seconds: int, per_s: int, begin_s: float = 0.0) -> float:
     """`per_s` requests finish in each second, and a request is refused in each second. Returns the time."""
     departures.measure(begin_s)
     for second in range(seconds):
-        departures.retry_after_s(begin_s + second, FULL)
+        departures.refuse(begin_s + second, FULL)
         for _ in range(per_s):
-            departures.admitted()
+            departures.arrived()
             departures.finished(FULL - 1)
         departures.measure(begin_s + second + 1)
     return begin_s + seconds
 
 
 def test_one_behind_the_other_at_the_rate_at_which_places_become_free() -> None:
-    departures = ServiceRate()
-    assert departures.retry_after_s(0.0, FULL) == 1.0, "nothing was measured"
+    departures = RetryAfter()
+    assert departures.refuse(0.0, FULL) == 1.0, "nothing was measured"
     now_s = busy(departures, 1, per_s=10) + 1000
     assert departures.per_s == 10
     departures.measure(now_s)
-    told = [departures.retry_after_s(now_s, FULL) for _ in range(4)]
+    told = [departures.refuse(now_s, FULL) for _ in range(4)]
     assert told == pytest.approx([1 / 9, 2 / 9, 3 / 9, 4 / 9]), "a tenth of the rate is kept in reserve"
 
 
 def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_been_idle() -> None:
-    departures = ServiceRate()
+    departures = RetryAfter()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):  # few requests come
         departures.finished(0)
@@ -51,10 +51,10 @@ def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_bee
 
 def test_waves_of_returning_clients_do_not_look_like_a_slow_server() -> None:
     """In each second the server refuses a request, and then runs out of requests."""
-    departures = ServiceRate()
+    departures = RetryAfter()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):
-        departures.retry_after_s(now_s + second, FULL)
+        departures.refuse(now_s + second, FULL)
         for live in (3, 2, 1, 0):
             departures.finished(live)
         departures.measure(now_s + second + 1)
@@ -62,7 +62,7 @@ def test_waves_of_returning_clients_do_not_look_like_a_slow_server() -> None:
 
 
 def test_a_server_that_was_hardly_used_is_found_to_be_quicker_at_once() -> None:
-    departures = ServiceRate()
+    departures = RetryAfter()
     departures.measure(0.0)
     departures.finished(0)
     departures.measure(10.0)
@@ -77,7 +77,7 @@ class Server:
     """A server with `slots` slots, `per_s` requests a second and a queue. Refused users come back when told to."""
 
     def __init__(self, per_s: float, slots: int, queue: int, seed: int) -> None:
-        self.departures = ServiceRate()
+        self.departures = RetryAfter()
         self.now_s = 0.0
         self.refusals: dict[int, int] = {}  # by user
         self.served = 0
@@ -106,11 +106,11 @@ class Server:
     def _arrive(self, user: int) -> None:
         num_live = self._running + self._waiting
         if num_live < self._capacity:
-            self.departures.admitted()
+            self.departures.arrived()
             self._waiting += 1
             self._fill()
             return
-        told_s = max(1, math.ceil(self.departures.retry_after_s(self.now_s, num_live)))  # whole seconds, as HTTP has it
+        told_s = max(1, math.ceil(self.departures.refuse(self.now_s, num_live)))  # whole seconds, as HTTP has it
         assert told_s <= 60
         self.refusals[user] = self.refusals.get(user, 0) + 1
         self.come(user, told_s + self._random.uniform(0, 0.05))
@@ -142,7 +142,7 @@ def test_a_client_that_comes_back_at_its_time_finds_a_place(seed: int, per_s: fl
     server.run(12.0)
     if before:
         for _ in range(int(10 * per_s)):
-            server.departures.retry_after_s(server.now_s, 64)
+            server.departures.refuse(server.now_s, 64)
     server.run(18.0)
     served, num_users = server.served, int(crowd * per_s)
     server.refusals.clear()

@@ -1,0 +1,75 @@
+"""How many requests a gateway admits."""
+
+from __future__ import annotations
+
+from services.gateway.admission.control import AdmissionControl
+
+
+def test_a_scheduler_that_tells_nothing_is_asked() -> None:
+    control = AdmissionControl()
+    control.sent(1000)
+    control.tick(0.0)
+    assert control.takes(1000)
+
+
+def test_what_is_on_its_way_takes_of_the_places() -> None:
+    control = AdmissionControl()
+    control.update(num_free=4, num_submissions=0)
+    control.sent(2)
+    assert control.takes(1)
+    assert not control.takes(2)
+    control.update(num_free=3, num_submissions=1)  # of which it had seen one
+    assert control.takes(1)
+    assert not control.takes(2)
+    control.update(num_free=0, num_submissions=2)
+    assert not control.takes(0)
+
+
+def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
+    """Requests of other gateways may have left the queue since the scheduler sent the number."""
+    control = AdmissionControl()
+    control.update(num_free=8, num_submissions=0)
+    control.update(num_free=1, num_submissions=0)
+    control.sent(3)
+    control.tick(0.0)
+    assert not control.takes(0), "the number is only one tick old"
+    control.tick(0.0)
+    assert control.takes(7)
+    assert not control.takes(8)
+
+
+def test_a_number_that_has_not_changed_is_not_told_again_and_is_not_old() -> None:
+    control = AdmissionControl()
+    control.unchanged()
+    assert control.takes(10**6), "the scheduler has sent no number yet"
+    control.update(num_free=8, num_submissions=0)
+    control.update(num_free=1, num_submissions=0)
+    for _ in range(4):
+        control.unchanged()
+        control.tick(0.0)
+    assert control.takes(0)
+    assert not control.takes(1)
+    control.tick(0.0)
+    assert control.takes(7)
+    control.unchanged()
+    assert not control.takes(1)
+
+
+def test_requests_that_have_entered_and_are_not_sent_take_positions() -> None:
+    control = AdmissionControl()
+    control.update(num_free=3, num_submissions=0)
+    first = control.enter(10.0, num_unsent=1)
+    assert first is not None
+    assert control.enter(10.5, num_unsent=1) is not None
+    assert control.enter(10.5, num_unsent=1) is None
+    control.leave(first)
+    assert control.enter(10.6, num_unsent=1) is not None
+    assert control.enter(11.4, num_unsent=1) is None
+    assert control.enter(11.55, num_unsent=1) is not None, "one has taken longer than a second"
+
+
+def test_a_new_stream_has_reported_nothing() -> None:
+    control = AdmissionControl()
+    control.update(num_free=0, num_submissions=0)
+    control.new_stream()
+    assert control.takes(1000)
