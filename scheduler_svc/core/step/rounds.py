@@ -55,8 +55,7 @@ class Rounds:
         awaiting_cache: list[WorkerState] = []
         self._step_scheduler.begin()
         for worker in self._workers.values():
-            if worker.pending_step is None and worker.has_credit:
-                self._plan_worker(worker, pending_steps, awaiting_cache, now_s)
+            self._plan_worker(worker, pending_steps, awaiting_cache, now_s)
         return self._exchanges.next(pending_steps, awaiting_cache, now_s)
 
     def _plan_worker(
