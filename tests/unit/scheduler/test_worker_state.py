@@ -27,6 +27,7 @@ def test_a_refusal_holds_until_a_sequence_leaves() -> None:
     worker.num_departed += 1
     assert not worker.has_refused(request(1))
     worker.refuse(request(2))
+    worker.refuse(request(3))
     assert worker.has_refused(request(2))
     assert not worker.has_refused(request(1))
 
