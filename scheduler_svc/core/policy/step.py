@@ -149,7 +149,7 @@ class Step(StepView):
         if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_free_slots <= 0:
-            return self.reject(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+            return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
             detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
             return self.reject(request, Verdict.STOP, "plan", detail)

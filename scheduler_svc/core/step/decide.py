@@ -17,7 +17,7 @@ from scheduler_svc.core.workers.decision import OutOfBlocks
 from scheduler_svc.core.workers.state import WorkerState
 
 # Reasons of a waiting request that preemption can remove.
-ROOM = ("seats", "capacity", "blocks")
+ROOM = ("slots", "capacity", "blocks")
 # Pauses of one worker between two tokens. Without a limit, a policy could pause every sequence it admits, for ever.
 MAX_PAUSES = 64
 

@@ -283,7 +283,7 @@ async def test_a_scheduler_that_has_been_succeeded_cannot_take_the_link_over(cac
     new = cache.link("8")
     await ask(new, 1, d.add_worker_op(0, 8, 4))
     assert await ended(old) == (grpc.StatusCode.ABORTED, "a newer link to the cache has begun")
-    refusal = "a scheduler of epoch {} is refused: there was a master of epoch 8"
+    refusal = "a scheduler of epoch {} is refused: there was a leader of epoch 8"
     assert await ended(cache.link("7")) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(7))
     assert await ended(cache.link()) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(0))
     await ask(new, 2, d.match_op(1, A))  # which goes on

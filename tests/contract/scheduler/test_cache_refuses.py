@@ -30,7 +30,7 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
     ) -> AsyncIterator[cache_pb2.CacheServiceLinkResponse]:
         if self.refuses:
             self.num_refused += 1
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "there was a master of epoch 7")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "there was a leader of epoch 7")
         async for request in requests:
             results = [cache_pb2.CacheOpResult() for _ in request.ops]
             self.num_answers += 1
@@ -57,5 +57,5 @@ async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
             said += capsys.readouterr().out
         worker.cancel()
     await server.stop(0)
-    assert said.count("there was a master of epoch 7") == 1, said
+    assert said.count("there was a leader of epoch 7") == 1, said
     assert said.count("cache link broke") <= 2, said  # once more where all that grpc knows is that a write failed

@@ -40,7 +40,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 
 @pytest.fixture
 async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIterator[Etcd]:
-    """For a seat of the test's own; the first endpoint is dead."""
+    """For a candidate of the test's own; the first endpoint is dead."""
     client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=10.0)
     with pytest.raises(EtcdError, match="All connection attempts failed"):
         await client.read_leader()

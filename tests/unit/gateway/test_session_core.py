@@ -359,7 +359,7 @@ def test_a_scheduler_that_has_been_succeeded_is_refused() -> None:
     core.receive(opening(0))
     core.receive(opening(7))
     for fence in (6, 0):  # 0: it stands alone, and should not
-        with pytest.raises(StaleScheduler, match="there was a master of epoch 7"):
+        with pytest.raises(StaleScheduler, match="there was a leader of epoch 7"):
             core.receive(opening(fence))
         assert not core.opened
         assert not [message for message in drain(core) if message.submissions]

@@ -127,4 +127,4 @@ def test_why_a_search_waits() -> None:
     assert len(client.endings) == 5
     spans = system.scheduler.timeline.explain("s-9", system.now_s)
     assert spans is not None
-    assert {"waiting", "order", "running", "seats", "ended"} == {span.reason for span in spans}
+    assert {"waiting", "order", "running", "slots", "ended"} == {span.reason for span in spans}

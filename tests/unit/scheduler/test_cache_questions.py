@@ -92,7 +92,7 @@ def test_a_worker_that_just_goes_on_does_not_wait_for_the_blocks_of_another() ->
     for kind in ("step", "result"):  # while the cache has yet to answer for the first worker
         system.move(kind, second)
     assert second.plans
-    assert first.worker.step > 0
+    assert toys[0].step > 0
 
 
 def test_a_step_that_is_not_made_admits_no_request() -> None:
