@@ -38,7 +38,7 @@ _REASONS = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
-_REQUEST_LINE = re.compile(rb"[A-Z]{1,20}( |$)")
+_REQUEST_LINE = re.compile(rb"(?!PRI )[A-Z]{1,20}( |$)")  # PRI: HTTP/2
 _HEAD_END = re.compile(rb"\n\r?\n")
 # The offer of another protocol ("Upgrade: h2c", as Java's HttpClient sends). A server may ignore it (RFC 9110 §7.8).
 # uvicorn's parser would end at it, and lose the body.
@@ -170,6 +170,7 @@ class HttpConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close the connection at once, because no client reads the answer."""
+        self.is_closing = True
         self.transport.abort()
 
     # -- for the server ----------------------------------------------------------------------------
@@ -246,21 +247,21 @@ class HttpConnection(asyncio.Protocol):
         if self._held and not self._began:
             self._began = True
             self._wait(self._limits.head_timeout_s)
+        if self._held and _REQUEST_LINE.match(self._held[:20]) is None:
+            self._give(len(self._held))  # uvicorn answers 400
+            return False
         end = _HEAD_END.search(self._held, max(self._num_searched - 3, 0), _MAX_HEAD_BYTES)
-        self._num_searched = len(self._held)
-        if end is not None:
-            self._num_searched = 0
-            head = _OFFER.sub(b"\nx-upgrade: ignored\r", self._held[: end.end()])
-            del self._held[: end.end()]
-            self._began, self._is_called, self._started = False, True, False
-            self._feed(head)
-            return True
-        if len(self._held) >= _MAX_HEAD_BYTES:
-            message = f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes"
-            self._answer(ApiError(431, message, code="invalid_http"))
-        elif self._held and _REQUEST_LINE.match(self._held[:20]) is None:
-            self._give(len(self._held))
-        return False
+        self._num_searched = 0 if end is not None else len(self._held)
+        if end is None:
+            if len(self._held) >= _MAX_HEAD_BYTES:
+                message = f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes"
+                self._answer(ApiError(431, message, code="invalid_http"))
+            return False
+        head = _OFFER.sub(b"\nx-upgrade: ignored\r", self._held[: end.end()])
+        del self._held[: end.end()]
+        self._began, self._is_called, self._started = False, True, False
+        self._feed(head)
+        return True
 
     def _give(self, num_bytes: int) -> None:
         data = bytes(self._held[:num_bytes])

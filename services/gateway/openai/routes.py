@@ -10,18 +10,17 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
 from services.gateway.engine.sampling import FieldNames
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone, invalid
+from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import HeldBody, read_body
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai import schema
@@ -29,11 +28,10 @@ from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.middleware import Handler, RequestMiddleware, internal_error
-from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer, error_response
+from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
+from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
 
-COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
 # Limits over all choices of an answer. A log probability takes about 70 bytes.
@@ -44,68 +42,22 @@ _COMPLETION_MAX_TOKENS = 16
 
 def create_app(gateway: Gateway) -> RequestMiddleware:
     """The ASGI application."""
-    app = FastAPI(title="Paceline", version=version("paceline"), redirect_slashes=False)
-    _add_error_handlers(app)
-    health = _add_state_routes(app, gateway)
-    _add_model_routes(app, gateway)
-    _add_token_routes(app, gateway)
-    completions, chat_completions = _add_generation_routes(app, gateway)
-    return RequestMiddleware(
-        app,
-        {
-            ("GET", "/health"): health,
-            ("POST", COMPLETIONS): completions,
-            ("POST", CHAT_COMPLETIONS): chat_completions,
-        },
-    )
+    routes = [*_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway), *_generation_routes(gateway)]
+    app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+    app.router.redirect_slashes = False
+    return RequestMiddleware(app)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
     return JsonResponse(orjson.dumps(value), status)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    async def api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error_response(error)
-
-    async def http_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        codes = {404: "not_found", 405: "method_not_allowed"}
-        response = error_response(ApiError(error.status_code, error.detail, code=codes.get(error.status_code)))
-        for name, value in (error.headers or {}).items():
-            response.headers[name] = value
-        return response
-
-    async def validation_error(_: Request, error: Exception) -> Response:
-        return error_response(invalid(None, str(error)))
-
-    async def client_gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    async def bug(_: Request, error: Exception) -> Response:
-        return internal_error()
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(ClientDisconnect, client_gone)
-    app.add_exception_handler(Gone, client_gone)
-    app.add_exception_handler(Exception, bug)
-
-
-def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
-    # The lower decorator serves both methods. The upper decorator is for /openapi.json, where a route of two methods
-    # would get one operation id for both.
-    @app.get("/health", response_class=JsonResponse)
-    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
-    async def health(request: Request) -> Response:
+def _state_routes(gateway: Gateway) -> list[Route]:
+    async def health(_: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})
 
-    @app.get("/ready", response_class=JsonResponse)
-    @app.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
-    async def ready() -> Response:
+    async def ready(_: Request) -> Response:
         """200 if a request would be served now, else 503 with the reason."""
         status = gateway.session.status
         workers = status.num_workers if status is not None else 0
@@ -121,9 +73,7 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
             reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
         return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
 
-    @app.get("/metrics")
-    @app.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
-    async def exposition() -> Response:
+    async def exposition(_: Request) -> Response:
         """Metrics for Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
         metrics.scheduler_ready = gateway.session.ready
@@ -131,15 +81,19 @@ def _add_state_routes(app: FastAPI, gateway: Gateway) -> Handler:
         metrics.taken_up = requests.num_taken_up
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    @app.get("/version")
-    async def server_version() -> Response:
+    async def server_version(_: Request) -> Response:
         """This server's version."""
         return _json({"version": version("paceline")})
 
-    return health
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", exposition),
+        Route("/version", server_version),
+    ]
 
 
-def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
+def _model_routes(gateway: Gateway) -> list[Route]:
     created = int(time.time())
 
     def card() -> dict[str, Any]:
@@ -151,16 +105,16 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
             "max_model_len": gateway.builder.max_model_len,
         }
 
-    @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         """The one model that is served."""
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
+    async def model(request: Request) -> Response:
         """One model."""
-        gateway.check_model(model_id or "(no name)")
+        gateway.check_model(request.path_params["model_id"] or "(no name)")
         return _json(card())
+
+    return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]
 
 
 async def _parsed(
@@ -177,10 +131,9 @@ async def _parsed(
     return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
 
 
-def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
+def _token_routes(gateway: Gateway) -> list[Route]:
     builder = gateway.builder
 
-    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
         with gateway.held_body() as held:
@@ -201,7 +154,6 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
         add = body.add_generation_prompt is not False
         return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add, gone=gone)
 
-    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         with gateway.held_body() as held:
@@ -211,19 +163,22 @@ def _add_token_routes(app: FastAPI, gateway: Gateway) -> None:
             text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CONNECTION].has_gone)
         return _json({"prompt": text})
 
+    return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
-def _add_generation_routes(app: FastAPI, gateway: Gateway) -> tuple[Handler, Handler]:
-    @app.post(COMPLETIONS)
+
+def _generation_routes(gateway: Gateway) -> list[Route]:
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
         return await _answer(gateway, request, "completion", schema.CompletionRequest, _completion_jobs)
 
-    @app.post(CHAT_COMPLETIONS)
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, _chat_jobs)
 
-    return completions, chat_completions
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

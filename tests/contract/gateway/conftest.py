@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fastapi.dependencies.models
 import httpx
 import openai
 import pytest
@@ -132,11 +131,6 @@ async def _end(running: Running) -> None:
     await running.scheduler.stop()
     async with asyncio.timeout(30):
         await running.task
-    # FastAPI remembers its last 4,096 endpoints, and with them all that they refer to: gRPC servers, which must not be
-    # left to the end of the interpreter ("Error in sys.excepthook").
-    for remembered in vars(fastapi.dependencies.models).values():
-        if hasattr(remembered, "cache_clear"):
-            remembered.cache_clear()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -59,7 +59,7 @@ def test_every_command_names_a_bad_flag(argv: list[str], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("service", "absent"), [("scheduler", "torch fastapi"), ("cache", "torch fastapi"), ("gateway", "torch")]
+    ("service", "absent"), [("scheduler", "torch starlette"), ("cache", "torch starlette"), ("gateway", "torch")]
 )
 def test_a_service_imports_only_what_it_needs(service: str, absent: str) -> None:
     settings, _, server = SERVICES[service]

@@ -1,4 +1,4 @@
-"""The straight way past the framework answers as the framework does."""
+"""Request ids, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 import orjson
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.errors import Gone, invalid
 from services.gateway.http.connection import CONNECTION
-from services.gateway.openai.middleware import RequestMiddleware
+from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
 
 
 class ClientSocket:
@@ -30,13 +32,10 @@ class Broken(Response):
         raise KeyError("x")
 
 
-async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[list[Message], ClientSocket]:
+async def ask(outcome: Response | Exception, path: str = "/") -> tuple[list[Message], ClientSocket]:
     """The messages that the client gets when its handler returns or raises `outcome`."""
     sent: list[Message] = []
     peer = ClientSocket()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await Response(b"framework")(scope, receive, send)
 
     async def handler(request: Request) -> Response:
         if isinstance(outcome, Exception):
@@ -49,10 +48,11 @@ async def ask(outcome: Response | Exception, path: str = "/direct") -> tuple[lis
     async def send(message: Message) -> None:
         sent.append(message)
 
+    app = Starlette(routes=[Route("/", handler)], exception_handlers=ERROR_HANDLERS)
     headers = [(b"x-request-id", b"mine")]
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": headers, CONNECTION: peer}
     try:
-        await RequestMiddleware(app, {("GET", "/direct"): handler})(scope, receive, send)
+        await RequestMiddleware(app)(scope, receive, send)
     except KeyError:
         sent.append({"type": "raised"})
     return sent, peer
@@ -62,11 +62,11 @@ def statuses(sent: list[Message]) -> list[int]:
     return [message["status"] for message in sent if message["type"] == "http.response.start"]
 
 
-@pytest.mark.parametrize("path", ["/direct", "/other"])
-async def test_every_answer_has_the_requests_id(path: str) -> None:
-    (start, body), _ = await ask(Response(b"direct"), path)
+@pytest.mark.parametrize(("path", "status"), [("/", 200), ("/other", 404)])
+async def test_every_answer_has_the_requests_id(path: str, status: int) -> None:
+    (start, _), _ = await ask(Response(b"x"), path)
     assert (b"x-request-id", b"mine") in start["headers"]
-    assert body["body"] == (b"direct" if path == "/direct" else b"framework")
+    assert start["status"] == status
 
 
 async def test_errors_have_openais_shape() -> None:
@@ -90,6 +90,5 @@ async def test_a_bug_behind_the_beginning_of_an_answer_begins_no_other() -> None
 
 async def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert statuses((await ask(ClientDisconnect()))[0]) == [499]
-    sent, peer = await ask(Gone())
-    assert not sent
-    assert peer.dropped
+    _, peer = await ask(Gone())
+    assert peer.dropped, "the server drops what is written then"
