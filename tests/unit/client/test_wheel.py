@@ -31,7 +31,7 @@ with PacelineClient(sys.argv[1]) as client:
 print(PacelineClient.__module__)
 print([name for name in sys.argv[2:] if find_spec(name)])
 """
-SERVER = ("services", "scheduler_svc", "cache_svc", "gpu_worker", "fastapi", "torch", "numpy")
+SERVER = ("services", "scheduler_svc", "cache_svc", "gpu_worker", "starlette", "torch", "numpy")
 
 
 class Answering(inference_pb2_grpc.InferenceServiceServicer):

@@ -80,7 +80,7 @@ def test_a_worker_that_just_goes_on_does_not_wait_for_the_blocks_of_another() ->
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
     toys = [ToyWorker(block_size=32, num_blocks=8, max_num_seqs=8, max_batched_tokens=64) for _ in range(2)]
-    first, second = (system.attach(toy) for toy in toys)
+    _, second = (system.attach(toy) for toy in toys)
     sampling = SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
     for handle in (1, 2):
         system.submit("s", handle, [handle, *range(10, 15)], sampling)
