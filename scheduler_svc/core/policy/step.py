@@ -214,7 +214,7 @@ class Step(StepView):
     def pause(self, victims: Iterable[Running]) -> None:
         """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
         Paused)."""
-        if own := self.own(victims):
+        if own := self._own_all(victims):
             raise Paused(own)
 
     # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +239,7 @@ class Step(StepView):
         """Request, reason, detail: the requests that were looked at and are not admitted."""
         return tuple((view_of(request), reason, detail) for request, reason, detail in self._rejected)
 
-    def own(self, sequences: Iterable[Running]) -> list[Running]:
+    def _own_all(self, sequences: Iterable[Running]) -> list[Running]:
         """The sequences that a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
         own: dict[int, Running] = {}
         for sequence in map(self._own, sequences):
@@ -248,7 +248,7 @@ class Step(StepView):
             own[sequence.slot] = sequence
         return list(own.values())
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """The schedule has ended. Raises the lack of blocks if a policy has caught it."""
         self._open = False
         if self._lack is not None:
@@ -307,7 +307,7 @@ class Step(StepView):
             raise PolicyError(f"{num_tokens} tokens, with {self._budget_tokens} left in the budget")
         self._budget_tokens -= num_tokens
 
-    def growth_of(self, sequence: Running) -> int:
+    def _growth_of(self, sequence: Running) -> int:
         """Blocks that the step has asked for on behalf of the sequence."""
         return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
 

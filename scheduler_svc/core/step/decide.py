@@ -61,7 +61,7 @@ class Decider:
         try:
             policies.capacity.begin(step)
             policies.batch.schedule(step)
-            step.close()
+            step._close()
         except OutOfBlocks as lack:
             self._make_room(worker, policies, step, lack.shortfall_blocks)
             return None
@@ -70,7 +70,7 @@ class Decider:
             if worker.num_pauses > MAX_PAUSES:
                 times = f"{worker.num_pauses} times without a token in between"
                 raise PolicyError(f"capacity: running sequences were paused {times}") from None
-            for victims in self._units(worker, policies, step, step.own(paused.victims)):
+            for victims in self._units(worker, policies, step, step._own_all(paused.victims)):
                 self._preempt_unit(worker, victims, policies)
             return None
         return step
@@ -107,7 +107,7 @@ class Decider:
         """
         if worker.parked:
             return  # parked beams are freed first: a fork without its parent computes a few tokens again
-        victims = step.own(policies.preemption.victims(step))
+        victims = step._own_all(policies.preemption.victims(step))
         if not victims and len(step.running) > 1:
             raise PolicyError("preemption: the policy names no victim")
         if len(victims) >= len(step.running):
@@ -117,7 +117,7 @@ class Decider:
         for unit in self._units(worker, policies, step, victims):
             for victim in unit:
                 # the blocks that it asked for are not needed either
-                shortfall_blocks -= victim.num_blocks + step.growth_of(victim)
+                shortfall_blocks -= victim.num_blocks + step._growth_of(victim)
             self._preempt_unit(worker, unit, policies)
             if shortfall_blocks <= 0:
                 break
@@ -144,7 +144,7 @@ class Decider:
         refused = any(reason in ROOM for _, reason, _ in step._rejected)
         if not (refused and worker.num_further) or step.num_admissions or step.preempted:
             return False
-        victims = step.own(policies.preemption.for_waiting(step))
+        victims = step._own_all(policies.preemption.for_waiting(step))
         if len(victims) >= len(step.running):
             victims = victims[:-1]
         for victim in victims:
