@@ -67,7 +67,7 @@ class SamplingParam:
 
     @property
     def wire_range(self) -> str:
-        """The values in SamplingParams."""
+        """The range of the values in SamplingParams, for error messages."""
         return f"{'(' if self.above_low and not self.zero_is_default else '['}{self.low:g}, {self.high:g}]"
 
     def to_wire(self, value: float) -> float:
@@ -90,7 +90,7 @@ class MetadataField:
 
 
 class SamplingNumbers(TypedDict, total=False):
-    """The declarations. Filters are applied in this order."""
+    """The declarations of SAMPLING. The worker applies filters in this order."""
 
     temperature: Annotated[
         float,
@@ -145,7 +145,7 @@ class SamplingNumbers(TypedDict, total=False):
 
 
 class MetadataValues(TypedDict, total=False):
-    """The declarations."""
+    """The declarations of METADATA."""
 
     priority: Annotated[float, MetadataField()]  # larger is more urgent
     deadline_s: Annotated[float, MetadataField(above_zero=True)]  # from now

@@ -136,8 +136,8 @@ class BeamGroups:
                 self._life.unpark(parent)
 
     def give_up_blocks(self, worker: WorkerState) -> bool:
-        """Free the parked members of the worker. A beam that would have forked from one computes a few tokens again.
-        Returns whether there was any."""
+        """Free the parked members of the worker. A beam that would have forked from a freed member computes a few
+        tokens again. Returns whether the worker had a parked member."""
         parked = list(worker.parked.values())
         for member in parked:
             self._life.unpark(member)

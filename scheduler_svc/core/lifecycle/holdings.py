@@ -1,5 +1,8 @@
-"""What requests hold: a slot, blocks, a share of the budgets, a sequence at the cache. They get it here, and release()
-takes all of it back, whatever it is."""
+"""What requests hold: a worker, a slot, blocks, a share of the budgets, a sequence at the cache.
+
+release() takes back all of it, in any phase. Most of it is also given here. The exceptions: the Emitter gives the slot
+and the blocks that the cache has granted, and Swaps notes host blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 class Holdings:
-    """Changes `Request.held`. The phase of a request is the caller's: it changes after a release."""
+    """Binds requests to workers, and releases what they hold. The caller changes the phase, after the release."""
 
     def __init__(
         self,
@@ -71,11 +74,11 @@ class Holdings:
             if not request.held.swapped_on:
                 request.held.sequence, request.matches = 0, None
 
-    # ── a place on a worker ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── bound to a worker ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, worker: WorkerState, request: Request) -> None:
         """A step takes the waiting request."""
-        # before it leaves the queue, which shows only those of the tenant's requests that still fit
+        # Before the request leaves the queue: the queue then shows only requests that still fit the tenant's limit.
         self._budgets.bind(request)
         self._queue.remove(request)
         request.siblings.num_bound += 1
@@ -98,8 +101,8 @@ class Holdings:
     def release(self, request: Request, *, lost: WorkerState | None = None, keeps_sequence: bool = False) -> None:
         """Take back everything that the request holds in its phase.
 
-        `lost`: the worker on which its blocks are lost; the cache is not told, because it knows or is gone.
-        `keeps_sequence`: the cache knows the sequence on. If the request runs, it is swapped out."""
+        `lost`: the worker on which its blocks are lost. The cache is not told, because it knows of the loss, or is lost
+        itself. `keeps_sequence`: the cache keeps the sequence. A running request is then swapped out."""
         match request.phase:
             case Phase.RUNNING:
                 worker = lost or self._workers[request.held.worker]

@@ -1,7 +1,7 @@
 """A request's way from acceptance to its end: queued, bound to a worker, preempted, requeued, ended.
 
-Every change of a request's phase is in this module. So everything that counts requests (queue, budgets, deadlines, the
-cache's names, the timeline) changes together with the phase.
+Every change of a request's phase is in this module, except GRANT, which the Emitter makes. So everything that counts
+requests (queue, budgets, deadlines, the cache's names, the timeline) changes together with the phase.
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ class Lifecycle:
             self.holdings.ask_match(request)
 
     def dequeue(self, request: Request) -> None:
-        """Take the request out of the queue before it has run: other requests run for it."""
+        """Take the root of a beam search out of the queue. It never runs: its members run for it."""
         self.queue.remove(request)
         self.holdings.release(request)
 
     def ask_all_matches(self) -> None:
-        """The cache knows nothing of the waiting requests, or knows them under other names."""
+        """Make all waiting requests known to the cache under new names. The cache does not know them, or knows them
+        under old names."""
         for request in self.queue:
             if not request.held.swapped_on:
                 self.holdings.release(request)
@@ -118,9 +119,9 @@ class Lifecycle:
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
 
     def refused(self, request: Request) -> None:
-        """The cache had less room than the step assumed. The request waits on, and the cache still knows it."""
+        """The cache had less room than the step assumed. The request waits again, and the cache still knows it."""
         if not request.held.swapped_on:
-            # the match was too good: the request is offered again when the cache has answered anew
+            # The match was larger than what the cache had. The request is scheduled again after a new match.
             request.matches = None
             self._cache.rematches[request.held.sequence] = None
         self.requeue_unchanged(request)
@@ -175,13 +176,13 @@ class Lifecycle:
         request.advance(Event.PARK)
 
     def unpark(self, request: Request) -> None:
-        """No beam forks from this request any more, or not for certain."""
+        """Free a parked beam: no other beam forks from it any more, or its blocks are needed."""
         if request.phase is Phase.PARKED:
             self._withdraw(request)
 
     def evacuate(self, worker: WorkerState, why: str, blamed: Collection[Request] = ()) -> list[Request]:
         """Take every live request off a lost worker, with all its known tokens. Their sequences are dropped. `why`: how
-        the worker was lost. `blamed`: requests in the steps that this names."""
+        the worker was lost. `blamed`: requests in the steps that `why` names."""
         for parked in list(worker.parked.values()):
             self._lose_blocks(worker, parked)
         requests = [*worker.drop_pending_step(), *worker.running.values()]

@@ -37,8 +37,9 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
-    """What a worker kept from an earlier link (say, to a scheduler that is gone); it becomes cached prefix. When a
-    gateway submits a request again that ran there, the request finds all its tokens, whatever its new id is."""
+    """The operation that makes cached prefixes of the sequences that a worker kept from an earlier link (say, to a
+    scheduler that is gone). When a gateway submits again a request that ran on this worker, the request finds all its
+    tokens, whatever its new id is."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:

@@ -71,7 +71,7 @@ class Timeouts:
 
     def _note_unservable(self, now_s: float) -> None:
         """Note since when waiting requests fit no attached worker, because a larger one has left. Looks at the queue
-        only while the attached workers can hold less than workers before."""
+        only while the attached workers can hold less than earlier workers could."""
         workers = [worker for worker in self._workers.values() if not worker.draining]
         most = max((worker.pool_tokens for worker in workers), default=0)
         serves_loras = any(worker.registration.max_loras for worker in workers)

@@ -1,4 +1,4 @@
-"""What a request holds: its place on a worker, its blocks, its sequence at the cache."""
+"""What a request holds: its worker and slot, its blocks, its sequence at the cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Held:
 
     sequence: int = 0
     num_registered: int = 0  # tokens of that sequence that the cache knows
-    num_committed: int = 0  # of these, tokens that sent steps compute, as far as the cache was told
+    num_committed: int = 0  # of these, tokens that the cache was told are computed by steps already sent
     worker: int = 0  # while ALLOCATING, RUNNING or PARKED
     slot: int = -1  # while RUNNING
     unflushed: tuple[OutputBuffer, int] | None = None  # while RUNNING: the buffer, and the slot in it
     prompt_is_computed: bool = False  # whether it is known that the current attempt has computed it
-    # While RUNNING (without the growth that its slot ledger has noted) or PARKED: told to a new cache.
+    # While RUNNING or PARKED. A new cache gets it. While RUNNING, the slot ledger may have noted more blocks.
     block_table: array[int] = field(default_factory=partial(array, "i"))
     swapped_on: int = 0  # the worker with its KV in host memory, while WAITING or ALLOCATING
     host_blocks: bytes = b""  # on that worker, once the cache has answered; packed int32

@@ -39,7 +39,7 @@ class Siblings:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in any phase, and everything known of it. Policies read it and change nothing.
+    """A request in any phase, and everything known of it. Policies see it through RequestView.
 
     `arrival_index` orders requests by arrival, names them, and survives preemption and the loss of a worker.
     `queue_position` orders equal requests in the queue: the arrival index, unless a preemption policy changed it.
@@ -93,11 +93,11 @@ class Request:
             self.siblings = Siblings(self.arrival_index)
 
     def advance(self, event: Event) -> None:
-        """Into the next phase. Raises KeyError if the event cannot happen in this phase."""
+        """Enter the next phase. Raises KeyError if the event cannot happen in this phase."""
         self.phase = TRANSITIONS[self.phase, event]
 
     def add_output(self, token_ids: bytes) -> None:
-        """Packed int32."""
+        """Append output tokens, packed int32."""
         self.output += token_ids
         self.num_tokens += len(token_ids) // TOKEN_BYTES
 

@@ -1,4 +1,4 @@
-"""Stage one of a step: what it runs, by the policies. They look at one worker's next step; what they preempt leaves."""
+"""Stage one of a step: the policies decide what one worker's next step runs, and which sequences are preempted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.decision import OutOfBlocks
 from scheduler_svc.core.workers.state import WorkerState
 
-# Reasons of a waiting request that preemption can remove.
+# Reasons for rejecting a waiting request that preempting another sequence can remove.
 ROOM = ("slots", "capacity", "blocks")
 # Pauses of one worker between two tokens. Without a limit, a policy could pause every sequence it admits, for ever.
 MAX_PAUSES = 64
@@ -37,7 +37,7 @@ class Decider:
         """
         step = self._apply_policies(worker, policies, waiting, now_s)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
-            # no request passes a torn group
+            # Admit only the requests before the first torn group: a later request would take the room that it needs.
             before = partial(takewhile, lambda request: id(request.samples) not in torn)
             step = self._apply_policies(worker, policies, lambda: before(waiting()), now_s)
         if step is None or self._preempt_for_waiting(worker, policies, step):
@@ -48,7 +48,8 @@ class Decider:
     def decide_retry(
         self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
     ) -> Step | None:
-        """As decide(), for a retry step, which leaves out most of what could run."""
+        """As decide(), for a step that retries suspects only. It is not checked for progress, and preempts no sequence
+        for a waiting request."""
         return self._apply_policies(worker, policies, waiting, now_s)
 
     def _apply_policies(
@@ -77,9 +78,10 @@ class Decider:
 
     @staticmethod
     def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
-        """Groups of samples (by id) that the step tears: it takes some of a group back from host memory and leaves
-        others there. Only in mode "auto". Blocks that the samples shared are held once for each sample now, so a group
-        may need more than the pool has. Where nothing runs, the step resumes a part of it."""
+        """Groups of samples (by id) that the step tears: it resumes some swapped-out samples of a prompt and not the
+        others. Only in mode "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so
+        a group may need more blocks than the pool has. Therefore, if no sequence runs on the worker, the step may
+        resume a part of a group."""
         if not (worker.host.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}
@@ -116,7 +118,7 @@ class Decider:
             victims = list(step.running)
         for unit in self._units(worker, policies, step, victims):
             for victim in unit:
-                # the blocks that it asked for are not needed either
+                # the blocks that the victim needed for this step are not needed either
                 shortfall_blocks -= victim.num_blocks + step._growth_of(victim)
             self._preempt_unit(worker, unit, policies)
             if shortfall_blocks <= 0:

@@ -58,8 +58,8 @@ class StepExchanges:
         awaiting_cache: list[WorkerState],
         now_s: float,
     ) -> list[Request]:
-        """The next waiting requests, for which the exchange asks for fresh matches. An exchange that admits other
-        requests first, while no worker waits for its answer, leaves the question to the next exchange."""
+        """The next waiting requests, for which the exchange asks for fresh matches. If the exchange admits requests and
+        no worker waits for the cache, the next exchange asks instead."""
         if not len(self._life.queue):
             return []
         lets_in = any(pending_step.decision.admissions for _, pending_step in pending_steps)

@@ -118,7 +118,7 @@ class Rounds:
             self._life.counters.empty_steps += preempted
             if not (self._ask_for_pins(worker, step) or is_retry):
                 self._watch_progress(decision)
-            return preempted  # the preempted sequences may be all that there is to run
+            return preempted  # then schedule again: perhaps only the preempted sequences can run
         self._refusals, worker.asked_for_pins = 0, False
         pending_step = PendingStep(worker.id, decision, worker.slots.num_releases)
         if len(decision.growth) or decision.admissions:
@@ -132,8 +132,9 @@ class Rounds:
         return True
 
     def _ask_for_pins(self, worker: WorkerState, step: Step) -> bool:
-        """Whether pinned blocks are in the way: nothing runs on the worker, some of its blocks are in use all the same,
-        and a request waits for blocks. Then the cache gives up the pins, and the next step may admit the request."""
+        """Ask the cache to release the worker's pins if they may be what a request waits for: no sequence runs on the
+        worker, some of its blocks are in use all the same, and a request was rejected for want of blocks. Returns
+        whether the cache is asked. The next step may then admit the request."""
         busy = worker.running or worker.in_flight or worker.pending_step or worker.parked
         lacks_blocks = any(reason in ("capacity", "blocks") for _, reason, _ in step.rejected)
         if busy or not lacks_blocks or worker.asked_for_pins or worker.available_blocks == worker.num_blocks:

@@ -25,10 +25,10 @@ from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 # Waiting requests for which one exchange asks for fresh matches, at most.
 MAX_CANDIDATES = 16
-# Waiting requests that are placed between two events, at most. One takes 0.1 ms, and the core handles no event
-# meanwhile.
+# Waiting requests that are placed between two events, at most. Placing a request takes 0.1 ms, and the core handles no
+# event meanwhile.
 MAX_PLACEMENTS = 512
-# Reasons of one worker for which another worker may still have room.
+# Reasons for which one worker rejects a request that another worker may have room for.
 REFUSALS = ("capacity", "blocks")
 # Characters of a placement policy's reason that `explain` keeps for each request.
 MAX_WHY = 500
@@ -97,7 +97,8 @@ class StepScheduler:
 
     @property
     def _looks_past_slots(self) -> bool:
-        """Compared by identity: the attribute's truth value could raise, and no code catches that here."""
+        """Whether waiting requests are considered even without a free slot, because the capacity policy may preempt for
+        them. `is True`, because the truth value of a policy's attribute could raise, and no code here catches that."""
         return self.policies.capacity.preempts_for_waiting is True
 
     def schedule_step(
@@ -141,7 +142,7 @@ class StepScheduler:
         return decider.decide_retry(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
-        """The step is accepted."""
+        """Tell the capacity and batch policies that the step is accepted."""
         for policy in (self.policies.capacity, self.policies.batch):
             try:
                 policy.planned(step)
@@ -232,7 +233,7 @@ class StepScheduler:
                 self._placements_left -= 1
             if placement.place(request) in (worker, None):
                 return True
-            return False if worker.free_slots or self._looks_past_slots else None  # other workers fill up first
+            return False if worker.free_slots or self._looks_past_slots else None  # no slot here for any later request
 
         return takes
 
@@ -273,7 +274,7 @@ def _waits_for_another(request: Request) -> bool:
 
 
 def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
-    """Whether no worker could take the request, whatever its tenant has left."""
+    """Whether no worker could take the request, even if its tenant were not at its limit."""
     able = (worker for worker in workers if worker.can_ever_hold(request) and worker.adapters.fit(request))
     takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

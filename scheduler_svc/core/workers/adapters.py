@@ -19,7 +19,7 @@ class Adapters:
             self.num_bound[request.lora] += 1
 
     def unbind(self, request: Request) -> None:
-        """The request runs no more."""
+        """The request has left the worker."""
         if request.lora:
             self.num_bound[request.lora] -= 1
             if not self.num_bound[request.lora]:

@@ -39,7 +39,7 @@ class WorkerState:
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     running: dict[int, Request] = field(default_factory=dict)  # by slot, in order of admission
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
-    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; the worker knows
+    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; to be freed by a plan
     frees: list[int] = field(default_factory=list)  # slots that the worker has not been told to free yet
     last_steps: StepTimers = field(default_factory=StepTimers)
     pending_step: PendingStep | None = None
@@ -47,7 +47,7 @@ class WorkerState:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
     num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token
-    knows_cache: bool = False  # the cache has answered everything that had gathered at the last plan
+    knows_cache: bool = False  # the cache has answered an exchange that the worker waited for, since its last step
     asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
     # decoding sequences that the current step leaves out: tokens by slot
     held: dict[int, int] = field(default_factory=dict)
@@ -264,8 +264,8 @@ class WorkerState:
         self.host.forget_cache()
 
     def drop_pending_step(self) -> list[Request]:
-        """Drop the pending step, if there is one. Its answer then finds that the worker was lost. Returns the live
-        requests that it admits."""
+        """Drop the pending step, if there is one. If the cache still answers it, no plan is made of it. Returns the
+        live requests that it admits."""
         pending_step, self.pending_step = self.pending_step, None
         if pending_step is None:
             return []

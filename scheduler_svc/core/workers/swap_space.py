@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.request import Request
 
 @dataclass(slots=True, eq=False)
 class SwapSpace:
-    free_blocks: int = 0  # free ones, and those with cached KV only
+    free_blocks: int = 0  # host blocks that are free or hold only cached KV
     swapped: dict[int, Request] = field(default_factory=dict)  # waiting requests with their KV here, by sequence
     # Copies for the next plan: device blocks, host blocks; by sequence.
     swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
