@@ -38,7 +38,8 @@ _REASONS = {
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
 }
-_REQUEST_LINE = re.compile(rb"(?!PRI )[A-Z]{1,20}( |$)")  # PRI: HTTP/2
+_REQUEST_LINE = re.compile(rb"(?!PRI )[A-Z-]{1,20}( |$)")  # PRI: HTTP/2
+_CONTINUE = b"HTTP/1.1 100 "  # precedes the answer: the client may send its body
 _HEAD_END = re.compile(rb"\n\r?\n")
 # The offer of another protocol ("Upgrade: h2c", as Java's HttpClient sends). A server may ignore it (RFC 9110 §7.8).
 # uvicorn's parser would end at it, and lose the body.
@@ -196,9 +197,9 @@ class HttpConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         if self._is_feeding:  # uvicorn itself answers only what it cannot parse
-            self._answer(ApiError(400, "Invalid HTTP request received.", code="invalid_http"))
+            self._reject()
         elif not self.is_closing:
-            self._started = True
+            self._started |= not data.startswith(_CONTINUE)
             self.transport.write(data)
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class HttpConnection(asyncio.Protocol):
             self._began = True
             self._wait(self._limits.head_timeout_s)
         if self._held and _REQUEST_LINE.match(self._held[:20]) is None:
-            self._give(len(self._held))  # uvicorn answers 400
+            self._reject()  # uvicorn would hold what its parser takes for a head, without a limit
             return False
         end = _HEAD_END.search(self._held, max(self._num_searched - 3, 0), _MAX_HEAD_BYTES)
         self._num_searched = 0 if end is not None else len(self._held)
@@ -314,6 +315,9 @@ class HttpConnection(asyncio.Protocol):
             os.read(self._sock.fileno(), _LARGE_READ_BYTES)  # else a close would make the kernel discard the answer
         self.transport.write(whole_answer(error, [("connection", "close")]))
         self.transport.close()
+
+    def _reject(self) -> None:
+        self._answer(ApiError(400, "Invalid HTTP request received.", code="invalid_http"))
 
     def _answer(self, error: ApiError) -> None:
         """Answer instead of the app, and close. An answer that has begun is cut off."""

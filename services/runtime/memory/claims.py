@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -61,14 +62,18 @@ class MemoryClaims:
         """Claim this many bytes beyond what the process uses now. Replaces its earlier claim."""
         claim = _Claim(os.getpid(), started(os.getpid()), machine(), num_bytes, _used_bytes(os.getpid()))
         if self._folder is not None:
-            (self._folder / f"{claim.pid}.json").write_text(json.dumps(asdict(claim)), encoding="utf-8")
+            try:
+                (self._folder / f"{claim.pid}.json").write_text(json.dumps(asdict(claim)), encoding="utf-8")
+            except OSError as error:  # a full disk
+                _log.warning("other workers do not know what this one will take of the memory", reason=str(error))
 
     def _claimed_by_others(self) -> int:
         total = 0
         for path in self._folder.glob("*.json") if self._folder is not None else ():
             claim = _read(path)
             if claim is None or (claim.machine == machine() and not claim.holds):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
             elif claim.pid != os.getpid() and claim.holds:
                 total += claim.left_bytes
         return total
@@ -83,27 +88,40 @@ def default_folder() -> Path:
 def lock() -> Iterator[MemoryClaims]:
     """No other process checks or claims memory while the block runs.
 
-    If the folder cannot be written, as in a container of one worker with a read-only disk, no other process is known.
+    If the folder cannot be written, as in a container of one worker with a read-only disk, or if another user may
+    change it, no other process is known.
     """
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
         try:
             folder = default_folder()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(folder)
             file = stack.enter_context(open(folder / "lock", "w", encoding="utf-8"))
-        except OSError as error:
-            _log.info("what other workers will take of the memory is not known", reason=str(error))
-            folder = None
-        else:
             fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, or with the process
+        except OSError as error:
+            # A read-only disk is a choice. Without permission, workers that start together may take too much.
+            log = _log.warning if isinstance(error, PermissionError) else _log.info
+            log("what other workers will take of the memory is not known", reason=str(error))
+            folder = None
         yield MemoryClaims(folder)
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises PermissionError if the folder is another user's, or open to other users, or a link. Another user could
+    have made it, with links in it to files of this user, which would be overwritten."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone (mode 700)")
 
 
 def _read(path: Path) -> _Claim | None:
     try:
-        return _Claim(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        claim = _Claim(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    are_numbers = all(type(number) is int for number in (claim.pid, claim.num_bytes, claim.before_bytes))
+    return claim if are_numbers else None
 
 
 def _used_bytes(pid: int) -> int:

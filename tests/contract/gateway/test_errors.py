@@ -176,6 +176,21 @@ async def test_what_is_not_http(running: Running) -> None:
     assert (await running.http.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("begin", [b"M-SEARCH / HTTP/1.1\r\na: ", b"PRI /"], ids=["M-SEARCH", "PRI"])
+async def test_no_method_passes_the_limit_of_a_head(running: Running, begin: bytes) -> None:
+    """uvicorn's parser accepts methods that are no word, and would hold a head without a limit."""
+    reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
+    writer.write(begin)
+    await asyncio.sleep(0.05)
+    writer.write(b"x" * 200_000)
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n"), 10)).split()[1] in (b"400", b"431")
+    writer.close()
+
+
+async def test_a_method_that_no_path_has(running: Running) -> None:
+    assert (await running.http.request("M-SEARCH", "/health")).status_code == 405
+
+
 async def test_request_ids_are_echoed_clean(running: Running) -> None:
     async def echo(given: str | None) -> str:
         headers = {} if given is None else {b"X-Request-ID": given.encode("latin-1")}

@@ -107,6 +107,16 @@ async def test_what_is_broken_behind_a_request_without_an_answer_yet(
     writer.close()
 
 
+async def test_a_broken_body_after_100_continue_is_answered(start: Start) -> None:
+    running = await start()
+    reader, writer = await connect(running)
+    writer.write(BROKEN[:-4].replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+    assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"ZZ\r\n")
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400 ")
+    writer.close()
+
+
 async def test_a_broken_body_is_answered_however_much_of_it_there_is(start: Start) -> None:
     running = await start()
     reader, writer = await connect(running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from gpu_worker.settings import WorkerSettings
 from services.runtime.exit_status import NO_MEMORY
 from services.runtime.memory import claims as memory_claims
 from services.runtime.memory.available import GIB, AvailableMemory
+from services.runtime.processes import started
 
 CPU = torch.device("cpu")
 LLAMA_70B: dict[str, Any] = {
@@ -160,6 +162,53 @@ def test_a_pool_on_a_cpu_leaves_what_other_workers_will_fill(has: Any) -> None:
 
 def test_without_a_folder_for_claims_a_worker_starts(has: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
+    has(150)
+    check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("kind", ["link", "open", "foreign"])
+def test_a_folder_that_another_user_may_change_is_not_used(
+    has: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In /tmp another user can make the folder first. A link in it would make the worker empty a file of its own."""
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    folder = memory_claims.default_folder()
+    real = tmp_path / "elsewhere" if kind == "link" else folder
+    real.mkdir(mode=0o700)
+    (real / "lock").symlink_to(precious)
+    (real / f"{os.getpid()}.json").symlink_to(precious)
+    if kind == "link":
+        folder.symlink_to(real)
+    elif kind == "open":
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(memory_claims, "default_folder", lambda: folder)
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    has(150)
+    check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+    assert precious.read_text() == "text"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '"x"', "null", "\0", "number", "pid"])
+def test_a_claim_that_cannot_be_read_is_removed(has: Any, text: str) -> None:
+    has(150)
+    with memory_claims.lock() as claims:
+        claims.claim(GIB)
+    folder = memory_claims.default_folder()
+    [path] = folder.glob("*.json")
+    claim = {**json.loads(path.read_text()), "pid": os.getppid(), "started": started(os.getppid())}
+    wrong = {"number": {**claim, "num_bytes": "1"}, "pid": {**claim, "pid": "\0"}}
+    (folder / "1.json").write_text(json.dumps(wrong[text]) if text in wrong else text)
+    check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
+    assert not (folder / "1.json").exists()
+
+
+def test_a_worker_starts_though_it_cannot_write_its_claim(has: Any) -> None:
+    """As on a full disk."""
+    folder = memory_claims.default_folder()
+    folder.mkdir(mode=0o700)
+    (folder / f"{os.getpid()}.json").mkdir()
     has(150)
     check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
 
