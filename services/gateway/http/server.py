@@ -26,7 +26,7 @@ _ACCEPTED_PER_TURN = 8
 _ACCEPTING_TURNS = 2
 # HttpConnection has its own timeout between requests, so uvicorn's timeout must never end.
 _NEVER_S = 10**6
-# Open files other than connections.
+# Open files other than connections: at most a quarter. A gateway at rest has about 40.
 _RESERVED_FILES = 256
 # The minimum of the default limit per client: a low max_connections is meant for tests and small machines.
 _LEAST_PER_CLIENT = 64
@@ -66,7 +66,8 @@ class HttpServer:
         send_timeout_s: float = 60.0,
     ) -> None:
         if (open_files := max_open_files()) is not None:
-            max_connections = min(max_connections, max(1, open_files - other_connections - _RESERVED_FILES))
+            reserved = min(_RESERVED_FILES, open_files // 4)
+            max_connections = min(max_connections, max(1, open_files - other_connections - reserved))
         max_per_client = max_per_client or max(max_connections // 2, _LEAST_PER_CLIENT)
         self.connections = Connections(max_connections, max_per_client, head_timeout_s)
         config = uvicorn.Config(

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.http import server as http_server
 from services.gateway.http.connection import HttpConnection
 from services.gateway.http.server import HttpServer
 from tests.contract.gateway.conftest import until
@@ -243,3 +244,13 @@ async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
         assert got.startswith(b"HTTP/1.1 200 ")
         assert b"\r\nconnection: close\r\n" in got
         sock.close()
+
+
+@pytest.mark.parametrize(("open_files", "most"), [(256, 128), (1024, 512), (2048, 1280)])
+async def test_a_process_with_few_files_has_connections(
+    monkeypatch: pytest.MonkeyPatch, open_files: int, most: int
+) -> None:
+    """A quarter of the files is for gRPC. Files other than connections take 256, but not all."""
+    monkeypatch.setattr(http_server, "max_open_files", lambda: open_files)
+    edge = HttpServer(lambda *_: asyncio.sleep(0), "127.0.0.1", 0, other_connections=open_files // 4)
+    assert edge.connections.most == most
