@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint fmt proto bench bench-gpu peer-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt client-wheel proto bench bench-gpu peer-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | fmt | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | client-wheel | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -79,9 +79,18 @@ lint: setup
 	scripts/proto.sh --check
 	scripts/buf.sh
 
+# The pages of docs/, the README and what they link to as a site in build/site. A link to a page, file or heading that does
+# not exist is an error.
+docs: setup
+	scripts/docs.sh
+
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The Python client alone, without the server, in dist/.
+client-wheel: setup
+	cd deploy/client && $(CURDIR)/$(BIN)/python -m hatchling build -t wheel -d $(CURDIR)/dist
 
 proto: setup
 	scripts/proto.sh

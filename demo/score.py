@@ -60,7 +60,7 @@ def answer_all(
         for start in range(0, len(group), BATCH_PROMPTS):
             rows = group[start : start + BATCH_PROMPTS]
             ids = torch.tensor([row_ids for _, row_ids in rows])
-            out = model.generate(  # type: ignore[misc]  # transformers mistypes its own self
+            out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
             )
             for (example, _), row in zip(rows, out[:, length:], strict=True):

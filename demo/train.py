@@ -138,7 +138,7 @@ def learning_rate(step: int, plan: Plan) -> float:
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights and configuration; `rope_theta` also at the top level, where most readers of config.json look."""
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     train(Plan(seed=options.seed, steps=options.steps), options.out)
 
 

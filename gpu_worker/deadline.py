@@ -10,27 +10,29 @@ import numpy as np
 
 from paceline.v1.worker_pb2 import StepPlan
 
-# At most this much time between two calls of passed() counts. A stopped process, or a machine after sleep, is late
-# through no fault of the step.
+# At most this much time between two calls of passed() counts. More means that the process was stopped, or that the
+# machine slept, and not that the step is slow.
 MOST_AT_ONCE_S = 0.5
 # A step may take TIMES_SLOWEST times as long as the slowest of the last NUM_REMEMBERED steps, plus hang_s.
 TIMES_SLOWEST = 10.0
 NUM_REMEMBERED = 200
-# Fewer prompt tokens say little about the cost of one. Such a step counts as a decode step.
+# A step with fewer prompt tokens says little about the cost of a prompt token. It counts as a decode step.
 FEW_TOKENS = 64
 # After this many long steps, the cost of a prompt token is known.
 NUM_LONG_STEPS = 20
-# For a prompt token, attention over this many cached tokens takes as long as all other work in a model that is 170 wide
-# (with d channels: 4 d operations per cached token, against 24 d * d). In wider models it takes less.
+# For a prompt token, attention over this many cached tokens takes as long as all other work, in a model of hidden size
+# 170. (Per layer and with hidden size d: 4 d operations for each cached token, and 24 d * d for the rest.) In larger
+# models it takes a smaller part.
 CACHED_TOKENS = 1024
 # Fields of a plan that make the device do something, perhaps for the first time.
 COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
-# Sampling parameters that do not: a grammar is compiled before its sequence comes, and its masks have a time limit.
+# Sampling parameters that cannot make a step slow: a grammar is compiled before the worker gets its sequence, and there
+# is a time limit for its masks.
 PREPARED = {"grammar"}
 
 
 class Samples:
-    """The last NUM_REMEMBERED steps of a kind: seconds per step or per token, and the cached tokens before them."""
+    """The last NUM_REMEMBERED steps of a kind: seconds per step or per token, and found tokens (see Pace)."""
 
     __slots__ = ("_found", "_num", "_seconds")
 
@@ -48,7 +50,7 @@ class Samples:
         self._num += 1
 
     def slowest_s(self, found: float) -> float:
-        """The slowest of these, each scaled to at least `found` cached tokens."""
+        """The slowest of these. Steps with fewer found tokens are scaled to `found` of them."""
         times = np.maximum(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + self._found))
         return float((self._seconds * times).max())
 
@@ -57,14 +59,16 @@ class Samples:
 class Pace:
     """How long recent steps took, and so how long the next step may take. It outlives links.
 
-    A step that does something for the first time may compile kernels for minutes. So nothing is known until
+    A step that does something for the first time may compile kernels for minutes. So the pace is unknown until
     NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (A long
-    prompt samples many steps after the plan that brings it.) Nothing is ever known of plans that copy between device
-    and host, because their cost does not depend on tokens. The cost of prompt tokens grows with the cached tokens
-    before them: by the measured amount if these were computed here, or if a recent step had as many found tokens before
-    it."""
+    prompt samples many steps after the plan that brings it.) The pace is always unknown for plans that copy between
+    device and host, because the cost of these copies does not depend on tokens.
 
-    hang_s: float  # 0: nothing is ever known
+    A prompt token costs more the more tokens are before it. If earlier steps computed those for the same sequence, the
+    measured steps contain this cost. Found tokens are the tokens that were cached when the sequence came. Their cost is
+    estimated, unless a recent step had as many of them."""
+
+    hang_s: float  # 0: the pace is always unknown
     _fields: set[str] = field(default_factory=set)  # the fields of all plans so far
     _num_alike: int = 0  # steps since the last new field
     _found: dict[int, int] = field(default_factory=dict)  # by slot: cached tokens with which its sequence came
@@ -73,8 +77,7 @@ class Pace:
     _token: Samples = field(default_factory=Samples)
 
     def found_before(self, plan: StepPlan) -> float:
-        """The cached tokens before the plan's prompt tokens that their sequences came with, on average. Call this once
-        for each plan, in order."""
+        """The found tokens before the plan's prompt tokens, on average. Call this once for each plan, in order."""
         for one in plan.new_sequences:
             self._found[one.slot] = one.num_cached_tokens
         slots, counts = array("i", plan.prefill_slots), array("i", plan.prefill_tokens)

@@ -52,7 +52,7 @@ class SchedulerLink:
     heartbeat_timeout_s: float
 
     async def run(self, drain: asyncio.Event) -> None:
-        """Serve the link. When `drain` is set, ask for the release, and continue to execute until then."""
+        """Serve the link. When `drain` is set, ask for the release, and execute plans until it comes."""
         outbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
         outbox.put_nowait(WorkerServiceLinkRequest(registration=self.registration))
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -152,7 +152,8 @@ class _Progress:
         if (overdue := self.watch.passed(now_s - last_s if last_s is not None else 0.0)) is not None:
             step, allowed_s = overdue
             raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
-        # Never before the registration. If the scheduler does not read, heartbeats do not pile up.
+        # No heartbeat before the registration, and none while an older message waits: if the scheduler does not read,
+        # heartbeats do not pile up.
         if last_s is not None and self.outbox.empty():
             watch = self.watch
             heartbeat = Heartbeat(step=self.last_step, received=watch.last_begun, allowed_s=watch.allowed_s)

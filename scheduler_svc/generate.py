@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from paceline.request_fields import METADATA, SAMPLING, SamplingParam
 from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, SamplingParams
 from paceline.v1.inference_pb2 import (
     Ending,
@@ -26,8 +27,6 @@ from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
 _FORMS = (("json_schema", ""), ("regex", ""), ("choice", ""), ("grammar", ""))
-# Options that a beam search does not use, with the values that change nothing (validation refuses other values).
-_UNSEARCHED = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0}
 
 
 def _refuse_for_gateways(request: GenerateRequest) -> None:
@@ -42,6 +41,14 @@ def _refuse_for_gateways(request: GenerateRequest) -> None:
             raise invalid(name, "the scheduler keeps no keys: a seed is needed to get the same tokens again")
 
 
+def _check_number(param: SamplingParam, value: float, is_search: bool) -> None:
+    """Check only what the core cannot see, or takes for the default. Raises Rejection."""
+    if param.zero_is_default and not value:
+        raise invalid(param.name, "must be above 0")
+    if is_search and param.processor != "penalty" and value != param.beam_value:
+        raise invalid(param.name, "beam search does not sample; leave it out")
+
+
 def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission:
     """A submission with the defaults filled in. Raises Rejection."""
     if request.WhichOneof("prompt") != "token_ids":
@@ -51,26 +58,23 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
     options = request.sampling
     _refuse_for_gateways(request)
     ids = np.array(request.token_ids.ids, np.int32)
-    for field, value in options.ListFields():
-        if field.name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs") and value < 0:
-            raise invalid(field.name, f"{value} is negative")
-        if field.name in ("repetition_penalty", "typical_p") and not value:  # 0 would mean "off" in the submission
-            raise invalid(field.name, "must be above 0")
-        if request.HasField("beam") and field.name in _UNSEARCHED and value != _UNSEARCHED[field.name]:
-            raise invalid(field.name, "beam search does not sample; leave it out")
+    given = {field.name: value for field, value in options.ListFields()}
+    for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+        if (value := given.get(name, 0)) < 0:
+            raise invalid(name, f"{value} is negative")
+    for name, param in SAMPLING.items():
+        if name in given:
+            _check_number(param, given[name], request.HasField("beam"))
     for name in ("stop_token_ids", "logit_bias"):
         if any(token < 0 for token in getattr(options, name)):
             raise invalid(name, "a token id is negative")
     room = max(1, limits.max_total_tokens - len(ids)) if limits else 16
-    return Submission(
+    submission = Submission(
         handle=HANDLE,
         request_id=request.request_id or f"gen-{secrets.token_hex(8)}",
         prompt_token_ids=ids.tobytes(),
         output_token_ids=np.array(request.resume_token_ids, np.int32).tobytes(),
         sampling=SamplingParams(
-            temperature=options.temperature if options.HasField("temperature") else 1.0,
-            top_p=options.top_p if options.HasField("top_p") else 1.0,
-            top_k=options.top_k,
             seed=options.seed if options.HasField("seed") else secrets.randbits(63),
             max_tokens=options.max_tokens if options.HasField("max_tokens") else room,
             min_tokens=options.min_tokens,
@@ -78,24 +82,19 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
             stop_token_ids=options.stop_token_ids,
             logprobs=options.HasField("logprobs"),
             num_top_logprobs=options.logprobs,
-            repetition_penalty=options.repetition_penalty if options.repetition_penalty != 1 else 0.0,
-            presence_penalty=options.presence_penalty,
-            frequency_penalty=options.frequency_penalty,
-            min_p=options.min_p,
-            typical_p=options.typical_p,
             logit_bias=options.logit_bias,
             bad_words=[np.array(word.ids, np.int32).tobytes() for word in options.bad_word_ids],
             allowed_token_ids=np.array(options.allowed_token_ids, np.int32).tobytes(),
             prompt_logprobs=options.HasField("prompt_logprobs") and not request.resume_after,
             num_top_prompt_logprobs=options.prompt_logprobs,
         ),
-        priority=request.priority,
-        tenant=request.tenant,
-        deadline_s=request.deadline_s,
         beam=request.beam if request.HasField("beam") else None,
-        cache_salt=request.cache_salt,
+        **{name: getattr(request, name) for name in METADATA},
         cache_retention=request.cache_retention,
     )
+    for name, param in SAMPLING.items():
+        setattr(submission.sampling, name, param.to_wire(given.get(name, param.default)))
+    return submission
 
 
 async def generate(

@@ -29,7 +29,7 @@ MARKER = "style: person"
 # Sentences about people, or words that are data: the file, and a phrase of the line.
 ALLOWED = (("scripts/style.py", "PEOPLE = "), ("tests/unit/scripts/test_style.py", ""), ("demo/smalltalk.py", "ho "))
 MAX_MODULES = 14
-GENERATED = "protos/"
+GENERATED = re.compile(r"protos/.*_pb2(_grpc)?\.py")
 HISTORY = ("CHANGELOG.md", "docs/adr/")  # texts about the past
 TESTS = "tests/"
 
@@ -49,8 +49,7 @@ class Finding(NamedTuple):
 def tracked(root: Path) -> list[str]:
     """The .py, .md and .proto files that git tracks, without generated code."""
     listed = subprocess.check_output(["git", "ls-files", "-z", "*.py", "*.md", "*.proto"], cwd=root, text=True)
-    is_generated = re.compile(rf"{GENERATED}.*\.py$").match
-    return [path for path in listed.split("\0") if path and not is_generated(path) and (root / path).is_file()]
+    return [path for path in listed.split("\0") if path and not GENERATED.fullmatch(path) and (root / path).is_file()]
 
 
 def people(path: str, text: str) -> Iterator[Finding]:

@@ -224,8 +224,8 @@ class ScenarioRun:
             for exchange in outbox.to_cache:
                 self.core.cache_response(self.cache.exchange(exchange))
             for request in self.requests:  # the cache has answered the swaps
-                if request.num_preemptions > self._num_preemptions[request.request_id]:
-                    self._num_preemptions[request.request_id] = request.num_preemptions
+                if request.history.num_preemptions > self._num_preemptions[request.request_id]:
+                    self._num_preemptions[request.request_id] = request.history.num_preemptions
                     for record in (step, empty) if empty else (step,):
                         record.preempted.append({"id": request.request_id, "mode": self._mode(request)})
             if not outbox.to_cache:
@@ -233,7 +233,7 @@ class ScenarioRun:
 
     def _mode(self, request: Request) -> str:
         """How the request was preempted."""
-        if not request.swapped_on:
+        if not request.held.swapped_on:
             self.worker.swapped.discard(request.request_id)
             return "recompute"
         self.worker.swapped.add(request.request_id)

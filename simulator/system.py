@@ -279,6 +279,6 @@ class LocalSystem:
             assert not worker.running
             assert not worker.in_flight
             assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
-            assert worker.free_host_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
-            assert not worker.swapped
-            assert not worker.swap_outs
+            assert worker.host.free_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
+            assert not worker.host.swapped
+            assert not worker.host.swap_outs

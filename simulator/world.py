@@ -219,9 +219,9 @@ class World:
         for session in core.sessions.values():
             assert not session.live
         for worker in core.workers.values():
-            busy = [worker.running, worker.in_flight, worker.swapped, worker.swap_outs]
+            busy = [worker.running, worker.in_flight, worker.host.swapped, worker.host.swap_outs]
             assert not any(busy), f"worker {worker.id} is busy"
             assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
-            assert worker.free_host_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
+            assert worker.host.free_blocks == worker.registration.num_host_blocks, "host blocks are still in use"
         known = [*cache.core.waiting, *cache.core.admitted, *cache.core.swapped]
         assert not known, f"the cache still knows of sequences {known}"

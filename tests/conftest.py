@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import services.cli  # noqa: F401 - sets gRPC up, before it is imported, as in every service
 
 # How long an example takes says more about the machine's other work than about us.
-UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("repeatable", derandomize=True, **UNTIMED)
 settings.load_profile("repeatable")
 

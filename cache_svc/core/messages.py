@@ -10,6 +10,7 @@ from paceline.v1 import cache_pb2 as pb
 
 
 def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matches: list[MatchedTokens]) -> None:
+    """Append the matches to a repeated field of WorkerMatch. A match without host tokens leaves that field out."""
     for worker, num_tokens, num_referenced_tokens, num_host_tokens in matches:
         match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_referenced_tokens)
         if num_host_tokens:
@@ -17,6 +18,7 @@ def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matche
 
 
 def pool_counters(worker_id: int, counters: PoolCounts) -> pb.PoolCounters:
+    """The counters of a worker's two pools as a message. All of them count blocks."""
     free, cached, used, evicted, free_host, cached_host, used_host = counters
     return pb.PoolCounters(
         worker=worker_id,

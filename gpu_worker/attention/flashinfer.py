@@ -6,7 +6,7 @@ because the window is compiled in. Choices (sources: docs of FlashInfer 0.7.2, a
 - fa2 for both, with tensor cores for decode: it allows any number of query heads per KV head, both share one kernel
   module, and on paged KV it is no slower than fa3;
 - plan() gets host arrays, so it does not wait for the device; only the block ids are already on the device;
-- one kernel writes K and V of a step; it sees the pool as blocks of one token, and the slots as their ids.
+- one kernel writes K and V of a step; it gets the pool as blocks of one token, with the KV slots as block ids.
 """
 
 from __future__ import annotations

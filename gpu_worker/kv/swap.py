@@ -1,4 +1,4 @@
-"""Copies blocks between device and host memory, in parallel to the device's computation."""
+"""Copies blocks between device and host memory, in parallel with the device's computation."""
 
 from __future__ import annotations
 

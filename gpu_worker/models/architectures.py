@@ -28,7 +28,7 @@ def no_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def same_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Every layer has the window of config.json, if that names any."""
+    """Every layer has the same window: `sliding_window` of config.json. Missing: transformers' default. null: none."""
     return (_window_tokens(raw),) * num_layers
 
 

@@ -12,8 +12,16 @@ its advantage. `beyond_by_radix` finds exactly the threshold of its radix search
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Column = npt.NDArray[Any]  # [rows], one value for each
 
 # On a CPU: how many of the most likely tokens to examine before sorting a whole row.
 FIRST_CANDIDATES = 64
@@ -21,6 +29,15 @@ FIRST_CANDIDATES = 64
 _EXACT_BITS = 53
 _NO_WEIGHT = -60.0
 _DIGITS = 2**16  # values of half a float32
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A mask of unlikely tokens. `mask` gets the rows of the logits that need it, and their values on the device and on
+    the host. `needs`: which rows these are, by the values of all rows and the size of the vocabulary."""
+
+    mask: Callable[[Tensor, Tensor, Column], Tensor]
+    needs: Callable[[Column, int], npt.NDArray[np.bool_]]
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -130,3 +147,15 @@ def _ordered_bits(values: Tensor) -> Tensor:
     """int32 in the order of the float32 values. Equal values are equal (so -0 becomes 0)."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+# By the name of the parameter. The order is that of paceline.request_fields.
+FILTERS = {
+    "min_p": Filter(lambda logits, min_p, _: mask_min_p(logits, min_p), lambda min_p, _: min_p > 0),
+    "top_k": Filter(
+        lambda logits, top_k, on_host: mask_top_k(logits, top_k, int(on_host.max())),
+        lambda top_k, vocab: (top_k > 0) & (top_k < vocab),
+    ),
+    "top_p": Filter(lambda logits, top_p, _: mask_top_p(logits, top_p), lambda top_p, _: top_p < 1),
+    "typical_p": Filter(lambda logits, share, _: mask_typical_p(logits, share), lambda share, _: share < 1),
+}

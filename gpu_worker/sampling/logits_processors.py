@@ -31,6 +31,7 @@ from gpu_worker.sampling.processors import (
     ban_words,
     penalise,
 )
+from paceline.request_fields import PENALTY_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 
@@ -40,6 +41,7 @@ Float32s = npt.NDArray[np.float32]
 # The largest number of tokens in a bad word.
 MAX_BAD_WORD_TOKENS = 64
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
+_NO_PENALTIES = tuple(SAMPLING[name].default for name in PENALTY_NAMES)
 
 
 class RowPool:
@@ -77,11 +79,11 @@ class LogitsOptions:
     bias: Float32s
     prefixes: Int64s  # [words, _PREFIX], see ban_words
     last: Int64s  # [words]
-    penalties: tuple[float, float, float]  # repetition, frequency, presence
+    penalties: tuple[float, ...]  # in the order of PENALTY_NAMES
 
     @property
     def penalises(self) -> bool:
-        return self.penalties != (1.0, 0.0, 0.0)
+        return self.penalties != _NO_PENALTIES
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ class BatchLogitsProcessors:
     tails: Tensor | None = None
     noted_tails: tuple[Tensor, Tensor] | None = None  # rows of the batch, rows of the tails
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, tokens, bias
-    penalties: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None  # rows, of the counts, then as in penalise
+    penalties: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None  # rows, rows of the counts, strengths by name
     counts: Tensor | None = None
 
     def apply(self, logits: Tensor) -> None:
@@ -107,8 +109,8 @@ class BatchLogitsProcessors:
         if self.bias is not None:
             add_bias(logits, *self.bias)
         if self.penalties is not None and self.counts is not None:
-            rows, count_rows, *strengths = self.penalties
-            penalise(logits, rows, self.counts.index_select(0, count_rows), *strengths)
+            rows, count_rows, strengths = self.penalties
+            penalise(logits, rows, self.counts.index_select(0, count_rows), **strengths)
 
     def record(self, tokens: Tensor) -> None:
         """tokens: int64 [rows], as sampled."""
@@ -217,9 +219,8 @@ class LogitsProcessors:
         if penalised := [(row, slot, c) for row, slot, c in processors if c.penalises]:
             rows, slots, chosen = zip(*penalised, strict=True)
             strengths = np.array([c.penalties for c in chosen], np.float32).T.copy()
-            repetition, frequency, presence = upload(strengths, self.device)
-            counted = self._put(self._counts.rows(slots))
-            batch.penalties = self._put(np.array(rows)), counted, repetition, frequency, presence
+            by_name = dict(zip(PENALTY_NAMES, upload(strengths, self.device), strict=True))
+            batch.penalties = self._put(np.array(rows)), self._put(self._counts.rows(slots)), by_name
             batch.counts = self._counts.tensor
         return batch
 
@@ -229,8 +230,8 @@ class LogitsProcessors:
 
 def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
     """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id."""
-    penalties = (sampling.repetition_penalty or 1.0, sampling.frequency_penalty, sampling.presence_penalty)
-    if not (penalties != (1.0, 0.0, 0.0) or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
+    penalties = tuple(SAMPLING[name].from_wire(getattr(sampling, name)) for name in PENALTY_NAMES)
+    if not (penalties != _NO_PENALTIES or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
         return None
     bias = dict(sampling.logit_bias)
     bias_tokens = np.array(list(bias), np.int64)

@@ -51,7 +51,12 @@ def add_bias(logits: Tensor, rows: Tensor, tokens: Tensor, bias: Tensor) -> None
 
 
 def penalise(
-    logits: Tensor, rows: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition_penalty: Tensor,
+    frequency_penalty: Tensor,
+    presence_penalty: Tensor,
 ) -> None:
     """Apply repetition like transformers' RepetitionPenaltyLogitsProcessor, over prompt and output. Then apply
     frequency and presence as OpenAI's API defines them, over the output.
@@ -59,9 +64,9 @@ def penalise(
     rows: [n], each once. counts: int32 [n, vocab], see IN_PROMPT. The penalties: float32 [n], neutral at 1, 0, 0.
     """
     part = logits.index_select(0, rows)
-    factor = repetition.unsqueeze(-1)
+    factor = repetition_penalty.unsqueeze(-1)
     part = torch.where(counts > 0, torch.where(part < 0, part * factor, part / factor), part)
     in_output = counts >> 1
-    part -= frequency.unsqueeze(-1) * in_output
-    part -= presence.unsqueeze(-1) * (in_output > 0)
+    part -= frequency_penalty.unsqueeze(-1) * in_output
+    part -= presence_penalty.unsqueeze(-1) * (in_output > 0)
     logits.index_copy_(0, rows, part)

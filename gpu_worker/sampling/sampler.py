@@ -9,17 +9,15 @@ The order is that of vLLM V1 (its Sampler's documentation). The definitions are 
  4. logit_bias;
  5. repetition_penalty, frequency_penalty, presence_penalty;
  6. greedy rows take the largest logit; the other rows continue with
- 7. temperature, min_p, top_k, top_p;
- 8. typical_p, which vLLM does not have and transformers applies last;
- 9. the token, by Gumbel-max with random numbers that depend only on seed, position and token id.
+ 7. temperature, then the filters in the order of paceline.request_fields: min_p, top_k, top_p as in vLLM; typical_p,
+    which vLLM does not have, last as in transformers;
+ 8. the token, by Gumbel-max with random numbers that depend only on seed, position and token id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +25,12 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
-from gpu_worker.sampling.filters import (
-    apply_temperature,
-    mask_min_p,
-    mask_top_k,
-    mask_top_p,
-    mask_typical_p,
-)
+from gpu_worker.sampling.filters import FILTERS, Column, Filter, apply_temperature
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw, draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
+from paceline.request_fields import FILTER_NAMES
 
 # Memory per logit to find the likeliest tokens: the bits, twice while they are reordered, and a key; the same to
 # select.
@@ -48,11 +41,7 @@ LIKELIEST_BYTES = 4 + 4 + 8 + 8
 class SamplingRows:
     """Parameters of the sampling rows; host arrays [rows]."""
 
-    temperature: npt.NDArray[np.float32]  # 0 is greedy
-    top_p: npt.NDArray[np.float32]  # 1 keeps all
-    top_k: npt.NDArray[np.int64]  # 0 keeps all
-    min_p: npt.NDArray[np.float32]  # 0 keeps all
-    typical_p: npt.NDArray[np.float32]  # 1 keeps all
+    columns: Mapping[str, Column]  # temperature (0 is greedy) and the filters, by name
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]  # position of the new token in its sequence
     # Banned entries of the logits (min_tokens): row and token.
@@ -99,8 +88,8 @@ def sample(
     if broken is not None:
         ruled_out = failed & ~broken
         failed |= broken
-    if rows.temperature.any():
-        random = np.flatnonzero(rows.temperature)
+    if (temperature := rows.columns["temperature"]).any():
+        random = np.flatnonzero(temperature)
         where = upload(random, logits.device)
         # A failed row must be finite too. Its token is replaced below.
         logits.masked_fill_(failed.unsqueeze(-1), 0.0)
@@ -153,26 +142,22 @@ def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
-    device, vocab = logits.device, logits.shape[-1]
-    logits = apply_temperature(logits, upload(rows.temperature[which], device))
-    top_k, top_p, min_p, typical_p = rows.top_k[which], rows.top_p[which], rows.min_p[which], rows.typical_p[which]
-    logits = _filter(logits, mask_min_p, min_p, min_p > 0)
-    asked = (top_k > 0) & (top_k < vocab)
-    logits = _filter(logits, partial(mask_top_k, most=int(top_k.max(where=asked, initial=1))), top_k, asked)
-    logits = _filter(logits, mask_top_p, top_p, top_p < 1)
-    logits = _filter(logits, mask_typical_p, typical_p, typical_p < 1)
+    device = logits.device
+    logits = apply_temperature(logits, upload(rows.columns["temperature"][which], device))
+    for name in FILTER_NAMES:
+        logits = _filter(logits, FILTERS[name], rows.columns[name][which])
     return draw(logits, upload(draw_keys(rows.seed[which], rows.position[which]), device))
 
 
-def _filter(
-    logits: Tensor, mask: Callable[[Tensor, Tensor], Tensor], limits: npt.NDArray[Any], asked: npt.NDArray[np.bool_]
-) -> Tensor:
-    """Apply the mask to the rows that need it, with their limits."""
-    if not asked.any():
+def _filter(logits: Tensor, filter_: Filter, column: Column) -> Tensor:
+    """Apply the filter to the rows that need it."""
+    needs = filter_.needs(column, logits.shape[-1])
+    if not needs.any():
         return logits
-    rows = np.flatnonzero(asked)
-    values = upload(limits[rows], logits.device)
+    rows = np.flatnonzero(needs)
+    on_host = column[rows]
+    values = upload(on_host, logits.device)
     if len(rows) == len(logits):
-        return mask(logits, values)
+        return filter_.mask(logits, values, on_host)
     where = upload(rows, logits.device)
-    return logits.index_copy(0, where, mask(logits.index_select(0, where), values))
+    return logits.index_copy(0, where, filter_.mask(logits.index_select(0, where), values, on_host))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
 from gpu_worker.steps.history import SampledSlots, TokenHistory
+from paceline.request_fields import SAMPLING
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
 
 Int32s = npt.NDArray[np.int32]
@@ -23,6 +25,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Pairs = tuple[Int32s, Int32s]
 BlockCheck = Callable[[Int32s], None]
+_COLUMNS = tuple(param for param in SAMPLING.values() if param.processor != "penalty")
+_DTYPES = {float: np.float32, int: np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +74,7 @@ class SlotBuffers:
     num_prompt: Int32s = field(init=False)
     num_blocks: Int32s = field(init=False)
     block_table: Int32s = field(init=False)  # [slots, blocks]
-    temperature: npt.NDArray[np.float32] = field(init=False)
-    top_p: npt.NDArray[np.float32] = field(init=False)
-    top_k: Int64s = field(init=False)
-    min_p: npt.NDArray[np.float32] = field(init=False)
-    typical_p: npt.NDArray[np.float32] = field(init=False)
+    sampling_columns: dict[str, npt.NDArray[Any]] = field(init=False)  # see SamplingRows
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
     num_top: Int64s = field(init=False)  # most likely tokens to report per sampled token; -1: report nothing
@@ -98,9 +98,8 @@ class SlotBuffers:
         self.num_tokens, self.num_computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
-        self.temperature, self.top_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
-        self.min_p, self.typical_p = np.zeros(slots, np.float32), np.ones(slots, np.float32)
-        self.top_k, self.min_tokens = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.sampling_columns = {param.name: np.full(slots, param.default, _DTYPES[param.kind]) for param in _COLUMNS}
+        self.min_tokens = np.zeros(slots, np.int64)
         self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
         self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}
         self.history = TokenHistory(slots, self.limits.max_model_len)
@@ -193,9 +192,9 @@ class SlotBuffers:
             self.cache_salts[slot] = sequence.cache_salt
         self.history.begin(slot, tokens)
         sampling = sequence.sampling
-        self.temperature[slot], self.top_p[slot] = sampling.temperature, sampling.top_p
-        self.top_k[slot], self.seed[slot] = max(sampling.top_k, 0), sampling.seed
-        self.min_p[slot], self.typical_p[slot] = sampling.min_p, sampling.typical_p or 1.0
+        for param in _COLUMNS:
+            self.sampling_columns[param.name][slot] = param.from_wire(getattr(sampling, param.name))
+        self.seed[slot] = sampling.seed
         self.min_tokens[slot] = sampling.min_tokens
         self.num_top[slot] = sampling.num_top_logprobs if sampling.logprobs else -1
         if sampling.prompt_logprobs:
@@ -341,11 +340,7 @@ class SlotBuffers:
         banned_rows, banned_tokens = self._banned(slots, positions)
         scored = np.flatnonzero(self.num_top[slots] >= 0)
         return SamplingRows(
-            temperature=self.temperature[slots],
-            top_p=self.top_p[slots],
-            top_k=self.top_k[slots],
-            min_p=self.min_p[slots],
-            typical_p=self.typical_p[slots],
+            columns={name: column[slots] for name, column in self.sampling_columns.items()},
             seed=self.seed[slots],
             position=positions,
             banned_rows=banned_rows,

@@ -45,11 +45,13 @@ from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.decide import Decider
+from scheduler_svc.core.step.emit import Emitter
+from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
-from scheduler_svc.core.step.scheduling import StepScheduler
+from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.state import WorkerState
@@ -59,6 +61,11 @@ MAX_REASON_CHARS = 400  # of a worker's reason for refusing a grammar
 
 
 class SchedulerCore:
+    """One scheduler: its sessions, queue, workers, policies and cache link.
+
+    Times are seconds on a clock that never goes back. Calls must not overlap.
+    """
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -94,35 +101,27 @@ class SchedulerCore:
         )
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
-        exceeded = self.life.budgets.exceeded
-        swaps = self.life.swaps
-        planner = Planner(
-            self.life.preempt,
-            exceeded,
-            self._publisher.index_of,
-            swaps.resumed,
-            self._cache.add_commit,
-        )
         self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
+        self._exchanges = StepExchanges(
+            self.workers,
+            self._cache,
+            self._step_scheduler,
+            Emitter(self._cache, self.life.swaps, self._publisher),
+            self.life,
+            self._groups,
+            self._send_worker,
+        )
         self._rounds = Rounds(
             self.workers,
             self._cache,
             self._step_scheduler,
-            planner,
+            Decider(self.life),
+            self._exchanges,
             self.life,
             self._groups,
             self._retry_groups,
-            self._send_worker,
         )
-        self._results = ResultReader(
-            self._publisher.tokens,
-            self.life.end,
-            self.life.invalidate_kv,
-            self.life.fail,
-            self._publisher.score,
-            self._publisher.prompt_scores,
-            self._groups.report,
-        )
+        self._results = ResultReader(self.life, self._publisher, self._groups)
         self._note_outage()
 
     @property
@@ -137,6 +136,7 @@ class SchedulerCore:
 
     @property
     def timeline(self) -> RequestTimeline:
+        """What has happened to live requests and the last finished ones, for `paceline explain`."""
         return self.life.timeline
 
     def event_at(self, now_s: float) -> None:
@@ -171,6 +171,11 @@ class SchedulerCore:
         self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
+        """A gateway's message: requests, cancellations, and how many responses it has read.
+
+        A request that is refused gets an answer with the reason; the session goes on. Raises KeyError if no
+        such session is open.
+        """
         session = self.sessions[session_id]
         session.read = max(session.read, min(message.responses_read, session.sent))
         session.num_submissions += len(message.submissions)
@@ -278,8 +283,10 @@ class SchedulerCore:
                 self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
+        """The worker gets no more requests. It finishes its running requests; those that it has swapped out run
+        on another worker."""
         self.workers[worker_id].draining = True
-        self.life.recompute(self.workers[worker_id].swapped.values())  # they run on another worker
+        self.life.recompute(self.workers[worker_id].host.swapped.values())  # they run on another worker
         self._workers_changed()
 
     def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
@@ -325,8 +332,8 @@ class SchedulerCore:
             # otherwise it ended with the poisoned one, as a beam of the same search
             elif request.phase is not Phase.ENDED:
                 # Its sequence goes with the worker, unless the exchange that binds it is in flight.
-                self.life.lost_worker(request)
-        self.life.recompute(worker.swapped.values())
+                self.life.enqueue(request)
+        self.life.recompute(worker.host.swapped.values())
         if num_steps:
             retried = [request.request_id for request in blamed if request is not poisoned]
             self.counters.failures += 1
@@ -342,7 +349,7 @@ class SchedulerCore:
     def _workers_changed(self) -> None:
         self._step_scheduler.fleet_changed()
         if self._has_worker:
-            self.life.no_worker_since_s = None
+            self.life.timeouts.worker_attached()
         if self.workers:
             first = next(iter(self.workers.values())).registration
             pool = max(worker.num_blocks * worker.block_size for worker in self.workers.values())
@@ -414,9 +421,9 @@ class SchedulerCore:
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
-                worker.free_host_blocks = counters.free_host_blocks + counters.cached_host_blocks
-        self.life.set_matches(sent.matched(response))
-        self.life.set_matches((update.sequence, update.matches) for update in response.match_updates)
+                worker.host.free_blocks = counters.free_host_blocks + counters.cached_host_blocks
+        self.life.holdings.set_matches(sent.matched(response))
+        self.life.holdings.set_matches((update.sequence, update.matches) for update in response.match_updates)
         if sent.restores:
             self._recovery.answered(sent, response)
         for worker in sent.awaiting_cache:
@@ -425,16 +432,16 @@ class SchedulerCore:
             self.life.recompute(self.life.swaps.answered(sent.swap_outs, response))
         for moves in response.demotions:
             if (worker := self.workers.get(moves.worker)) is not None:
-                worker.add_demotions(moves.device_blocks, moves.host_blocks)
-        self._rounds.answered(sent, response)
+                worker.host.add_demotions(moves.device_blocks, moves.host_blocks)
+        self._exchanges.answered(sent, response)
 
     # ── time and output ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
         self.life.now_s = now_s
-        if not self._has_worker and self.life.no_worker_since_s is None:
-            self.life.no_worker_since_s = now_s
+        if not self._has_worker:
+            self.life.timeouts.no_worker(now_s)
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._retry_groups.find_poisoned():

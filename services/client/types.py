@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import grpc
 from google.protobuf.message import Message
 
+from paceline.request_fields import METADATA, MIN_FLOAT32, SAMPLING, MetadataValues, SamplingNumbers
 from paceline.v1 import common_pb2, inference_pb2
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,7 +22,7 @@ _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
 Messages = Sequence[Mapping[str, str]]
-_TERMS = frozenset({"priority", "tenant", "deadline_s", "request_id", "cache_salt", "idempotency_key", "resume_after"})
+_METADATA = frozenset({*METADATA, "request_id", "idempotency_key", "resume_after"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,9 @@ class Retention:
     decode: bool = False
 
 
-class Sampling(TypedDict, total=False):
+class Sampling(SamplingNumbers, total=False):
     """Keyword arguments of `generate` and `stream`. A missing argument takes the model's default."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    typical_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
     logit_bias: Mapping[int, float]
     bad_words: str | Sequence[str | Sequence[int]]  # banned as they are and after a space; or token ids
     allowed_token_ids: Sequence[int]
@@ -80,23 +73,19 @@ class Sampling(TypedDict, total=False):
 
 
 _SAMPLING = Sampling.__annotations__.keys()
-_MIN_FLOAT32 = 2.0**-149
+# Above 0, but 0 in the protocol's 32 bits if very small.
+_SHARES = tuple(name for name, param in SAMPLING.items() if param.above_low)
 
 
-class Options(Sampling, total=False):
-    """More keyword arguments. `priority`: larger is more urgent. `deadline_s`: from now. `cache_salt`: only requests
-    with the same salt share KV.
+class Options(Sampling, MetadataValues, total=False):
+    """More keyword arguments.
 
     With an `idempotency_key` the same request may be sent again to any gateway. One gateway does not run it twice, and
     all gateways give the same tokens. `resume_after`: the number of tokens that the client has; only later tokens are
     sent."""
 
-    priority: float
-    tenant: str
-    deadline_s: float
     request_id: str
     beam: BeamParams
-    cache_salt: str
     idempotency_key: str
     resume_after: int
     cache_retention: Sequence[Retention]
@@ -218,7 +207,7 @@ def make_request(
         raise TypeError(f"there is no option {min(unknown)!r}")
     sampling = {name: values[name] for name in _SAMPLING & values.keys()}
     _fill(request.sampling, _sampling_options(sampling))
-    _fill(request, {name: values[name] for name in _TERMS & values.keys()})
+    _fill(request, {name: values[name] for name in _METADATA & values.keys()})
     if "beam" in values:
         request.beam.CopyFrom(_beam(values["beam"]))
     for one in values.get("cache_retention", ()):
@@ -258,8 +247,7 @@ def _sampling_options(values: dict[str, Any]) -> dict[str, Any]:
         values["json_schema"] = json.dumps(values["json_schema"])
     words = values.pop("bad_words", ())
     words = [words] if isinstance(words, str) else words
-    # Above 0, but 0 in the protocol's 32 bits.
-    values |= {name: _MIN_FLOAT32 for name in ("top_p", "typical_p") if 0 < (values.get(name) or 0) < _MIN_FLOAT32}
+    values |= {name: MIN_FLOAT32 for name in _SHARES if 0 < (values.get(name) or 0) < MIN_FLOAT32}
     return {
         **values,
         "bad_words": [word for word in words if isinstance(word, str)],

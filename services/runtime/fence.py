@@ -27,7 +27,7 @@ class Fence:
     def check(self, epoch: int) -> None:
         """Accept a scheduler of this epoch, and refuse every lower epoch from now on. Raises StaleScheduler."""
         if epoch < self.epoch:
-            raise StaleScheduler(f"a scheduler of epoch {epoch} is refused: there was a master of epoch {self.epoch}")
+            raise StaleScheduler(f"a scheduler of epoch {epoch} is refused: there was a leader of epoch {self.epoch}")
         self.epoch = epoch
 
 

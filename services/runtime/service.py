@@ -17,7 +17,7 @@ import uvloop
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The bound addresses of a service, as host:port. None for one that the service does not have."""
+    """The bound addresses of a service, as host:port. None for an address that the service does not have."""
 
     grpc: str | None
     http: str | None
@@ -49,9 +49,10 @@ def max_open_files() -> int | None:
 
 
 def use_batch_scheduling() -> None:
-    """For a process that wakes for every message: it does not interrupt a computing process on its core. It waits for
-    at most one time slice (some milliseconds), and only if no other core is free. Threads made later inherit this.
-    Linux only. A process with another policy (`chrt`, systemd's CPUSchedulingPolicy) keeps it."""
+    """Set Linux's SCHED_BATCH. For a process that wakes for every message: it then does not interrupt a computing
+    process on its core. It waits for at most one time slice (some milliseconds), and only if no other core is free.
+    Threads made later inherit the policy. No effect on other systems, or if the process was started with another policy
+    (`chrt`, systemd's CPUSchedulingPolicy)."""
     with suppress(AttributeError, OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -69,8 +70,8 @@ def trim_memory() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A block in which a signal ends the process at once: it serves nothing yet, and a loading thread cannot be
-    stopped."""
+    """A block in which a signal ends the process at once. For the start of a service: the process has no request yet,
+    and a thread that is loading something cannot be stopped."""
     global _interruptible
     _interruptible += 1
     try:

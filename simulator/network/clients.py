@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions
+from paceline.v1.inference_pb2 import BeamOptions, Submission
 from scheduler_svc.core.lifecycle.beam_groups import make_search
-from services.gateway.engine.session_core import LiveRequest, SubmissionMetadata
+from services.gateway.engine.session_core import LiveRequest
 from simulator.network.gateway_party import GatewayParty
 from simulator.network.network import Network, Party
 from simulator.schedule import NUM_GATEWAYS, ClientScript
@@ -198,7 +198,7 @@ class SimulatedClient:
                 prompt_token_ids=np.array(ask.prompt, np.int32).tobytes(),
                 sampling=own,
                 final_tokens=frozenset() if ask.ignore_eos else frozenset([EOS]),
-                metadata=SubmissionMetadata(fork_of=first),
+                metadata=Submission(fork_of=first),
                 beam=beam,
                 delivered=tuple(brought),
             )

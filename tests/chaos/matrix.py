@@ -202,7 +202,7 @@ def cells_named(words: Iterable[str]) -> list[Cell]:
     pairs, workloads = list(itertools.product(*places[:2])), places[2]
     # A run that is ended early has seen each fault, and each workload.
     turns = itertools.product(range(len(workloads)), enumerate(pairs))
-    return [Cell(*pair, workloads[(turn + i) % len(workloads)]) for turn, (i, pair) in turns]
+    return [Cell(service, fault, workloads[(turn + i) % len(workloads)]) for turn, (i, (service, fault)) in turns]
 
 
 def table(outcomes: list[Outcome]) -> str:

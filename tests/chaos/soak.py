@@ -179,7 +179,7 @@ def report(moments: list[Moment], requests: list[Judged]) -> str:
     for what, cases in sorted(rows.items()):
         backs = [case[0] for case in cases]
         pauses = [pause for case in cases for pause in case[1]] or [0.0]
-        resumed, elsewhere, wrong = (sum(case[i] for case in cases) for i in (2, 3, 4))
+        resumed, elsewhere, wrong = (sum(counts) for counts in zip(*(case[2:] for case in cases), strict=True))
         lines.append(
             f"| {what} | {len(cases)} | {statistics.median(backs):.1f} / {max(backs):.1f} "
             f"| {sum(len(case[1]) for case in cases)} "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.chaos.matrix import Cell, Outcome, new_stack, play_all, up
+from tests.chaos.matrix import Outcome, new_stack, play_all, up
+from tests.chaos.moments import Cell
 from tests.support.stack import Stack
 
 CELLS = [

@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ VOCAB, NUM_WORKERS = 900, 2
 # Few take little time; many run for longer than a master that is cut off goes on (4.2 s).
 FEW_TOKENS, MANY_TOKENS = 300, 1400
 RUNNING, WORKERS = "paceline_scheduler_num_requests_running", "paceline_scheduler_num_workers"
-Fault = Callable[[Pair, str, str], Awaitable[None]]
+Fault = Callable[[Pair, str, str], Coroutine[Any, Any, None]]
 
 # For busy machines: then each fault takes a minute.
 pytestmark = [needs_etcd, pytest.mark.timeout(900)]
@@ -171,7 +172,15 @@ async def test_the_standby_takes_over_from_a_zombie(pair: Pair) -> None:
 
 @pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="takes two minutes: run by make chaos")
 async def test_the_standby_takes_over_whatever_happens(pair: Pair) -> None:
-    faults = [terminated, killed, frozen_and_woken, frozen_for_long, cut_off_from_etcd, silent_way_to_etcd, etcd_killed]
+    faults: list[Fault] = [
+        terminated,
+        killed,
+        frozen_and_woken,
+        frozen_for_long,
+        cut_off_from_etcd,
+        silent_way_to_etcd,
+        etcd_killed,
+    ]
     await play_all(pair, faults, MANY_TOKENS)
 
 

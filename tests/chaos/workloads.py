@@ -38,7 +38,7 @@ class Workload:
     is_reached: Callable[[Stack, list[Answer]], bool]
 
 
-def completion(name: str, prompt: list[int] | str, max_tokens: int, **options: Any) -> Question:
+def completion(name: str, prompt: list[int] | list[str] | str, max_tokens: int, **options: Any) -> Question:
     """Streamed, greedy and of exactly this length unless the options say otherwise."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     usage = {} if options.get("stream") is False else {"stream_options": {"include_usage": True}}

@@ -27,7 +27,7 @@ from services.gateway.engine.session import SchedulerSession
 from services.runtime import liveness
 from services.runtime.liveness import BEAT_S
 from services.runtime.rpc import open_channel
-from services.runtime.service import Addresses
+from tests.support.untyped_grpc import EOF, untyped
 
 # Long enough that a crowded machine has handed a heartbeat from thread to thread by then.
 TIMEOUT_S = 2.0
@@ -47,7 +47,7 @@ OPEN = inference_pb2.SessionRequest(open=inference_pb2.SessionOpen(session_id="s
 
 @asynccontextmanager
 async def running(serve: Callable[..., Awaitable[None]], settings: Any) -> AsyncIterator[grpc.aio.Channel]:
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     task = asyncio.ensure_future(serve(settings, stop, on_ready=ready.set_result))
     try:
@@ -77,19 +77,19 @@ async def scheduler() -> AsyncIterator[grpc.aio.Channel]:
 async def ends_with(call: Any) -> grpc.StatusCode:
     """How the other end ends the call, whatever it says before that."""
     try:
-        while await call.read() is not grpc.aio.EOF:
+        while await call.read() is not EOF:
             pass
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
 
 
-def first_exchange(**flags: bool) -> cache_pb2.CacheServiceLinkRequest:
+def first_exchange(**flags: Any) -> cache_pb2.CacheServiceLinkRequest:
     return cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=1, **flags)
 
 
 async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_stops_to(cache: grpc.aio.Channel) -> None:
-    call: Any = cache_pb2_grpc.CacheServiceStub(cache).Link()
+    call = untyped(cache_pb2_grpc.CacheServiceStub(cache)).Link()
     await call.write(first_exchange(heartbeats=True))
     assert sorted([(await call.read()).heartbeat, (await call.read()).heartbeat]) == [False, True]
     for _ in range(NUM_BEATS):
@@ -104,7 +104,7 @@ async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_stops_to
 
 
 async def test_the_cache_asks_nothing_of_a_scheduler_that_knows_no_heartbeats(cache: grpc.aio.Channel) -> None:
-    call: Any = cache_pb2_grpc.CacheServiceStub(cache).Link()
+    call = untyped(cache_pb2_grpc.CacheServiceStub(cache)).Link()
     await call.write(first_exchange())
     assert (await call.read()).exchange == 1
     await asyncio.sleep(LONG_S)
@@ -122,7 +122,7 @@ async def after_status(call: Any) -> inference_pb2.SessionResponse:
 
 
 async def test_the_scheduler_gives_up_a_gateway_that_stops_to_send_heartbeats(scheduler: grpc.aio.Channel) -> None:
-    call: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    call = untyped(inference_pb2_grpc.InferenceServiceStub(scheduler)).Session()
     opening = inference_pb2.SessionRequest()
     opening.CopyFrom(OPEN)
     opening.open.heartbeats = True
@@ -133,14 +133,14 @@ async def test_the_scheduler_gives_up_a_gateway_that_stops_to_send_heartbeats(sc
         await call.write(inference_pb2.SessionRequest())
         assert (await after_status(call)).heartbeat
     assert await ends_with(call) is SILENT
-    again: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    again = untyped(inference_pb2_grpc.InferenceServiceStub(scheduler)).Session()
     await again.write(OPEN)  # the name is free
     assert (await again.read()).HasField("opened")
     again.cancel()
 
 
 async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(scheduler: grpc.aio.Channel) -> None:
-    call: Any = inference_pb2_grpc.InferenceServiceStub(scheduler).Session()
+    call = untyped(inference_pb2_grpc.InferenceServiceStub(scheduler)).Session()
     await call.write(OPEN)
     assert (await call.read()).HasField("opened")
     await asyncio.sleep(LONG_S)
@@ -154,7 +154,7 @@ async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(
 async def test_the_scheduler_gives_up_a_worker_that_is_silent(
     scheduler: grpc.aio.Channel, reads_heartbeats: bool
 ) -> None:
-    call: Any = WorkerServiceStub(scheduler).Link()
+    call = untyped(WorkerServiceStub(scheduler)).Link()
     registration = worker_pb2.WorkerRegistration()
     registration.CopyFrom(REGISTRATION)
     registration.heartbeats = reads_heartbeats
@@ -176,7 +176,7 @@ class Scheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.behaviours = list(behaviours)
         self.num_heard = 0
 
-    async def Session(self, request_iterator: Any, context: Any) -> None:
+    async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         first = await anext(aiter(request_iterator))
         assert first.open.heartbeats
         num_heartbeats = self.behaviours.pop(0)
@@ -220,7 +220,7 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
         self.num_heartbeats = num_heartbeats
         self.epochs: list[int] = []
 
-    async def Link(self, request_iterator: Any, context: Any) -> None:
+    async def Link(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         left = self.num_heartbeats if not self.epochs else 1_000_000
         async for request in request_iterator:
             if not request.heartbeat:
@@ -242,7 +242,7 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
     await server.start()
     settings = SchedulerSettings(port=0, metrics_port=0, cache=f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
     async with running(serve_scheduler, settings) as channel:
-        worker: Any = WorkerServiceStub(channel).Link()  # so that there is something to say to a cache
+        worker = untyped(WorkerServiceStub(channel)).Link()  # so that there is something to say to a cache
         await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
         async with asyncio.timeout(90):
             while len(cache.epochs) < 2:
@@ -268,7 +268,7 @@ async def test_the_scheduler_knows_how_it_lost_a_worker(
 
     monkeypatch.setattr(SchedulerCore, "worker_lost", told)
     monkeypatch.setattr("scheduler_svc.links.FIRST_STEP_PATIENCE", 0.5)
-    call: Any = WorkerServiceStub(scheduler).Link()
+    call = untyped(WorkerServiceStub(scheduler)).Link()
     await call.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
     assert (await call.read()).HasField("registered")
     if end == "nonsense":

@@ -12,6 +12,7 @@ import pkgutil
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from random import Random
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -32,6 +33,7 @@ from services.runtime.rpc import MAX_MESSAGE_BYTES, open_channel
 from tests.support.ports import free_port
 from tests.support.proto_garbage import mangled, random_message
 from tests.support.stack import Stack
+from tests.support.untyped_grpc import untyped
 from tests.unit.cache import driver as cache_ops
 
 for module in pkgutil.iter_modules(paceline.v1.__path__):
@@ -76,9 +78,10 @@ async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
 
 async def model(stack: Stack) -> common_pb2.ModelInfo:
     async with open_channel(stack.scheduler) as channel:
-        call = InferenceServiceStub(channel).Session()
-        await call.write(inference_pb2.SessionRequest(open={"session_id": "asks", "response_window": 8}))
-        info = (await call.read()).status.model
+        call = untyped(InferenceServiceStub(channel)).Session()
+        asks = inference_pb2.SessionOpen(session_id="asks", response_window=8)
+        await call.write(inference_pb2.SessionRequest(open=asks))
+        info: common_pb2.ModelInfo = (await call.read()).status.model
         call.cancel()
     return info
 
@@ -98,16 +101,16 @@ def well_formed(method: str, info: common_pb2.ModelInfo) -> list[Message]:
                 for i in (1, 2)
             ]
             return [
-                inference_pb2.SessionRequest(open={"session_id": "fuzz", "response_window": 4}),
+                inference_pb2.SessionRequest(open=inference_pb2.SessionOpen(session_id="fuzz", response_window=4)),
                 inference_pb2.SessionRequest(submissions=submissions),
                 inference_pb2.SessionRequest(responses_read=1),
                 inference_pb2.SessionRequest(cancels=[1, 2], responses_read=2),
             ]
         case "WorkerService.Link":
-            sizes = {"block_size": 16, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 256}
+            sizes: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 256}
             kept = worker_pb2.KeptSequence(token_ids=ids, num_computed_tokens=20, block_table=ids[:8])
             join = worker_pb2.WorkerRegistration(name="fuzz", model=info, num_host_blocks=8, kept=[kept], **sizes)
-            messages: dict[str, Message] = {
+            messages: dict[str, Any] = {
                 "registration": join,
                 "heartbeat": worker_pb2.Heartbeat(),
                 "result": worker_pb2.StepResult(step=1, token_ids=ids[:8]),
@@ -123,7 +126,7 @@ def well_formed(method: str, info: common_pb2.ModelInfo) -> list[Message]:
                 for i, ops in enumerate((begin, end))
             ]
         case "SetPolicy":
-            return [admin_pb2.SetPolicyRequest(choice={"preset": "vllm", "order": "lpm"})]
+            return [admin_pb2.SetPolicyRequest(choice=admin_pb2.PolicyChoice(preset="vllm", order="lpm"))]
         case "PinPrefix":
             return [cache_pb2.PinPrefixRequest(name="p", token_ids=ids)]
         case _:
@@ -146,7 +149,7 @@ def draw(rng: Random, method: MethodDescriptor, info: common_pb2.ModelInfo) -> l
     return [*data[: rng.randrange(1, len(data) + 1)], *rest]
 
 
-async def call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list[bytes]) -> grpc.StatusCode | None:
+async def call(channel: Any, method: MethodDescriptor, messages: list[bytes]) -> grpc.StatusCode | None:
     """Its status; None if it still went on when we lost patience, or we wrote to it when it had ended."""
     path = f"/{method.containing_service.full_name}/{method.name}"
 
@@ -201,7 +204,8 @@ async def tokens(stack: Stack) -> list[int]:
     """Of a greedy request, with its prompt half in the cache."""
     async with open_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
         request = inference_pb2.GenerateRequest(
-            token_ids={"ids": PROMPT}, sampling={"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            token_ids=inference_pb2.TokenIds(ids=PROMPT),
+            sampling=inference_pb2.SamplingOptions(max_tokens=12, temperature=0, ignore_eos=True),
         )
         answer = InferenceServiceStub(channel).Generate(request, timeout=60)
         return [token async for response in answer for token in response.token_ids]
@@ -247,7 +251,7 @@ async def test_what_no_method_takes(stack: Stack, server: str) -> None:
             (check, b"\xff" * 9, (), 60.0, grpc.StatusCode.INVALID_ARGUMENT),
         ]
         for path, message, metadata, timeout_s, status in cases:
-            answer = channel.unary_unary(path)(message, metadata=metadata, timeout=timeout_s)
+            answer = untyped(channel).unary_unary(path)(message, metadata=metadata, timeout=timeout_s)
             assert await answer.code() is status, (path, len(message), timeout_s)
     assert await tokens(stack) == right
 
@@ -261,7 +265,7 @@ async def test_floods(stack: Stack, server: str) -> None:
         for method in (method for method in found if method.server_streaming):
             path = f"/{method.containing_service.full_name}/{method.name}"
             for _ in range(NUM_RESETS // AT_ONCE):
-                calls = [channel.stream_stream(path)() for _ in range(AT_ONCE)]
+                calls = [untyped(channel).stream_stream(path)() for _ in range(AT_ONCE)]
                 await asyncio.sleep(0)  # now they are on their way
                 for opened in calls:
                     opened.cancel()

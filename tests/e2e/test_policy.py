@@ -139,12 +139,12 @@ def explained(stack: Stack, request_id: str) -> list[list[str]]:
 
 async def test_explain_says_why_a_request_waited(small: Stack) -> None:
     await serve(small, [("s1", 5, 140), ("s2", 5, 140), ("s3", 5, 5), ("s4", 5, 5)])
-    seats = next(row for row in explained(small, "s3") if row[3] == "seats")
-    assert seats[4] == "all 2 are taken"
-    assert "-" in seats[1]  # a range of decisions
+    full = next(row for row in explained(small, "s3") if row[3] == "slots")
+    assert full[4] == "all 2 are taken"
+    assert "-" in full[1]  # a range of decisions
     behind = [row for row in explained(small, "s4") if row[3] == "order"]
-    assert any(row[4] == "behind s3, which waits for seats" for row in behind)
-    assert not {row[3] for row in explained(small, "s1")} & {"seats", "order", "capacity"}
+    assert any(row[4] == "behind s3, which waits for slots" for row in behind)
+    assert not {row[3] for row in explained(small, "s1")} & {"slots", "order", "capacity"}
 
 
 async def test_explain_names_blocks_and_budgets(small: Stack) -> None:

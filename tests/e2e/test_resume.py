@@ -91,9 +91,9 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
     assert (mine.text, mine.token_ids, mine.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
     assert len(mine.logprobs) == mine.usage.completion_tokens == NUM_TOKENS
     for name in cases:
-        mine, whole = knowledge(got[name]), knowledge(right[name])
-        assert mine.texts == whole.texts, name
-        assert alike(asdict(mine), asdict(whole)), (name, mine, whole)
+        ours, theirs = knowledge(got[name]), knowledge(right[name])
+        assert ours.texts == theirs.texts, name
+        assert alike(asdict(ours), asdict(theirs)), (name, ours, theirs)
         assert seen[name] < len(got[name]), "it had ended before the gateway was killed"
     await killed_and_nothing_left(stack, "gateway-2", other)
 

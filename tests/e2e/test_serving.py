@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any, cast
 
 import httpx
 import openai
@@ -23,7 +24,7 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         base_url=f"{stack.url}/v1",
         api_key="none",
         _strict_response_validation=True,
-        http_client=httpx.Client(trust_env=False, timeout=200),
+        http_client=cast(Any, httpx.Client(trust_env=False, timeout=200)),
         max_retries=0,
     ) as client:
         yield client
@@ -51,7 +52,7 @@ def test_completion_is_what_transformers_generates(client: openai.OpenAI) -> Non
 
 
 def test_chat_streams_the_same_text_as_it_answers(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": "Repeat after me: blue fox seven"}]
+    messages: Any = [{"role": "user", "content": "Repeat after me: blue fox seven"}]
     whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=60)
     pieces, usage = [], None
     for chunk in client.chat.completions.create(
@@ -66,6 +67,7 @@ def test_chat_streams_the_same_text_as_it_answers(client: openai.OpenAI) -> None
         usage = chunk.usage or usage
     assert "".join(pieces) == whole.choices[0].message.content
     assert usage is not None
+    assert whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
@@ -89,7 +91,7 @@ def test_beam_search_is_that_of_transformers(client: openai.OpenAI) -> None:
 
 def test_samples_of_one_prompt_are_those_of_their_seeds(client: openai.OpenAI) -> None:
     """They fork from the first inside a block (the prompt is no whole number of them); each is what it is alone."""
-    options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.0}
+    options: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.0}
     together = client.completions.create(**options, n=4, seed=7)
     alone = [client.completions.create(**options, seed=7 + i).choices[0].text for i in range(4)]
     assert [choice.text for choice in together.choices] == alone
@@ -104,6 +106,8 @@ def test_a_repeated_prompt_is_served_from_the_cache(client: openai.OpenAI) -> No
         client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0) for _ in range(2)
     )
     assert second.choices[0].text == first.choices[0].text
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens == 99  # all but the last one
 
 
@@ -139,6 +143,7 @@ async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
     one_by_one = [(await load.stream_all(stack.url, [ask]))[0] for ask, _ in finished]
     for (ask, answer), alone in zip(finished, one_by_one, strict=True):
         assert answer.text == alone.text
+        assert answer.usage is not None
         assert answer.usage["completion_tokens"] == ask.max_tokens
     for ask, answer in finished[:15]:  # the reference is slow; the model tests compare it in every case
         assert answer.text == expected_text(ask.prompt, ask.max_tokens)

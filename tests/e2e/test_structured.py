@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from demo import CHECKPOINT
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.client import PacelineClient
-from services.client.types import make_request
+from services.client.types import Options, make_request
 from services.gateway.grammars.trial import grammar_of
 from tests.support import reference
 from tests.support.forms import Follows
@@ -49,7 +49,7 @@ FORM = {"json": SCHEMA, "disable_any_whitespace": True}
 
 
 def openai(stack: Stack) -> OpenAI:
-    http = httpx.Client(trust_env=False, timeout=200)
+    http: Any = httpx.Client(trust_env=False, timeout=200)
     return OpenAI(base_url=f"{stack.url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
@@ -97,7 +97,7 @@ def test_samples_are_all_of_the_form(stack: Stack) -> None:
 
 def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:
     """By another run, which gets the tokens so far as output: its matcher has to read them first."""
-    asked: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
+    asked: Options = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
         whole = client.generate("Once", **asked)
         jsonschema.validate(json.loads(whole.text), SCHEMA)

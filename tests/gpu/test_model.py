@@ -89,7 +89,7 @@ def test_bf16_is_the_same_in_any_batch_where_it_is_to_be_deterministic(family: s
 def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Filled while the runner runs."""
     seen: list[torch.Tensor] = []
-    sample = runner_module.sample
+    sample = runner_module.sample  # type: ignore[attr-defined]
 
     def spy(logits: torch.Tensor, *more: Any) -> Any:
         seen.append(logits.float().cpu())

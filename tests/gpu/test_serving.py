@@ -12,7 +12,7 @@ import torch
 
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import SWAP_BATCH_BLOCKS
-from gpu_worker.sampling.sampler import sample
+from gpu_worker.sampling.sampler import SamplingRows, sample
 from gpu_worker.steps.slots import SlotBuffers
 from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import VOCAB, Checkpoint, gpu_runner
@@ -86,7 +86,7 @@ def test_a_row_is_sampled_alike_wherever_it_stands() -> None:
     assert len(tokens) == 1
 
 
-def _sampling_rows(place: int, count: int) -> object:
+def _sampling_rows(place: int, count: int) -> SamplingRows:
     """Parameters of `count` decodes as the slot table gives them; the one at `place` is SEEDED at position 77."""
     from gpu_worker.steps.slots import SlotLimits
     from paceline.v1.worker_pb2 import NewSequence, StepPlan

@@ -41,8 +41,9 @@ class Mutation:
 
     @property
     def digest(self) -> str:
-        """Orders mutations at random, and each stays where it is when others come and go."""
-        return hashlib.sha256(self.name.encode()).hexdigest()
+        """Orders mutations at random. Each stays where it is when others come and go, and when its function moves."""
+        function = self.function.rpartition(".")[2]
+        return hashlib.sha256(f"{function} {self.rule}: {self.before} -> {self.after}".encode()).hexdigest()
 
 
 def mutations(path: Path, root: Path) -> list[Mutation]:
@@ -175,8 +176,6 @@ def _expressions(root: ast.AST) -> Iterator[ast.expr]:
             continue
         if isinstance(child, ast.Call) and _is_error(child):
             continue
-        if isinstance(child, ast.expr):
-            yield child
         yield from _expressions(child)
     if isinstance(root, ast.expr) and not isinstance(root, ast.JoinedStr):
         yield root

@@ -55,7 +55,7 @@ def made_up(name: str) -> Any:
 
 
 class StubModule(types.ModuleType):
-    __path__: ClassVar[list[str]] = []
+    __path__: ClassVar[list[str]] = []  # type: ignore[misc]
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:

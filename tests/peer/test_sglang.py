@@ -26,7 +26,8 @@ import pytest
 
 from scheduler_svc.core.policy.step import Step as ScheduledStep
 from scheduler_svc.policies.capacity.token_ratio import TokenRatio
-from simulator.scenario import Scenario, ScenarioRun, ScenarioStep
+from simulator.scenario import ScenarioRun, ScenarioStep
+from simulator.scenario_file import Scenario
 from tests.peer.sglang_workloads import workload
 
 DRIVER = Path(__file__).with_name("sglang_driver.py")

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from simulator.scenario import Scenario, play
+from simulator.scenario import play
+from simulator.scenario_file import Scenario
 from tests.peer.workloads import workload
 
 ROOT = Path(__file__).parents[2]

@@ -21,13 +21,16 @@ from cache_svc.core.tree.nodes import BlockResidency, PrefixNode
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.lease import LeaseClock
+from scheduler_svc.core.lifecycle.holdings import Holdings
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Session
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.swap_space import SwapSpace
 from services.gateway.engine.session_core import SessionCore
 from simulator.network.parties import CacheParty, WorkerParty
 
@@ -91,14 +94,14 @@ def old_epoch_kept(patch: Patch) -> None:
 
 
 def _plan_without(patch: Patch, *fields: str) -> None:
-    fill_slot = Planner._fill_slot
+    fill_slot = Emitter._fill_slot
 
-    def mistaken(self: Planner, *args: Any) -> None:
+    def mistaken(self: Emitter, *args: Any) -> None:
         fill_slot(self, *args)
         for field in fields:
             args[4].ClearField(field)
 
-    patch.setattr(Planner, "_fill_slot", mistaken)
+    patch.setattr(Emitter, "_fill_slot", mistaken)
 
 
 def copy_lost(patch: Patch) -> None:
@@ -110,7 +113,7 @@ def swap_in_lost(patch: Patch) -> None:
 
 
 def demotion_lost(patch: Patch) -> None:
-    patch.setattr(WorkerState, "add_demotions", nothing)
+    patch.setattr(SwapSpace, "add_demotions", nothing)
 
 
 def slot_not_freed(patch: Patch) -> None:
@@ -125,7 +128,7 @@ def slot_not_freed(patch: Patch) -> None:
 
 
 def tokens_forgotten(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "flush_output", nothing)
+    patch.setattr(Holdings, "flush_output", nothing)
 
 
 def sequence_leaked(patch: Patch) -> None:
@@ -137,7 +140,13 @@ def lost_wake_up(patch: Patch) -> None:
 
 
 def dropped_with_worker(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "lost_worker", nothing)
+    evacuate = Lifecycle.evacuate
+
+    def mistaken(self: Lifecycle, *args: Any) -> list[Request]:
+        evacuate(self, *args)
+        return []
+
+    patch.setattr(Lifecycle, "evacuate", mistaken)
 
 
 def claim_too_long(patch: Patch) -> None:
@@ -226,7 +235,7 @@ def planned_counts_as_written(patch: Patch) -> None:
 
 
 def matches_outlive_cache(patch: Patch) -> None:
-    patch.setattr(Lifecycle, "forget_matches", nothing)
+    patch.setattr(Holdings, "forget_matches", nothing)
 
 
 def draft_lost_with_worker(patch: Patch) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions
+from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping
 from scheduler_svc.core.lifecycle.beam_groups import make_search
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.types import SchedulerConfig
@@ -31,7 +31,7 @@ class Run:
 
     # Workers are killed at random, and often: more than two coincidences in a row are none of a request's doing.
     poison_failures = 9
-    tenant_limits = (0, 0, 10, 40, 100)
+    tenant_limits: tuple[int, ...] = (0, 0, 10, 40, 100)
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -112,7 +112,8 @@ class Run:
         if rng.random() < 0.1:
             sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)
             width = rng.randrange(1, 5)
-            beam = BeamOptions(width=width, num_return=rng.randrange(1, width + 1), early_stopping=rng.randrange(3))
+            num_return, early = rng.randrange(1, width + 1), rng.choice(EarlyStopping.values())
+            beam = BeamOptions(width=width, num_return=num_return, early_stopping=early)
             self.searches[session, first] = prompt, sampling, beam
             self.system.submit(session, first, prompt, sampling, beam=beam, **fields)
             self.requests_left -= 1
@@ -166,7 +167,7 @@ class Run:
         for worker in self.system.scheduler.workers.values():
             worker.slots.complete_tables()
         return [
-            (worker.id, request.slot, request.sequence, request.block_table.tobytes())
+            (worker.id, request.held.slot, request.held.sequence, request.held.block_table.tobytes())
             for worker in self.system.scheduler.workers.values()
             for request in [*worker.running.values(), *worker.parked.values()]
         ]
@@ -175,7 +176,7 @@ class Run:
         """Before each move."""
         for worker in self.system.scheduler.workers.values():
             bound = Counter(request.lora for request in worker.bound if request.lora)
-            assert worker.loras == bound
+            assert worker.adapters.num_bound == bound
             assert len(bound) <= worker.registration.max_loras
 
     def play(self) -> None:
@@ -228,9 +229,9 @@ class Run:
                 assert (session, handle) in self.cancelled
                 continue
             found = [(np.frombuffer(h.token_ids, np.int32).tolist(), h.score) for h in ending.hypotheses]
-            right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
-            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in right]
-            assert [score for _, score in found] == pytest.approx([score for _, score in right])
+            best = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in best]
+            assert [score for _, score in found] == pytest.approx([score for _, score in best])
         counters = self.system.scheduler.counters
         assert (counters.requeued, counters.refused_restores) == (self.requeued, 0), "a lost cache costs nothing"
         self.system.assert_at_rest()

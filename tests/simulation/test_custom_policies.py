@@ -18,7 +18,8 @@ from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.policies import registry
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Scenario, play
+from simulator.scenario import play
+from simulator.scenario_file import Scenario
 from tests.simulation.test_control_plane import Run
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As if pip had installed the package: its entry points are found beside our own."""
     points = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
     found = [EntryPoint(name, value, registry.GROUP) for name, value in points.items()]
-    ours = registry.entry_points(group=registry.GROUP)
+    ours = registry.entry_points(group=registry.GROUP)  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "entry_points", lambda group: [*ours, *found])
     registry.names.cache_clear()
     yield
@@ -93,7 +94,7 @@ def test_entry_points_are_found() -> None:
 
 @pytest.mark.usefixtures("_installed")
 def test_a_foreign_package_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.fcfs", ORDER, registry.GROUP)]
+    points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.fcfs", ORDER, registry.GROUP)]  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
     assert registry.names("order")["fcfs"] == "scheduler_svc.policies.order.fcfs:FirstComeFirstServed"
@@ -101,7 +102,7 @@ def test_a_foreign_package_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("_installed")
 def test_a_broken_package_harms_only_those_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]
+    points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
     # No chosen policy has this option, so all policies are looked at for it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun
+from simulator.scenario import ScenarioOutcome, ScenarioRun
+from simulator.scenario_file import Scenario
 
 Failed = dict[str, tuple[int, str]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def check(
     expect_promotions: bool = False,
     swap: bool = False,
     prefix_caching: bool = True,
-    **settings: int,
+    **settings: Any,
 ) -> None:
     """Everything at once, `waves` times over; each output compared with transformers' own."""
     options = {"chunked_prefill": True, "mode": "swap" if swap else "recompute"}
@@ -71,7 +72,7 @@ def check(
     if expect_promotions:
         assert system.cache.counters.promoted_blocks > 0
     if workers > 1:
-        assert all(end.worker.num_steps for end in system.workers)
+        assert all(end.worker.num_steps for end in system.workers)  # type: ignore[attr-defined]
 
 
 MIXED = prompts(0, [1, 3, 17, 40, 64, 90])
@@ -106,7 +107,7 @@ def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None
 def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_caching: bool, window: int) -> None:
     """KV that was in host memory gives the tokens that it gave before. Without prefix caching all of it was there."""
     asked = prompts(1, [9, 10, 11, 12, 13, 14])
-    tiny = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
+    tiny: dict[str, Any] = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
     check(models["llama3"], asked, preset=preset, prefix_caching=prefix_caching, window=window, swap=True, **tiny)
 
 
@@ -115,7 +116,7 @@ def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_cac
 def test_evicted_kv_comes_back_from_host_memory(models: dict[str, Path], family: str, window: int) -> None:
     """Each wave evicts most of the one before, and hits what host memory has kept of it."""
     asked = prompts(3, [41, 30, 37, 44, 25, 39])
-    tiny = {"block_size": 4, "num_blocks": 20, "num_host_blocks": 100}
+    tiny: dict[str, Any] = {"block_size": 4, "num_blocks": 20, "num_host_blocks": 100}
     check(models[family], asked, window=window, waves=3, expect_promotions=True, **tiny)
 
 
@@ -128,7 +129,7 @@ def test_windows_and_workers(models: dict[str, Path], window: int, workers: int)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(models: dict[str, Path], preset: str) -> None:
     """Prefill-only steps, held decodes, blocks that come chunk by chunk: the tokens stay the same."""
-    settings = {"block_size": 4, "num_blocks": 40, "max_batched_tokens": 20}
+    settings: dict[str, Any] = {"block_size": 4, "num_blocks": 40, "max_batched_tokens": 20}
     check(models["qwen3"], MIXED, preset=preset, waves=2, **settings)
 
 
@@ -163,7 +164,7 @@ def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(model
             )
         )  # fmt: skip
 
-    def run(which: range, **settings: int) -> tuple[dict[int, list[int]], int]:
+    def run(which: range, **settings: Any) -> tuple[dict[int, list[int]], int]:
         system = LocalSystem()
         system.attach(ModelWorker(models["qwen3"], **{"block_size": 4, "max_num_seqs": 32} | settings))
         client = system.open("s")

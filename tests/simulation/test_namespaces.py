@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun
-from simulator.scenario_file import ScenarioRequest
+from simulator.scenario import ScenarioOutcome, ScenarioRun
+from simulator.scenario_file import Scenario, ScenarioRequest
 
 
 def play(field: str, names: list[str], requests: list[ScenarioRequest], num_blocks: int) -> ScenarioOutcome:

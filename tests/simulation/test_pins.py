@@ -10,7 +10,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
-from simulator.system import LocalSystem
+from simulator.system import LocalSystem, WorkerEnd
 from simulator.toy_worker import ToyWorker, expected_output
 from tests.simulation.test_control_plane import Run
 from tests.unit.cache import driver as d
@@ -28,16 +28,16 @@ class PinRun(Run):
     def play(self) -> None:
         move = self.system.move
 
-        def and_pin(*what: object) -> None:
+        def and_pin(kind: str, end: WorkerEnd | None) -> None:
             if self.rng.random() < 0.1:
                 self.change_pins()
             before = self.system.cache.counters.pins_given_up
-            move(*what)
+            move(kind, end)
             self.given_up += max(0, self.system.cache.counters.pins_given_up - before)
 
-        self.system.move = and_pin
+        self.system.move = and_pin  # type: ignore[method-assign]
         super().play()
-        self.system.move = move
+        self.system.move = move  # type: ignore[method-assign]
         for name in list(self.system.cache.pins.by_name):
             admin.unpin(self.system.cache, name)
         # The scheduler hears of it with the exchanges of one more request.

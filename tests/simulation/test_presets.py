@@ -16,7 +16,7 @@ from scheduler_svc.policies.registry import build, choose
 from simulator.scenario import ScenarioOutcome, ScenarioRun, ScenarioStep
 from simulator.scenario_file import Scenario
 
-REQUEST = st.fixed_dictionaries(
+REQUEST: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "arrive": st.integers(0, 12),
         "prompt_len": st.integers(1, 60),

@@ -14,7 +14,8 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Scenario, ScenarioOutcome, play
+from simulator.scenario import ScenarioOutcome, play
+from simulator.scenario_file import Scenario
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -29,7 +30,7 @@ def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str
 
 
 def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
-    """Ten tokens in a block, as there; 20 blocks and 2 seats unless told."""
+    """Ten tokens in a block, as there; 20 blocks and 2 slots unless told."""
     scenario: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 20,

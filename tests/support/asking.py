@@ -25,6 +25,9 @@ class Gateway(NamedTuple):
     target: str  # of gRPC
 
 
+Cause = Literal["gave up", "lost", "sent"]
+
+
 class Break(NamedTuple):
     """Why an answer had to be asked for again. On the loop's clock: when it was asked for, since when nothing had come,
     and when it broke.
@@ -33,7 +36,7 @@ class Break(NamedTuple):
     an end without one, from the server.
     """
 
-    kind: Literal["gave up", "lost", "sent"]
+    kind: Cause
     why: str
     gateway: Gateway
     asked_s: float
@@ -67,7 +70,7 @@ class Answer:
         self.events.append(event)
         self.times.append(asyncio.get_running_loop().time())
 
-    def broke(self, kind: Literal["gave up", "lost", "sent"], why: str, gateway: Gateway, asked_s: float) -> None:
+    def broke(self, kind: Cause, why: str, gateway: Gateway, asked_s: float) -> None:
         silent_since_s = max(asked_s, self.times[-1]) if self.times else asked_s
         self.breaks.append(Break(kind, why, gateway, asked_s, silent_since_s, asyncio.get_running_loop().time()))
 
@@ -126,7 +129,8 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
     clock = asyncio.get_running_loop().time
     headers = {"Idempotency-Key": key}
     for gateway in itertools.islice(itertools.cycle(gateways), ATTEMPTS):
-        asked_s, kind = clock(), "sent"
+        asked_s = clock()
+        kind: Cause = "sent"
         try:
             async with http.stream(
                 "POST", gateway.url + question.path, json=question.body, headers=headers

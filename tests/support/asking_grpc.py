@@ -63,7 +63,7 @@ class _HeardContinuation(Continuation):
         return super().pause_s(error, now_s)
 
 
-client_module.Continuation = _HeardContinuation  # type: ignore[misc]
+client_module.Continuation = _HeardContinuation  # type: ignore[attr-defined]
 
 
 async def ask_grpc(gateways: Sequence[Gateway], answer: Answer) -> None:

@@ -168,6 +168,10 @@ FIELDS = [
 _SCHEMA = "response_format.json_schema.schema"
 
 
+def _values(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
 def _form(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
@@ -198,7 +202,7 @@ STRUCTURES = [
     _completion("no schema", 400, "response_format.json_schema", response_format={"type": "json_schema"}),
     *[
         _completion(f"schema {schema!r:.40}", 400, _SCHEMA, response_format=_form(schema))
-        for schema in (5, None, [], "{}", {"type": "strin"}, {"$ref": "#/nowhere"}, {"enum": ["x" * 70_000]})
+        for schema in _values(5, None, [], "{}", {"type": "strin"}, {"$ref": "#/nowhere"}, {"enum": ["x" * 70_000]})
     ],
     _completion("a schema 100 deep", 200, None, response_format=_form(_nested(100))),
     _completion("a schema 900 deep", 400, _SCHEMA, response_format=_form(_nested(900))),
@@ -241,7 +245,7 @@ ITEM = {"role": "user", "content": "hi"}
 CHAT_CASES = [
     *[
         _chat(f"messages {value!r:.20}", 400, "messages", messages=value)
-        for value in ([], None, 5, "x", {}, [ITEM] * 100_000)
+        for value in _values([], None, 5, "x", {}, [ITEM] * 100_000)
     ],
     _chat("a message that is none", 400, "messages.0", messages=[5]),
     _chat("unknown role", 400, "messages.0.role", messages=[{"role": "wizard", "content": "x"}]),

@@ -12,7 +12,7 @@ from services.gateway.engine.session_core import LiveRequest
 from services.gateway.telemetry.metrics import GatewayMetrics
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
-ERROR = common_pb2.FINISH_REASON_ERROR
+ERROR, UNSPECIFIED = common_pb2.FINISH_REASON_ERROR, common_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class FakeSession:

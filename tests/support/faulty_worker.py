@@ -66,7 +66,7 @@ class FaultyRunner(ModelRunner):
                 case Fault.HANG:
                     threading.Event().wait()
                 case Fault.SULK:
-                    StepWatch.passed = lambda *_: None  # type: ignore[method-assign, assignment]
+                    StepWatch.passed = lambda *_: None  # type: ignore[method-assign]
                     threading.Event().wait()
                 case Fault.DIE:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -90,5 +90,5 @@ class FaultyRunner(ModelRunner):
 if __name__ == "__main__":
     import gpu_worker.build
 
-    gpu_worker.build.ModelRunner = FaultyRunner  # type: ignore[misc]
+    gpu_worker.build.ModelRunner = FaultyRunner  # type: ignore[attr-defined]
     sys.exit(main(sys.argv[1:]))

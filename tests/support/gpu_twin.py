@@ -3,7 +3,6 @@ graphs that run once more what was captured when they are replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.matmul import PlainMatmul
-from gpu_worker.steps.graphs import Replay
 from gpu_worker.steps.inputs import PinnedInputs
 from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.slots import SlotLimits
@@ -32,7 +30,7 @@ def twin(
     num_blocks: int = 500,
     max_num_seqs: int = 12,
     graph_sizes: tuple[int, ...] = (),
-    capture: Callable[[Callable[[], object]], Replay] = lambda run: run,
+    capture: Any = lambda run: run,
 ) -> ModelRunner:
     model = load_model(str(checkpoint), dtype=dtype, device=CPU)
     config = model.config

@@ -262,8 +262,8 @@ class Liar(Running):
     """It says that it decodes, and that it has whole prompts to go."""
 
     __slots__ = ()
-    is_decoding = True  # type: ignore[assignment]
-    remaining_tokens = 10**6  # type: ignore[assignment]
+    is_decoding = True
+    remaining_tokens = 10**6
 
 
 def runs_a_lie(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

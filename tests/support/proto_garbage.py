@@ -39,7 +39,7 @@ def random_message(rng: Random, descriptor: Descriptor, depth: int = 0) -> Messa
     return message
 
 
-def _fill(rng: Random, message: Message, field: FieldDescriptor, depth: int) -> None:
+def _fill(rng: Random, message: Message, field: Any, depth: int) -> None:
     of_message = field.type == FieldDescriptor.TYPE_MESSAGE
     if of_message and depth == _MAX_DEPTH:
         return
@@ -62,7 +62,7 @@ def _fill(rng: Random, message: Message, field: FieldDescriptor, depth: int) -> 
         setattr(message, field.name, _value(rng, field))
 
 
-def _value(rng: Random, field: FieldDescriptor) -> Any:
+def _value(rng: Random, field: Any) -> Any:
     match field.type:
         case FieldDescriptor.TYPE_STRING:
             return rng.choice(_TEXTS)

@@ -42,7 +42,8 @@ NO_REQUEST = -math.inf
 class LowerTier(Protocol):
     """A memory that takes in the nodes that another memory evicts."""
 
-    def take_in(self, evicted: list[BlockResidency]) -> None: ...
+    def take_in(self, evicted: list[BlockResidency]) -> None:
+        """Keeps or drops nodes that the memory above has just evicted. Children come before their parents."""
 
 
 class Memory:
@@ -93,6 +94,7 @@ class Memory:
 
     @property
     def free_blocks(self) -> int:
+        """Blocks without content."""
         return self.pool.num_free
 
     @property
@@ -102,6 +104,7 @@ class Memory:
 
     @property
     def used_blocks(self) -> int:
+        """Blocks that are neither free nor cached."""
         return self.num_blocks - self.pool.num_free - self.cached_blocks
 
     def take(self, count: int) -> array[int]:

@@ -23,6 +23,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that `take` can hand out."""
         return len(self._given_back) + self.num_blocks + 1 - self.first_untouched
 
     def take(self, count: int) -> array[int]:

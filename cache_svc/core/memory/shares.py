@@ -109,6 +109,7 @@ class TenantShare:
             residency = above
 
     def is_retained(self, residency: BlockResidency) -> bool:
+        """Whether the tenant retains the residency."""
         return self.retained.get(residency.owner_key) is residency
 
 

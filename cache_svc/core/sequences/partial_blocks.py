@@ -4,9 +4,10 @@ A partial block (tree.nodes.PartialBlock) is evictable like any other block. `Pr
 reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. It loses
 its last user before they do, so it is evicted before them.
 
-A memory holds no partial block of which another block there has all tokens. Such a partial block is not kept, or it is
-dropped when the other block is stored (Memory.hold). It is also not kept if finding this out would cost too much
-(PrefixTree.covering). An evicted partial block goes to the host like any block, and is found and copied from there.
+A memory never holds both a partial block and another block that begins with all its tokens. The partial block is then
+not kept, or it is dropped when the other block is stored (Memory.hold). A partial block is also not kept if the search
+for such a block would cost too much (PrefixTree.covering). An evicted partial block goes to the host like any block,
+and is found and copied from there.
 """
 
 from __future__ import annotations

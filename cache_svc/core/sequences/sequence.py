@@ -15,16 +15,20 @@ class KnownSequence(Protocol):
     """The data that a Sequence is made from. A waiting, a swapped-out and a restored sequence all have it."""
 
     @property
-    def sequence_id(self) -> int: ...
+    def sequence_id(self) -> int:
+        """The scheduler's number of the sequence."""
 
     @property
-    def token_ids(self) -> bytes: ...
+    def token_ids(self) -> bytes:
+        """Known tokens, packed little-endian int32."""
 
     @property
-    def root(self) -> Root: ...
+    def root(self) -> Root:
+        """The tree's root for the sequence's namespace."""
 
     @property
-    def metadata(self) -> RequestMetadata: ...
+    def metadata(self) -> RequestMetadata:
+        """The request's priority, retention and tenant."""
 
 
 class Sequence:
@@ -100,4 +104,5 @@ class SwappedSequence:
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens."""
         return len(self.token_ids) // TOKEN_BYTES

@@ -100,11 +100,13 @@ class WorkerBlocks:
         return pools_are and not (self.sequences or self.swapped)
 
     def expire(self, now_ms: int) -> None:
+        """Sets the time of both memories, in milliseconds, and ends the retentions that are due."""
         self.device.queue.expire(now_ms)
         if self.host_tier:
             self.host.queue.expire(now_ms)
 
     def end_exchange(self) -> None:
+        """Ends the exchange of both memories: the blocks that its copies read become free."""
         self.device.end_exchange()
         self.host.end_exchange()
 

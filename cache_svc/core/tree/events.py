@@ -189,9 +189,11 @@ class Watcher:
 
     @property
     def is_behind(self) -> bool:
+        """Whether the log has dropped the next event."""
         return self.number < self._log.oldest
 
     def wake(self) -> None:
+        """Tells the stream that a message is there."""
         self._wake(self)
 
     def take(self) -> pb.WatchEventsResponse | None:
@@ -205,6 +207,7 @@ class Watcher:
         return event
 
     def leave(self) -> None:
+        """Ends the subscription to the log."""
         self._log.watchers.remove(self)
 
 

@@ -34,13 +34,17 @@ class RetentionOwner(Protocol):
 
     name: str
 
-    def is_retained(self, residency: BlockResidency) -> bool: ...
+    def is_retained(self, residency: BlockResidency) -> bool:
+        """Whether the tenant retains the residency."""
 
-    def add_front(self, front: BlockResidency, back: BlockResidency) -> None: ...
+    def add_front(self, front: BlockResidency, back: BlockResidency) -> None:
+        """A retained residency was split: `front` is retained like `back`."""
 
-    def absorb(self, residency: BlockResidency, below: BlockResidency) -> None: ...
+    def absorb(self, residency: BlockResidency, below: BlockResidency) -> None:
+        """Two residencies were joined: `below` becomes a part of the first one."""
 
-    def release(self, residency: BlockResidency) -> None: ...
+    def release(self, residency: BlockResidency) -> None:
+        """Ends the retention of the residency."""
 
 
 class BlockResidency:
@@ -199,6 +203,7 @@ class SubscriptionPoint:
         node.points[self.depth] = self
 
     def join(self, subscription: PrefixSubscription) -> None:
+        """Adds a subscription that waits here for its next block."""
         group = self.waiting.get(subscription.wanted)
         if group is None:
             group = self.waiting[subscription.wanted] = {}
@@ -207,6 +212,7 @@ class SubscriptionPoint:
         group[subscription.sequence_id] = subscription
 
     def leave(self, subscription: PrefixSubscription) -> None:
+        """Removes a subscription. Raises KeyError if it is not here."""
         group = self.waiting[subscription.wanted]
         del group[subscription.sequence_id]
         if not group:

@@ -2,9 +2,9 @@
 
 A node is a run of whole blocks. They come after all blocks on the path from the root to the node. The key of a node is
 its tokens themselves, and a parent finds a child by the tokens of the child's first block, so a hash collision cannot
-serve wrong KV. The tree splits a run where two sequences part, and where the parts of a run get different properties.
-So everything about a node holds for all of it: a memory holds a whole node or nothing of it, and a sequence uses a
-whole node or nothing of it.
+serve wrong KV. The tree splits a run where two sequences diverge, and where a part of a run gets other holders,
+users or another retention than the rest. So everything about a node holds for all of it: a memory holds a whole node or
+nothing of it, and a sequence uses a whole node or nothing of it.
 
 Two facts hold for every memory, on every path downwards:
 
@@ -82,7 +82,7 @@ class PrefixTree:
     def walk(self, token_ids: bytes, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
         """Returns where the longest prefix stored on any worker ends: a node, and the depth in blocks from the root.
 
-        `node` and `depth` are a place on the path: the root and 0, or the result of an earlier walk.
+        `node` and `depth` are where the walk starts: the root and 0, or the result of an earlier walk.
         """
         limit, block_bytes = self.max_match(token_ids), self.block_bytes
         while depth < limit:
@@ -190,8 +190,8 @@ class PrefixTree:
         return node
 
     def can_be_copied(self, node: PrefixNode) -> None:
-        """The node's blocks can be copied from now on. Marks the subscriptions stale that can use more of them than of
-        any block before."""
+        """The node's blocks can be copied from now on. Marks the subscriptions stale that have more tokens in common
+        with one of these blocks than with any block so far."""
         parent = node.parent
         assert parent is not None
         if not self.partial_reuse or not (parent.points or node.points):
@@ -288,7 +288,7 @@ class PrefixTree:
         self.stale[subscription.sequence_id] = subscription
 
     def refresh(self, subscription: PrefixSubscription) -> None:
-        """Finds the end of the match again, starting from the present place, and subscribes to it."""
+        """Finds the end of the match again, starting from its last known end, and subscribes to it."""
         self.unsubscribe(subscription)
         node, depth = subscription.node, subscription.depth
         while node.parent is not None and (not node.residencies or depth <= node.start):
@@ -302,7 +302,7 @@ class PrefixTree:
         subscription.point.join(subscription)
 
     def unsubscribe(self, subscription: PrefixSubscription) -> None:
-        """Ends the subscription: the sequence waits no more, or a refresh follows."""
+        """Ends the subscription: the sequence no longer waits, or a refresh follows."""
         self.stale.pop(subscription.sequence_id, None)
         if subscription.point is not None:
             subscription.point.leave(subscription)

@@ -1,0 +1,1 @@
+"""The protocol: messages and services, generated from the .proto files here."""

@@ -304,7 +304,7 @@ class Explanation(_message.Message):
     """Seconds since the request arrived."""
     to_s: _builtins.float
     reason: _builtins.str
-    """budget, seats, blocks, order, tenant, capacity, no-worker, running, preempted, ..."""
+    """budget, slots, blocks, order, tenant, capacity, no-worker, running, preempted, ..."""
     detail: _builtins.str
     """In words, with the numbers."""
     worker: _builtins.int

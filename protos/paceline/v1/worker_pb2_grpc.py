@@ -102,7 +102,7 @@ class WorkerService:
 
 
 class KvTransferServiceStub:
-    """Served by workers, for one another: migration and prefill/decode split.
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet.
     """
 
     def __init__(self, channel):
@@ -119,7 +119,7 @@ class KvTransferServiceStub:
 
 
 class KvTransferServiceServicer:
-    """Served by workers, for one another: migration and prefill/decode split.
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet.
     """
 
     def Fetch(self, request, context):
@@ -145,7 +145,7 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransferService:
-    """Served by workers, for one another: migration and prefill/decode split.
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet.
     """
 
     @staticmethod

@@ -58,7 +58,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class KvTransferServiceStub:
-    """Served by workers, for one another: migration and prefill/decode split."""
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -68,13 +68,13 @@ class KvTransferServiceStub:
 
 @_typing.type_check_only
 class KvTransferServiceAsyncStub(KvTransferServiceStub):
-    """Served by workers, for one another: migration and prefill/decode split."""
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryStreamMultiCallable[_worker_pb2.FetchRequest, _worker_pb2.FetchResponse]  # type: ignore[assignment]
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by workers, for one another: migration and prefill/decode split."""
+    """Reserved for migration and the prefill/decode split, between workers. No version serves it yet."""
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -31,7 +31,7 @@ class Budgets:
     def bind(self, request: Request) -> None:
         tenant = request.tenant
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
-        if request.started_s is None:  # a request that ran before does not shrink the queue
+        if request.history.started_s is None:  # a request that ran before does not shrink the queue
             for name in (tenant, None):
                 self._estimate(name, request.arrival_s).finished(amount=request.num_tokens)
 
@@ -65,8 +65,8 @@ class Budgets:
             if running and running + request.max_total_tokens > limit:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
-            limit = worker.registration.max_loras
-            loras = worker.loras.keys() | admitted.loras
+            limit = worker.adapters.limit
+            loras = worker.adapters.num_bound.keys() | admitted.loras
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None

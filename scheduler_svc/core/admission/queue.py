@@ -183,7 +183,7 @@ class WaitingQueue:
             self.reorder(self._fallback(error))
 
     def _count(self, request: Request, sign: int) -> None:
-        if request.group is not None and request.started_s is not None:
+        if request.group is not None and request.history.started_s is not None:
             return
         tokens = sign * request.num_tokens
         self.num_requests += sign

@@ -6,15 +6,15 @@ Parameters that change the logits are checked together: few requests have any of
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from paceline.request_fields import FILTER_NAMES, PENALTY_NAMES, SAMPLING, SamplingParam
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.rejection import Rejection, invalid
 from scheduler_svc.core.requests.request import TOKEN_BYTES
 
-MAX_PENALTY = 2.0  # presence and frequency, either side of zero: OpenAI's limits
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
@@ -27,30 +27,29 @@ MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest tokens at each position
 
 
+# Only a negative top_k is out of range, and that has an error text of its own.
+_FILTERS = tuple(SAMPLING[name] for name in FILTER_NAMES if name != "top_k")
+_PENALTIES = tuple(SAMPLING[name] for name in PENALTY_NAMES)
+
+
 def check_sampling(sampling: SamplingParams) -> bool:
     """Check everything that does not depend on the model. Returns whether the parameters change the logits: finding out
     takes a while, so it is done once. Raises Rejection."""
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    temperature, top_p = sampling.temperature, sampling.top_p
     if not max_tokens:
         raise invalid("max_tokens", "must be at least 1")
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"{min_tokens} is more than max_tokens, {max_tokens}")
-    if not 0 <= temperature < math.inf:
+    if not 0 <= (temperature := sampling.temperature) < math.inf:
         raise invalid("temperature", f"{temperature} is not a finite number of at least 0")
-    if not 0 < top_p <= 1:
-        raise invalid("top_p", f"{top_p} is not in (0, 1]")
     if (top_k := sampling.top_k) < 0:
         raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
-    if not 0 <= (min_p := sampling.min_p) <= 1:
-        raise invalid("min_p", f"{min_p} is not in [0, 1]")
-    if not 0 <= (typical_p := sampling.typical_p) <= 1:
-        raise invalid("typical_p", f"{typical_p} is not in [0, 1]")
+    _check_numbers(sampling, _FILTERS)
     if sampling.logprobs or sampling.prompt_logprobs:
         _check_logprobs(sampling)
     if not changes_logits(sampling):
         return False
-    _check_penalties(sampling)
+    _check_numbers(sampling, _PENALTIES, "g")
     _check_bias(sampling)
     _check_bad_words(sampling)
     if (size := len(sampling.allowed_token_ids)) % TOKEN_BYTES:
@@ -58,6 +57,12 @@ def check_sampling(sampling: SamplingParams) -> bool:
     if size > MAX_ALLOWED_TOKENS * TOKEN_BYTES:
         raise invalid("allowed_token_ids", f"has {size // TOKEN_BYTES} tokens, {MAX_ALLOWED_TOKENS} are possible")
     return True
+
+
+def _check_numbers(sampling: SamplingParams, params: Iterable[SamplingParam], shown: str = "") -> None:
+    for param in params:
+        if not param.accepts(param.from_wire(value := getattr(sampling, param.name))):
+            raise invalid(param.name, f"{value:{shown}} is not in {param.wire_range}")
 
 
 def _check_logprobs(sampling: SamplingParams) -> None:
@@ -77,25 +82,11 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> N
 def changes_logits(sampling: SamplingParams) -> bool:
     """Whether a parameter changes the logits, because of earlier tokens or of chosen tokens."""
     return bool(
-        sampling.repetition_penalty
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
+        any(getattr(sampling, name) for name in PENALTY_NAMES)
         or sampling.logit_bias
         or sampling.bad_words
         or sampling.allowed_token_ids
     )
-
-
-def _check_penalties(sampling: SamplingParams) -> None:
-    repetition = sampling.repetition_penalty
-    # Rounded, because the limit itself is a little smaller in the message's 32 bits.
-    if repetition and not MIN_REPETITION_PENALTY <= round(repetition, 6) <= MAX_REPETITION_PENALTY:
-        limits = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
-        raise invalid("repetition_penalty", f"{repetition:g} is not in {limits}")
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalty = getattr(sampling, name)
-        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
-            raise invalid(name, f"{penalty:g} is not in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
 
 
 def _check_bias(sampling: SamplingParams) -> None:

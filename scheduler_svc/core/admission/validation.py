@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from paceline.request_fields import METADATA
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
@@ -28,8 +29,12 @@ from scheduler_svc.core.rejection import (
 from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
-# For request_id, answer_id, tenant and lora: these are kept, logged and named in answers.
+# Of each text of a request: they are kept, logged and named in answers.
 MAX_CHARS = 256
+_TEXTS = ("request_id", "answer_id", "lora", *(name for name, field in METADATA.items() if field.kind is str))
+# Metadata that a request keeps as it is. Its deadline is on another clock.
+_KEPT = tuple(name for name in METADATA if name != "deadline_s")
+_NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is not str)
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
@@ -80,11 +85,10 @@ def check_submission(request: Request, submission: Submission) -> bool:
     changes_logits = check_sampling(request.sampling)
     if request.scores_prompt:
         check_prompt_logprobs(request.sampling, request.num_prompt_tokens)
-    if not math.isfinite(request.priority):
-        raise invalid("priority", f"{request.priority} is not a finite number")
-    if not math.isfinite(deadline_s := submission.deadline_s):
-        raise invalid("deadline_s", f"{deadline_s} is not a finite number")
-    if deadline_s < 0:
+    for name in _NUMBERS:
+        if not math.isfinite(value := getattr(submission, name)):
+            raise invalid(name, f"{value} is not a finite number")
+    if (deadline_s := submission.deadline_s) < 0:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
@@ -111,24 +115,13 @@ def _check_sizes(request: Request) -> None:
         raise invalid("prompt_token_ids", "is not packed int32")
     if len(request.output) % TOKEN_BYTES:
         raise invalid("output_token_ids", "is not packed int32")
-    if len(request.request_id) > MAX_CHARS:
-        raise _too_long("request_id", request.request_id)
-    if len(request.answer_id) > MAX_CHARS:
-        raise _too_long("answer_id", request.answer_id)
-    if len(request.tenant) > MAX_CHARS:
-        raise _too_long("tenant", request.tenant)
-    if len(request.lora) > MAX_CHARS:
-        raise _too_long("lora", request.lora)
-    if len(request.cache_salt) > MAX_CHARS:
-        raise _too_long("cache_salt", request.cache_salt)
+    for name in _TEXTS:
+        if (count := len(getattr(request, name))) > MAX_CHARS:
+            raise invalid(name, f"has {count} characters, {MAX_CHARS} are possible")
     if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
         raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
     if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
-
-
-def _too_long(name: str, text: str) -> Rejection:
-    return invalid(name, f"has {len(text)} characters, {MAX_CHARS} are possible")
 
 
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
@@ -182,14 +175,12 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         output=bytearray(submission.output_token_ids),
         sampling=own,
         arrival_s=now_s,
-        priority=submission.priority,
-        tenant=submission.tenant,
         lora=submission.lora,
         accepted_before=submission.accepted_before,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else NO_TOKENS,
-        cache_salt=submission.cache_salt,
         cache_retention=ranges,
+        **{name: getattr(submission, name) for name in _KEPT},
     )
 
 

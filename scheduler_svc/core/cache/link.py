@@ -22,7 +22,8 @@ from paceline.v1.cache_pb2 import (
 )
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.decision import PlannedAdmission
-from scheduler_svc.core.workers.state import PendingStep, PendingSteps, WorkerState
+from scheduler_svc.core.workers.state import PendingSteps, WorkerState
+from scheduler_svc.core.workers.steps import PendingStep
 
 # Bytes of tokens and tables in one exchange before the next one begins. Half of the message limit, so that one more
 # sequence still fits (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
@@ -221,12 +222,12 @@ class CacheLink:
             for admission in pending_step.decision.admissions:
                 admits.append(len(ops))
                 request, op = admission.request, ops.add()
-                if request.swapped_on:
-                    op.swap_in.sequence = request.sequence
+                if request.held.swapped_on:
+                    op.swap_in.sequence = request.held.sequence
                     continue
                 self._fill_admit(op.admit, worker, admission, pending_step.decision.shares)
             sent.pending_steps.append((pending_step, extend, admits))
-        known = [request.sequence for request in candidates if request.matches is not None]
+        known = [request.held.sequence for request in candidates if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
         if self.rematches:
@@ -250,15 +251,15 @@ class CacheLink:
     @staticmethod
     def _fill_admit(admit: AdmitOp, worker: WorkerState, admission: PlannedAdmission, shares: bool) -> None:
         request = admission.request
-        admit.sequence, admit.worker = request.sequence, worker.id
+        admit.sequence, admit.worker = request.held.sequence, worker.id
         admit.num_new_tokens = admission.num_new_tokens
         if request.parent is not None and request.can_fork_on(worker.id):
-            admit.fork_of = request.parent.sequence
+            admit.fork_of = request.parent.held.sequence
         elif shares:
             admit.num_planned_tokens = admission.num_tokens
         if request.scores_prompt:
             admit.no_reuse = True
-        if request.cached_tokens is not None:
+        if request.history.cached_tokens is not None:
             admit.again = True
 
     @staticmethod

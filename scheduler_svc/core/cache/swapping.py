@@ -5,18 +5,18 @@ A swap crosses three services, in this order, which makes it safe:
     1. The request is preempted. SwapOutOp gathers for the cache, after the commit of the request's last tokens.
     2. The cache frees its device blocks and names the copies to make (`answered`). The cache may now grant these blocks
        to another sequence. The grant reaches the worker with a later plan, or with the plan that makes the copies.
-    3. The worker's next plan carries all gathered copies, and the worker makes them first (`WorkerState.swap_outs`).
+    3. The worker's next plan carries all gathered copies, and the worker makes them first (`SwapSpace.swap_outs`).
        Without a plan, no step writes to the blocks.
 
 A request resumes like an admission: SwapInOp in a pending step; copies and a new sequence in its plan.
 
 Blocks that the cache evicts from the device and keeps in host memory take the same way: their copies gather from point
-2 on (`WorkerState.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
+2 on (`SwapSpace.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
 that resumes. The copies are made before its first tokens are computed, so the commit of these tokens tells the cache of
 both.
 
-A swapped-out request waits in the queue like any other, and is in its worker's `swapped`. When the cache has no room,
-or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
+A swapped-out request waits in the queue like any other, and is in its worker's `host.swapped`. When the cache has no
+room, or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Swaps:
 
     def suits(self, request: Request, mode: str) -> bool:
         """Whether a request that is preempted is swapped. `mode` as in PreemptionPolicy."""
-        worker = self.workers[request.worker]
+        worker = self.workers[request.held.worker]
         wanted = mode == "swap" or (mode == "auto" and request.is_one_of_several)
         # Otherwise tokens before the last known one are not computed. A beam forks more often than it decodes.
-        computed = request.prompt_is_computed and not request.is_member
+        computed = request.held.prompt_is_computed and not request.is_member
         if not (wanted and computed) or worker.draining:
             return False
         # At most: tokens in flight are dropped, and sampled again when the request is back.
-        return worker.blocks_for(worker.num_tokens(request.slot) - 1) <= worker.free_host_blocks
+        return worker.blocks_for(worker.num_tokens(request.held.slot) - 1) <= worker.host.free_blocks
 
     def start(self, worker: WorkerState, request: Request) -> None:
         """The request has left its slot, and the cache knows all its tokens."""
-        worker.free_host_blocks -= worker.blocks_for(request.num_tokens - 1)
-        request.swapped_on, request.matches = worker.id, None
-        worker.swapped[request.sequence] = request
-        self.cache.swap_outs[request.sequence] = request
+        worker.host.free_blocks -= worker.blocks_for(request.num_tokens - 1)
+        request.held.swapped_on, request.matches = worker.id, None
+        worker.host.swapped[request.held.sequence] = request
+        self.cache.swap_outs[request.held.sequence] = request
 
     def answered(
         self, swap_outs: Iterable[tuple[int, int, Request]], response: CacheServiceLinkResponse
@@ -61,14 +61,14 @@ class Swaps:
         """Note the copies that the cache has asked for. Returns the requests that the cache had no host blocks for."""
         refused = []
         for index, sequence, request in swap_outs:
-            worker = self.workers.get(request.swapped_on)
-            if worker is None or request.sequence != sequence:
+            worker = self.workers.get(request.held.swapped_on)
+            if worker is None or request.held.sequence != sequence:
                 continue  # the request has ended, or lost its worker
             result = response.results[index]
             if result.HasField("swap_out"):
                 self.counters.swapped_out += 1
-                request.host_blocks = result.swap_out.host_blocks
-                worker.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
+                request.held.host_blocks = result.swap_out.host_blocks
+                worker.host.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
             else:
                 worker.knows_cache = False  # the blocks come back with the next exchange
                 refused.append(request)
@@ -76,26 +76,25 @@ class Swaps:
 
     def bind(self, request: Request) -> None:
         """The request is about to resume."""
-        del self.workers[request.swapped_on].swapped[request.sequence]
+        del self.workers[request.held.swapped_on].host.swapped[request.held.sequence]
 
     def refused(self, request: Request) -> None:
         """There was no room to resume the request."""
-        if request.swapped_on:
-            self.workers[request.swapped_on].swapped[request.sequence] = request
+        if request.held.swapped_on:
+            self.workers[request.held.swapped_on].host.swapped[request.held.sequence] = request
 
     def resumed(self, request: Request) -> None:
         """The request is in a slot, and the plan with the copies is sent: every step that reads its blocks comes
         later."""
-        request.swapped_on, request.host_blocks = 0, b""
-        request.prompt_is_computed = True
+        request.held.swapped_on, request.held.host_blocks = 0, b""
+        request.held.prompt_is_computed = True
         self.counters.swapped_in += 1
-        self.cache.add_commit(request.sequence, b"", request.num_tokens - 1)
+        self.cache.add_commit(request.held.sequence, b"", request.num_tokens - 1)
 
     def forget(self, request: Request) -> None:
         """The request's sequence is about to be forgotten. Its host blocks may be granted before a copy to them was
         sent: that copy is dropped."""
-        worker = self.workers.get(request.swapped_on)
+        worker = self.workers.get(request.held.swapped_on)
         if worker is not None:
-            worker.swapped.pop(request.sequence, None)
-            worker.swap_outs.pop(request.sequence, None)
-        request.swapped_on, request.host_blocks = 0, b""
+            worker.host.forget(request.held.sequence)
+        request.held.swapped_on, request.held.host_blocks = 0, b""

@@ -76,9 +76,7 @@ class RetryGroups:
             self._is_cleared(self._requests[one])  # the request may have ended
         found = []
         for poisoned in self._suspects.find_poisoned(self.clock_s):
-            request = self._requests[poisoned]
-            request.is_suspect = False
-            found.append((request, self._why[poisoned]))
+            found.append((self._requests[poisoned], self._why[poisoned]))
             self._forget(poisoned)
         return found
 
@@ -181,7 +179,8 @@ class RetryBatch(BatchPolicy):
 def retry_candidates(members: Sequence[Request], worker: WorkerState) -> Iterator[Request]:
     """The members that could get a slot on the worker now."""
     for request in members:
-        if request.phase is not Phase.WAITING or not (request.matches is not None or request.swapped_on == worker.id):
+        matched = request.matches is not None or request.held.swapped_on == worker.id
+        if request.phase is not Phase.WAITING or not matched:
             continue
         if worker.has_grammar(request):
             yield request

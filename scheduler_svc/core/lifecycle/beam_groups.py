@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from paceline.request_fields import PENALTY_NAMES
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Submission
 from paceline.v1.worker_pb2 import TokenLogprobs
@@ -34,9 +35,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
 }
 # Sampling parameters that beam search does not support.
 UNSEARCHED = (
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *PENALTY_NAMES,
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
@@ -107,8 +106,8 @@ class BeamGroups:
         group = member.group
         assert group is not None
         assert group.search is not None
-        if group.root.cached_tokens is None:
-            group.root.cached_tokens = member.cached_tokens
+        if group.root.history.cached_tokens is None:
+            group.root.history.cached_tokens = member.history.cached_tokens
         if logprobs is None:
             self._life.fail(member, "worker: sent no log probabilities for a beam")
             return
@@ -137,8 +136,8 @@ class BeamGroups:
                 self._life.unpark(parent)
 
     def give_up_blocks(self, worker: WorkerState) -> bool:
-        """Free the parked members of the worker. A beam that would have forked from one computes a few tokens again.
-        Returns whether there was any."""
+        """Free the parked members of the worker. A beam that would have forked from a freed member computes a few
+        tokens again. Returns whether the worker had a parked member."""
         parked = list(worker.parked.values())
         for member in parked:
             self._life.unpark(member)
@@ -163,8 +162,8 @@ class BeamGroups:
                     logprobs=True,
                     num_top_logprobs=search.candidates_needed,
                 ),
+                history=replace(root.history),
                 extra_stop_ids=frozenset(),
-                sequence=0,
                 matches=None,
                 parent=parent,
             )

@@ -1,7 +1,7 @@
 """When the cache is lost, running requests go on, and a new cache learns which blocks belong to which request.
 
 The KV on the workers is still valid; only the ownership of blocks is lost. The scheduler keeps the block table of every
-running request (Request.block_table) and the host blocks of every swapped-out request (Request.host_blocks). By phase:
+running request (Held.block_table) and the host blocks of every swapped-out request (Held.host_blocks). By phase:
 
     RUNNING, PARKED     The request stays. No step is planned without a cache. Results of steps in flight are applied,
                         and a request that ends just ends.
@@ -13,7 +13,7 @@ running request (Request.block_table) and the host blocks of every swapped-out r
     demotions           They are dropped: the new cache starts with nothing in host memory.
 
 A restore entry counts tokens as computed as far as the sent steps compute them, as a commit does
-(Planner._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
+(Emitter._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
-    """What a worker kept from an earlier link (say, to a scheduler that is gone); it becomes cached prefix. When a
-    gateway submits a request again that ran there, the request finds all its tokens, whatever its new id is."""
+    """The operation that makes cached prefixes of the sequences that a worker kept from an earlier link (say, to a
+    scheduler that is gone). When a gateway submits again a request that ran on this worker, the request finds all its
+    tokens, whatever its new id is."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:
@@ -67,8 +68,8 @@ class Recovery:
             for request in worker.drop_pending_step():
                 self.life.unanswered(request)
             worker.forget_cache()
-            self.life.recompute(request for request in worker.swapped.values() if not request.host_blocks)
-        self.life.forget_matches()
+            self.life.recompute(request for request in worker.host.swapped.values() if not request.held.host_blocks)
+        self.life.holdings.forget_matches()
 
     def added(self, worker: WorkerState) -> list[CacheOp]:
         """The operations that tell a cache of this worker and of what it kept."""
@@ -85,14 +86,14 @@ class Recovery:
         )
         ops = [CacheOp(add_worker=op)]
         if kept:
-            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.next_sequence)))
+            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.holdings.next_sequence)))
         return ops
 
     def begin(self) -> None:
         """Begin a link to a cache that knows nothing: first its workers, then what runs on them."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
-            if holders := {request.sequence: request for request in self._holders(worker)}:
+            if holders := {request.held.sequence: request for request in self._holders(worker)}:
                 self.cache.restoring[worker.id] = holders
         if not self.cache.restoring:
             self.cache.added.update(added)
@@ -129,7 +130,7 @@ class Recovery:
         if request is None:
             return
         self.life.counters.refused_restores += 1
-        if request.sequence == sequence:  # the request has neither ended since, nor lost its worker
+        if request.held.sequence == sequence:  # the request has neither ended since, nor lost its worker
             self.life.restore_refused(request, why)
         self.cache.never_knew(sequence)
 
@@ -137,13 +138,15 @@ class Recovery:
         """All requests with blocks on the worker, with complete records. Notes what the cache will know of each."""
         worker.slots.complete_tables()
         for slot, request in worker.running.items():
-            self.life.flush_output(worker, slot)
-            request.num_committed = worker.num_computed_tokens(slot)
-            request.num_registered = request.num_tokens
+            self.life.holdings.flush_output(worker, slot)
+            request.held.num_committed = worker.num_computed_tokens(slot)
+            request.held.num_registered = request.num_tokens
             yield request
         yield from worker.parked.values()  # the cache knows all their tokens
-        for request in worker.swapped.values():
-            request.num_committed = max(request.num_committed, request.num_tokens - 1)  # as the swap told the cache
+        for request in worker.host.swapped.values():
+            request.held.num_committed = max(
+                request.held.num_committed, request.num_tokens - 1
+            )  # as the swap told the cache
             yield request
 
     def _next_message(self) -> CacheServiceLinkRequest:
@@ -157,9 +160,9 @@ class Recovery:
         return op
 
     def _fill(self, entry: RestoredSequence, request: Request) -> None:
-        self.cache.fill(entry, request.sequence, request)
-        entry.num_computed_tokens = request.num_committed
-        if request.swapped_on:
-            entry.host_blocks = request.host_blocks
+        self.cache.fill(entry, request.held.sequence, request)
+        entry.num_computed_tokens = request.held.num_committed
+        if request.held.swapped_on:
+            entry.host_blocks = request.held.host_blocks
         else:
-            entry.block_table = request.block_table.tobytes()
+            entry.block_table = request.held.block_table.tobytes()

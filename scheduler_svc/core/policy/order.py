@@ -23,10 +23,12 @@ class OrderPolicy(ABC):
     """
 
     @abstractmethod
-    def add(self, request: RequestView) -> None: ...
+    def add(self, request: RequestView) -> None:
+        """Add a waiting request: a new one, or one that was preempted or swapped out."""
 
     @abstractmethod
-    def remove(self, request: RequestView) -> None: ...
+    def remove(self, request: RequestView) -> None:
+        """Remove a request that runs now, has ended or was cancelled."""
 
     @abstractmethod
     def ordered(self, now_s: float) -> Iterator[RequestView]:
@@ -73,9 +75,11 @@ class KeyedOrder(OrderPolicy):
         """Smaller first; equal keys by queue position."""
 
     def rank(self, request: RequestView) -> Any:
+        """The key if it is constant, else None."""
         return self.key(request) if self.key_is_constant else None
 
     def add(self, request: RequestView) -> None:
+        """Add a request with its current key, or renew the entry that it has. Raises PolicyError for a NaN."""
         arrival_index = request.arrival_index
         if arrival_index in self._entry_of:  # a fallback order may know the request already
             self.remove(request)
@@ -84,14 +88,17 @@ class KeyedOrder(OrderPolicy):
         self._entries.add(entry)
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request. Raises KeyError if it is not in the index."""
         self._entries.remove(self._entry_of.pop(request.arrival_index))
 
     def rematched(self, request: RequestView) -> None:
+        """Compute the key again, and move the request if the key has changed."""
         if sortable(self.key(request), request) != self._entry_of[request.arrival_index][0]:
             self.remove(request)
             self.add(request)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
+        """Requests by key, then by queue position, then by arrival index."""
         return map(itemgetter(3), self._entries)
 
 

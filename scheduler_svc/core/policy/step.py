@@ -149,7 +149,7 @@ class Step(StepView):
         if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
             raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
         if self._num_free_slots <= 0:
-            return self.reject(request, Verdict.STOP, "seats", f"all {self.max_num_seqs} are taken")
+            return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
             detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
             return self.reject(request, Verdict.STOP, "plan", detail)
@@ -214,21 +214,24 @@ class Step(StepView):
     def pause(self, victims: Iterable[Running]) -> None:
         """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
         Paused)."""
-        if own := self.own(victims):
+        if own := self._own_all(victims):
             raise Paused(own)
 
     # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_empty(self) -> bool:
+        """Whether nothing runs in the step so far."""
         return not (self.runs_decodes or self.runs_prefills)
 
     @property
     def runs_prefills(self) -> bool:
+        """Whether the step computes tokens of a prompt, or admits a request."""
         return bool(self._chunks or self._placed)
 
     @property
     def runs_decodes(self) -> bool:
+        """Whether the step computes a token for any decoding sequence."""
         return self.num_decoding > 0 if self._decodes is None else bool(self._decodes)
 
     @property
@@ -236,7 +239,7 @@ class Step(StepView):
         """Request, reason, detail: the requests that were looked at and are not admitted."""
         return tuple((view_of(request), reason, detail) for request, reason, detail in self._rejected)
 
-    def own(self, sequences: Iterable[Running]) -> list[Running]:
+    def _own_all(self, sequences: Iterable[Running]) -> list[Running]:
         """The sequences that a policy named, checked: running sequences of this step, each once. Raises PolicyError."""
         own: dict[int, Running] = {}
         for sequence in map(self._own, sequences):
@@ -245,7 +248,7 @@ class Step(StepView):
             own[sequence.slot] = sequence
         return list(own.values())
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """The schedule has ended. Raises the lack of blocks if a policy has caught it."""
         self._open = False
         if self._lack is not None:
@@ -304,7 +307,7 @@ class Step(StepView):
             raise PolicyError(f"{num_tokens} tokens, with {self._budget_tokens} left in the budget")
         self._budget_tokens -= num_tokens
 
-    def growth_of(self, sequence: Running) -> int:
+    def _growth_of(self, sequence: Running) -> int:
         """Blocks that the step has asked for on behalf of the sequence."""
         return sum(int(np.count_nonzero(slots == sequence.slot)) for slots in self._growth)
 

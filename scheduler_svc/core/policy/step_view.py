@@ -132,10 +132,12 @@ class StepView:
 
     @property
     def now_s(self) -> float:
+        """When the step is scheduled, in seconds, on the clock of `RequestView.arrival_s`."""
         return self._now_s
 
     @property
     def worker_id(self) -> int:
+        """The worker that runs the step. An id is never reused while the scheduler runs."""
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
@@ -155,18 +157,22 @@ class StepView:
 
     @property
     def block_size(self) -> int:
+        """Tokens per block."""
         return self._worker.block_size
 
     @property
     def total_blocks(self) -> int:
+        """Device blocks of the worker, free or not."""
         return self._worker.num_blocks
 
     @property
     def max_batched_tokens(self) -> int:
+        """Token budget of the whole step."""
         return self._worker.max_batched_tokens
 
     @property
     def max_num_seqs(self) -> int:
+        """Slots of the worker, free or not."""
         return self._worker.slots.num_slots
 
     @property
@@ -203,6 +209,7 @@ class StepView:
 
     @property
     def num_admissions(self) -> int:
+        """Waiting requests that the step admits so far."""
         return len(self._placed)
 
     @property
@@ -228,7 +235,7 @@ class StepView:
     @property
     def num_swapped(self) -> int:
         """Requests that this worker has swapped out and may resume. They come first among the waiting requests."""
-        return 0 if self._preempted else len(self._worker.swapped)
+        return 0 if self._preempted else len(self._worker.host.swapped)
 
     def waiting(self) -> Iterator[RequestView]:
         """Requests that may be bound to this worker: first those that it has swapped out, then the others in queue
@@ -254,11 +261,11 @@ class StepView:
             return known
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
-        if self._shares and self._computing and not (request.swapped_on or request.scores_prompt):
+        if self._shares and self._computing and not (request.held.swapped_on or request.scores_prompt):
             computed = self._computed_in_step(request, on_device)
             cached, referenced = max(cached, computed), max(referenced, computed)
         # Only the cache knows which blocks a swapped-out request shares.
-        if referenced < on_device and self._considered and not request.swapped_on:
+        if referenced < on_device and self._considered and not request.held.swapped_on:
             referenced = self._shared_tokens(request, on_device, referenced)
         self._credit_of = known = request, cached, referenced
         return known
@@ -278,9 +285,11 @@ class StepView:
         return self._over_budget(request._request, self._budgeted) is not None
 
     def uncached_tokens(self, request: RequestView) -> int:
+        """Tokens of a waiting request that this worker has to compute: at least the last one."""
         return request.num_tokens - self.cached_tokens(request)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
         return -(-num_tokens // self._worker.block_size)
 
     def need_blocks(self, request: RequestView, num_new_tokens: int) -> int:

@@ -26,14 +26,17 @@ class Running:
 
     @property
     def slot(self) -> int:
+        """Index in the worker's batch, 0 to `max_num_seqs` - 1."""
         return self._slot
 
     @property
     def request(self) -> RequestView:
+        """The request to which the sequence belongs."""
         return view_of(self._request)
 
     @property
     def is_decoding(self) -> bool:
+        """Whether only its last token is left to compute, so that each step computes one token."""
         return self._slot not in self._worker.prefills
 
     @property
@@ -43,6 +46,7 @@ class Running:
 
     @property
     def num_computed_tokens(self) -> int:
+        """Tokens that are computed, or will be by the steps in flight."""
         prefill = self._worker.prefills.get(self._slot)
         return prefill.num_planned if prefill else self.num_tokens - 1
 
@@ -53,8 +57,10 @@ class Running:
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated tokens, after the steps in flight."""
         return self.num_tokens - self._request.num_prompt_tokens
 
     @property
     def num_blocks(self) -> int:
+        """Device blocks that it holds. Some may be shared with other sequences."""
         return int(self._worker.slots.capacity[self._slot]) // self._worker.block_size

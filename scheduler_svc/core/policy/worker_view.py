@@ -49,6 +49,7 @@ class WorkerView:
 
     @property
     def id(self) -> int:
+        """The worker's id. An id is never reused while the scheduler runs."""
         return self._worker.id
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,6 +75,7 @@ class WorkerView:
 
     @property
     def free_slots(self) -> int:
+        """Requests that the round may still place on the worker."""
         return self._free_slots
 
     @property
@@ -92,6 +94,7 @@ class WorkerView:
 
     @property
     def num_blocks(self) -> int:
+        """Device blocks, free or not."""
         return self._worker.num_blocks
 
     @property
@@ -134,7 +137,7 @@ class WorkerView:
     def _cached_tokens(self, request: Request) -> int:
         worker = self._worker
         matched = request.match_on(worker.id).num_tokens
-        if not worker.prefix_caching or request.swapped_on or request.scores_prompt:
+        if not worker.prefix_caching or request.held.swapped_on or request.scores_prompt:
             return matched
         if self._placed is None:
             self._placed = PrefixIndex(worker.block_size)
@@ -170,7 +173,7 @@ class WorkerView:
         return (
             self._free_slots > 0
             and self._need_blocks(request) <= self.free_blocks
-            and worker.has_adapter(request)
+            and worker.adapters.fit(request)
             and worker.has_grammar(request)
             and not worker.has_refused(request)
         )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions, Hypothesis, RequestTiming
+from paceline.v1.inference_pb2 import BeamOptions, Hypothesis
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
-from scheduler_svc.core.requests.output_buffer import OutputBuffer
+from scheduler_svc.core.requests.held import Held
+from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
 
 NO_TOKENS: frozenset[int] = frozenset()
@@ -40,12 +39,10 @@ class Siblings:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request in any phase, and everything known of it. Policies read it and change nothing.
+    """A request in any phase, and everything known of it. Policies see it through RequestView.
 
     `arrival_index` orders requests by arrival, names them, and survives preemption and the loss of a worker.
     `queue_position` orders equal requests in the queue: the arrival index, unless a preemption policy changed it.
-    `sequence` is the cache's name for the current attempt. It is new each time the request enters the queue, so that an
-    attempt never meets late blocks of an earlier one. 0: the cache does not know the request.
     """
 
     arrival_index: int
@@ -65,33 +62,16 @@ class Request:
     deadline_s: float = math.inf  # on the clock of arrival_s
     accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
-    sequence: int = 0
-    num_registered: int = 0  # tokens of that sequence that the cache knows
-    num_committed: int = 0  # of these, tokens that sent steps compute, as far as the cache was told
+    held: Held = field(default_factory=Held, init=False, repr=False)
     matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
     queue_position: int = 0
-    worker: int = 0  # while ALLOCATING or RUNNING
-    slot: int = -1  # while RUNNING
-    # while RUNNING: the buffer, and the slot in it
-    unflushed: tuple[OutputBuffer, int] | None = field(default=None, init=False, repr=False)
-    started_s: float | None = None  # first admission; of a beam: that of its search
-    first_token_s: float | None = None  # of a beam search: the end of its first step
-    has_run: bool = False
-    cached_tokens: int | None = None  # reused at the first admission
-    num_preemptions: int = 0
-    num_worker_losses: int = 0
+    history: History = field(default_factory=History, repr=False)
     kv_is_invalid: bool = False  # the worker could not compute it, so its KV is not reused
     is_suspect: bool = False  # its step failed; it runs only together with other suspects (faults/)
     extra_stop_ids: frozenset[int] = NO_TOKENS
     parent: Request | None = None  # the sequence to fork from, as long as that is possible
-    prompt_is_computed: bool = False  # whether it is known that the current attempt has computed it
     siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it shares another sequence's
     samples: list[Request] | None = None  # of the same prompt, this one and finished ones included
-    swapped_on: int = 0  # the worker with its KV in host memory, while WAITING or ALLOCATING
-    # on that worker, once the cache has answered; packed int32
-    host_blocks: bytes = field(default=b"", init=False, repr=False)
-    # While RUNNING (without the growth that its slot ledger has noted) or PARKED: told to a new cache.
-    block_table: array[int] = field(default_factory=partial(array, "i"), init=False, repr=False)
     group: BeamGroup | None = None  # the beam group that it is the root or a member of
     view: RequestView | None = field(default=None, init=False, repr=False)  # the view that policies get
     hypotheses: list[Hypothesis] = field(default_factory=list)  # results of its beam search
@@ -113,11 +93,11 @@ class Request:
             self.siblings = Siblings(self.arrival_index)
 
     def advance(self, event: Event) -> None:
-        """Into the next phase. Raises KeyError if the event cannot happen in this phase."""
+        """Enter the next phase. Raises KeyError if the event cannot happen in this phase."""
         self.phase = TRANSITIONS[self.phase, event]
 
     def add_output(self, token_ids: bytes) -> None:
-        """Packed int32."""
+        """Append output tokens, packed int32."""
         self.output += token_ids
         self.num_tokens += len(token_ids) // TOKEN_BYTES
 
@@ -148,7 +128,9 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         """Output tokens that have arrived, also while it runs."""
-        return self.num_output_tokens + (self.unflushed[0].num_tokens(self.unflushed[1]) if self.unflushed else 0)
+        return self.num_output_tokens + (
+            self.held.unflushed[0].num_tokens(self.held.unflushed[1]) if self.held.unflushed else 0
+        )
 
     @property
     def max_new_tokens(self) -> int:
@@ -170,31 +152,16 @@ class Request:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
 
-    def timing(self, now_s: float) -> RequestTiming:
-        """The times of its phases, if it ends now."""
-        started_s = now_s if self.started_s is None else self.started_s
-        first_token_s = now_s if self.first_token_s is None else self.first_token_s
-        return RequestTiming(
-            queue_s=started_s - self.arrival_s,
-            prefill_s=first_token_s - started_s,
-            decode_s=now_s - first_token_s,
-            num_preemptions=self.num_preemptions,
-        )
-
-    def ran_s(self, now_s: float) -> float:
-        """Seconds since it first ran."""
-        return 0.0 if self.started_s is None else now_s - self.started_s
-
     def match_on(self, worker: int) -> PrefixMatch:
         """What the worker has of the request in its cache, or swapped out."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
-        if self.parent is None and not self.swapped_on:  # the common case
+        if self.parent is None and not self.held.swapped_on:  # the common case
             return match
         all_but_one = self.num_tokens - 1
         if self.can_fork_on(worker):
             match = PrefixMatch(all_but_one, all_but_one)
-        if self.swapped_on:
-            return PrefixMatch(all_but_one if self.swapped_on == worker else 0, match.num_referenced_tokens)
+        if self.held.swapped_on:
+            return PrefixMatch(all_but_one if self.held.swapped_on == worker else 0, match.num_referenced_tokens)
         return match
 
     def matched_tokens(self, worker: int) -> int:
@@ -207,21 +174,21 @@ class Request:
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent is on that worker and has computed the prompt that both have in common."""
-        return self.parent is not None and self.parent.worker == worker and self.parent.prompt_is_computed
+        return self.parent is not None and self.parent.held.worker == worker and self.parent.held.prompt_is_computed
 
     @property
     def waits_for_parent(self) -> bool:
         """Whether its parent is about to compute the prompt that both have in common. A preempted parent does not
         count: other requests may run before it resumes."""
         parent = self.parent
-        if parent is None or parent.prompt_is_computed or parent.num_preemptions:
+        if parent is None or parent.held.prompt_is_computed or parent.history.num_preemptions:
             return False
         return parent.phase in (Phase.WAITING, Phase.ALLOCATING, Phase.RUNNING)
 
     @property
     def best_matched_tokens(self) -> int:
         """The most tokens that any worker has of it: cached, swapped out, or in the parent that it forks from."""
-        if self.swapped_on or (self.parent and (self.parent.prompt_is_computed or self.waits_for_parent)):
+        if self.held.swapped_on or (self.parent and (self.parent.held.prompt_is_computed or self.waits_for_parent)):
             return self.num_tokens - 1
         return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0
 
@@ -323,21 +290,21 @@ class RequestView:
     @property
     def started_s(self) -> float | None:
         """When it first ran."""
-        return self._request.started_s
+        return self._request.history.started_s
 
     @property
     def has_run(self) -> bool:
         """Whether it was admitted before; now it waits again, or runs."""
-        return self._request.has_run
+        return self._request.history.has_run
 
     @property
     def num_preemptions(self) -> int:
-        return self._request.num_preemptions
+        return self._request.history.num_preemptions
 
     @property
     def is_swapped(self) -> bool:
         """Whether it was preempted and has its KV in a worker's host memory: to resume there it computes one token."""
-        return self._request.swapped_on > 0
+        return self._request.held.swapped_on > 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -352,7 +319,7 @@ class RequestView:
     def num_tokens(self) -> int:
         """Prompt and output."""
         request = self._request
-        if request.unflushed is None:  # the request's own record is complete
+        if request.held.unflushed is None:  # the request's own record is complete
             return request.num_tokens
         return request.num_prompt_tokens + request.num_generated_tokens
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, PromptLogprobs
+from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
-from scheduler_svc.core.arrays import Longs, Slots, Tokens
+from scheduler_svc.core.arrays import Slots, Tokens
 from scheduler_svc.core.cache.link import ProtocolError
+from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.state import StepInFlight, WorkerState
+from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import StepInFlight
 
 Logprobs = dict[int, TokenLogprobs]  # by slot
 Failures = dict[int, RowError]  # by slot
@@ -20,13 +23,9 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
-    publish: Callable[[int, Longs, Longs, Tokens], None]  # session of all rows or -1, sessions, handles, tokens
-    finish: Callable[[Request, FinishReason.ValueType], None]
-    invalidate_kv: Callable[[Request, str], None]  # the request fails, and its KV is not reused
-    fail: Callable[[Request, str, int], None]  # request, message, google.rpc.Code
-    publish_score: Callable[[Request, TokenLogprobs], None]  # log probabilities of the newest token
-    publish_prompt_scores: Callable[[Request, PromptLogprobs], None]
-    report_beam: Callable[[Request, TokenLogprobs | None], None]
+    life: Lifecycle
+    publisher: Publisher
+    groups: BeamGroups
 
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
         """Apply the result of the oldest step in flight. Returns the number of new tokens.
@@ -75,10 +74,10 @@ class ResultReader:
             )
         slots.write_tokens(step.decode_step, occupied, tokens)
         if len(occupied):
-            self.publish(rows.session, sessions, handles, tokens)
+            self.publisher.tokens(rows.session, sessions, handles, tokens)
             for slot in occupied.tolist() if logprobs else ():
                 if slot in logprobs:
-                    self.publish_score(worker.running[slot], logprobs[slot])
+                    self.publisher.score(worker.running[slot], logprobs[slot])
             self._check_ends(worker, occupied, tokens)
         return len(occupied)
 
@@ -93,16 +92,16 @@ class ResultReader:
             by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
             ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
         for slot in sorted(ended):
-            self.finish(worker.running[slot], FINISH_REASON_STOP)
+            self.life.end(worker.running[slot], FINISH_REASON_STOP)
         for slot in sorted(worker.finishing - ended):
             if slots.has_all_tokens(slot):
-                self.finish(worker.running[slot], FINISH_REASON_LENGTH)
+                self.life.end(worker.running[slot], FINISH_REASON_LENGTH)
 
     def _prompt_scores(self, worker: WorkerState, step: StepInFlight, result: StepResult) -> None:
         scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
         for chunk in step.chunks if scores else ():
             if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
-                self.publish_prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
+                self.publisher.prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
 
     def _prefills(
         self,
@@ -127,31 +126,31 @@ class ResultReader:
             if token is None:
                 continue
             of_client = request if request.group is None else request.group.root
-            if of_client.first_token_s is None:
-                of_client.first_token_s = now_s
+            if of_client.history.first_token_s is None:
+                of_client.history.first_token_s = now_s
             if request.group is not None:
-                self.report_beam(request, logprobs.get(chunk.slot))
+                self.groups.report(request, logprobs.get(chunk.slot))
                 continue
             new.append((int(worker.slots.session[chunk.slot]), request.handle, token))
             self._first_token(worker, chunk.slot, request, token, logprobs)
         if new:
             sessions, handles, first = zip(*new, strict=True)
             session = sessions[0] if len({*sessions}) == 1 else -1
-            self.publish(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
+            self.publisher.tokens(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
         return len(new)
 
     def _first_token(self, worker: WorkerState, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
-        request.prompt_is_computed = True
+        request.held.prompt_is_computed = True
         if request.scores_prompt:
             request.prompt_is_scored()
         if slot in logprobs:
-            self.publish_score(request, logprobs[slot])
+            self.publisher.score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
         if ends_at_eos or token in request.extra_stop_ids:
-            self.finish(request, FINISH_REASON_STOP)
+            self.life.end(request, FINISH_REASON_STOP)
         elif request.num_tokens >= request.max_total_tokens:
-            self.finish(request, FINISH_REASON_LENGTH)
+            self.life.end(request, FINISH_REASON_LENGTH)
 
     def _fail_rows(self, worker: WorkerState, rows: Slots, failed: Failures) -> None:
         for slot in rows.tolist():
@@ -160,6 +159,6 @@ class ResultReader:
 
     def _fail(self, request: Request, error: RowError) -> None:
         if error.code:  # the request asks for something impossible; its KV is valid
-            self.fail(request, error.message, error.code)
+            self.life.fail(request, error.message, error.code)
         else:
-            self.invalidate_kv(request, error.message)
+            self.life.invalidate_kv(request, error.message)

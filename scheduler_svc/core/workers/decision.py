@@ -9,7 +9,7 @@ from typing import NamedTuple
 from scheduler_svc.core.arrays import Longs, Slots
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 
-# Bytes of the sequences that one plan places: all their tokens, cached ones included. Less than half of the message
+# Bytes of the new sequences in one plan, at most: all their tokens, cached ones included. Less than half of the message
 # limit (services/runtime/rpc.py), because block tables come on top: as much again if a block has one token.
 MAX_PLAN_BYTES = 7 * 2**20
 
@@ -45,7 +45,7 @@ class Admitted:
 
 
 def plan_bytes(request: Request) -> int:
-    """Bytes that a plan takes to place the request, without its block table."""
+    """Bytes that the request takes in a plan as a new sequence, without its block table."""
     return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
 
 

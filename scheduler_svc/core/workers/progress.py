@@ -29,7 +29,7 @@ class WorkerProgress:
     def told(self, heartbeat: Heartbeat, step: int, stall_s: float) -> str:
         """A heartbeat has come while `step` is the oldest in flight (0: none is). Returns what is wrong, or "".
 
-        `stall_s`: what a message between the two may take.
+        `stall_s`: how long a message between scheduler and worker may take.
         """
         if step != self._step or not step:
             self._step, self._num_heartbeats = step, 0

@@ -76,10 +76,10 @@ class SlotLedger:
         """Put a request into a free slot; its known tokens are in `num_blocks` blocks. Returns the slot."""
         slot = self._free.pop()
         self.requests[slot] = request
-        request.unflushed = (self.output, slot)
+        request.held.unflushed = (self.output, slot)
         self.capacity[slot] = num_blocks * self.block_size
         self.max_total[slot] = request.max_total_tokens
-        self.sequence[slot] = request.sequence
+        self.sequence[slot] = request.held.sequence
         self._grows_from[slot] = self._num_growths
         self.handle[slot] = request.handle
         self.session[slot] = session_index
@@ -93,7 +93,7 @@ class SlotLedger:
         self.generation[slot] += 1
         self.num_releases += 1
         if (request := self.requests[slot]) is not None:
-            request.unflushed = None
+            request.held.unflushed = None
         self.requests[slot] = None
         self._grows_from[slot] = FAR
         self.output.clear(slot)
@@ -167,7 +167,7 @@ class SlotLedger:
         for slot, start, end in zip(grown.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
             request = self.requests[slot]
             assert request is not None, "only what runs grows"
-            request.block_table.frombytes(blocks[start:end].tobytes())
+            request.held.block_table.frombytes(blocks[start:end].tobytes())
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -2,83 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, StepPlan, WorkerRegistration, WorkerServiceLinkResponse
-from scheduler_svc.core.arrays import Slots, packed, unpacked
+from paceline.v1.worker_pb2 import GrammarOrders, KeptSequence, WorkerRegistration, WorkerServiceLinkResponse
+from scheduler_svc.core.arrays import Slots, packed
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.decision import Decision
+from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.progress import WorkerProgress
-from scheduler_svc.core.workers.slots import DecodeRows, SlotLedger
+from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.step_time import StepTimeFit
 from scheduler_svc.core.workers.step_timers import StepTimers
-
-
-@dataclass(slots=True)
-class Prefill:
-    """A running sequence with known tokens that no plan computes yet."""
-
-    slot: int
-    num_tokens: int  # known tokens at admission
-    num_planned: int  # of these, tokens that are computed once the plans in flight have run
-
-    @property
-    def remaining_tokens(self) -> int:
-        return self.num_tokens - self.num_planned
-
-
-class PrefillChunk(NamedTuple):
-    """A prefill row of a step. After the step, `num_computed` of `num_tokens` known tokens are computed."""
-
-    slot: int
-    generation: int
-    num_computed: int
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        return self.num_computed == self.num_tokens
-
-
-class StepInFlight(NamedTuple):
-    """What a plan asked for. Kept until its result comes back."""
-
-    step: int
-    rows: DecodeRows
-    decode_step: int  # valid if the step has rows
-    num_releases: int  # of the slot ledger when the plan was made
-    chunks: tuple[PrefillChunk, ...]
-    num_sampled: int
-    new_tokens: int  # prompt tokens that it computes
-    context_tokens: int  # tokens that its decoding rows attend to
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows) + len(self.chunks)
-
-    def slots_and_generations(self) -> Iterator[tuple[int, int]]:
-        """Slots and generations of all its rows."""
-        yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
-        yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A scheduled step that waits for the cache to answer its exchange."""
-
-    worker: int
-    decision: Decision
-    num_releases: int  # of the slot ledger when the step was scheduled
-    # (sequence, index of its admission), if the worker is lost before the answer
-    orphans: list[tuple[int, int]] = field(default_factory=list)
+from scheduler_svc.core.workers.steps import PendingStep, Prefill, StepInFlight
+from scheduler_svc.core.workers.swap_space import SwapSpace
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +39,7 @@ class WorkerState:
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     running: dict[int, Request] = field(default_factory=dict)  # by slot, in order of admission
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
-    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; the worker knows
+    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; to be freed by a plan
     frees: list[int] = field(default_factory=list)  # slots that the worker has not been told to free yet
     last_steps: StepTimers = field(default_factory=StepTimers)
     pending_step: PendingStep | None = None
@@ -106,19 +47,12 @@ class WorkerState:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
     num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token
-    knows_cache: bool = False  # the cache has answered everything that had gathered at the last plan
+    knows_cache: bool = False  # the cache has answered an exchange that the worker waited for, since its last step
     asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
     # decoding sequences that the current step leaves out: tokens by slot
     held: dict[int, int] = field(default_factory=dict)
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by arrival index
-    # waiting requests with their KV in host memory, by sequence
-    swapped: dict[int, Request] = field(default_factory=dict)
-    # copies for the next plan: device blocks, host blocks; by sequence
-    swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    # copies for the next plan: evicted device blocks, by host block
-    demotions: dict[int, int] = field(default_factory=dict)
-    free_host_blocks: int = 0  # free host blocks, and those with cached KV only
-    loras: Counter[str] = field(default_factory=Counter)  # bound requests, by adapter
+    host: SwapSpace = field(default_factory=SwapSpace)
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
     _refused: set[int] = field(default_factory=set)  # by arrival index
@@ -131,6 +65,7 @@ class WorkerState:
     pool_tokens: int = field(init=False)
     incarnation: str = field(init=False)
     eos_token_ids: tuple[int, ...] = field(init=False)
+    adapters: Adapters = field(init=False)
     grammars: WorkerGrammars = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +75,7 @@ class WorkerState:
         self.pool_tokens = self.num_blocks * self.block_size
         self.incarnation = self.registration.incarnation
         self.eos_token_ids = tuple(self.registration.model.eos_token_ids)
+        self.adapters = Adapters(self.registration.max_loras)
         self.grammars = WorkerGrammars(self.registration.prepares_grammars)
 
     @property
@@ -191,11 +127,6 @@ class WorkerState:
         serves = not request.lora or self.registration.max_loras > 0
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
-    def has_adapter(self, request: Request) -> bool:
-        """Whether the request has no adapter, its adapter is in the batch, or there is room for another adapter."""
-        lora = request.lora
-        return not lora or lora in self.loras or len(self.loras) < self.registration.max_loras
-
     def has_grammar(self, request: Request) -> bool:
         """Whether the worker has prepared the request's grammar, or the request has none."""
         return not request.grammar or self.grammars.has(request.grammar)
@@ -208,17 +139,7 @@ class WorkerState:
 
     def grammar_orders(self) -> GrammarOrders:
         """The open grammar orders for the worker."""
-        return self.grammars.take_orders({one.grammar for one in (*self.bound, *self.swapped.values())})
-
-    def bind_adapter(self, request: Request) -> None:
-        if request.lora:
-            self.loras[request.lora] += 1
-
-    def unbind_adapter(self, request: Request) -> None:
-        if request.lora:
-            self.loras[request.lora] -= 1
-            if not self.loras[request.lora]:
-                del self.loras[request.lora]
+        return self.grammars.take_orders({one.grammar for one in (*self.bound, *self.host.swapped.values())})
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting the whole request takes from the pool."""
@@ -337,43 +258,21 @@ class WorkerState:
         self.frees.append(slot)
 
     def forget_cache(self) -> None:
-        """The cache is gone, together with what it kept for no sequence. Blocks that it granted still hold their KV.
-        Copies to host blocks of sequences are still made if they have not been sent."""
-        self.available_blocks = self.free_host_blocks = 0
+        """The cache is gone. Blocks that it granted still hold their KV."""
+        self.available_blocks = 0
         self.knows_cache = False
-        self.demotions.clear()
-
-    def add_demotions(self, device_blocks: bytes, host_blocks: bytes) -> None:
-        """Copies for the next plan. The last copy to a host block counts."""
-        pairs = zip(unpacked(host_blocks), unpacked(device_blocks), strict=True)
-        self.demotions.update(pairs)
-
-    def add_swap_out(self, sequence: int, device_blocks: bytes, host_blocks: bytes) -> None:
-        self.swap_outs[sequence] = (device_blocks, host_blocks)
-        for block in unpacked(host_blocks) if self.demotions else ():
-            self.demotions.pop(block, None)
-
-    def add_swap_outs(self, plan: StepPlan) -> None:
-        """The plan will be sent: add the gathered copies to it. The worker makes them before anything else."""
-        for device_blocks, host_blocks in self.swap_outs.values():
-            plan.swap_out_from += device_blocks
-            plan.swap_out_to += host_blocks
-        self.swap_outs.clear()
-        if self.demotions:
-            plan.swap_out_from += packed(self.demotions.values())
-            plan.swap_out_to += packed(self.demotions)
-            self.demotions.clear()
+        self.host.forget_cache()
 
     def drop_pending_step(self) -> list[Request]:
-        """Drop the pending step, if there is one. Its answer then finds that the worker was lost. Returns the live
-        requests that it admits."""
+        """Drop the pending step, if there is one. If the cache still answers it, no plan is made of it. Returns the
+        live requests that it admits."""
         pending_step, self.pending_step = self.pending_step, None
         if pending_step is None:
             return []
         self.allocating_tokens = 0
         bound = enumerate(admission.request for admission in pending_step.decision.admissions)
         alive = [(i, request) for i, request in bound if request.phase is not Phase.ENDED]
-        pending_step.orphans = [(request.sequence, i) for i, request in alive]
+        pending_step.orphans = [(request.held.sequence, i) for i, request in alive]
         return [request for _, request in alive]
 
     def vacate(self, slot: int) -> Request:
@@ -388,7 +287,7 @@ class WorkerState:
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
         self.num_further -= request.is_further_sequence
-        request.slot = -1
+        request.held.slot = -1
         return request
 
 

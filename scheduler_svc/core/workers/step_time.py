@@ -8,8 +8,8 @@ from typing import NamedTuple
 # The sums forget: a step's weight falls to 1/e after so many steps of its kind. At 10 ms a step that is 1.3 s, so the
 # fit follows a machine that gets slower, and a hundred steps average a jitter of 10 % down to 1 %.
 MEMORY_STEPS = 128
-# Weight, in steps and in each direction, of the model before the latest steps. It decides what the latest steps do not
-# determine.
+# Weight of the model before the latest steps, in steps, for each coefficient. That model decides the coefficients that
+# the latest steps do not determine.
 PRIOR_STEPS = 4.0
 # The same for a model that is not measured: any step outweighs it.
 GUESS_STEPS = 0.01
@@ -25,8 +25,8 @@ OTHER_SPEED_STEPS = 8
 # step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
-# What the steps cannot tell apart is shared out as in the model before: base 90 %, rows 2 %, and so on. A coefficient
-# with less than this part of a step counts as having this part; otherwise it could never grow.
+# If the steps cannot tell two costs apart, the costs keep the proportions of the model before (say, base 90 %, rows
+# 2 %). A cost below this part of a step counts as this part; otherwise its coefficient could never grow.
 LEAST_PART = 0.02
 
 
@@ -90,7 +90,7 @@ class StepTimeFit:
         return self._num_steps >= TRUSTED_STEPS
 
     def start_from(self, prior: StepTime) -> None:
-        """The model until the first step is solved for."""
+        """Set the model that holds until the first solution."""
         self.time = prior
         self._prior_steps = GUESS_STEPS if prior is UNKNOWN else PRIOR_STEPS
 

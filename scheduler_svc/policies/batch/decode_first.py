@@ -17,6 +17,8 @@ from scheduler_svc.policies.options import Count
 
 
 class DecodeFirst(BatchPolicy):
+    """vLLM V1's scheduler: running sequences first, then waiting requests, by one token budget."""
+
     def __init__(
         self, chunked_prefill: bool = True, long_prefill_token_threshold: Count = 0, share_in_step: bool = True
     ) -> None:
@@ -29,6 +31,7 @@ class DecodeFirst(BatchPolicy):
         self._longest_chunk = 0  # of the current step; 0: no limit
 
     def schedule(self, step: Step) -> None:
+        """Run every running sequence, then admit waiting requests until the budget is spent."""
         self._longest_chunk = 0 if self._is_alone(step) else self.threshold
         self._run(step)
         if step.preempted:

@@ -38,23 +38,30 @@ class Left:
 
     @property
     def is_spent(self) -> bool:
+        """Whether no prompt may begin any more."""
         return min(self.chunk_tokens, self.prefill_tokens) <= 0
 
     def in_units(self, tokens: int) -> int:
+        """The tokens, rounded up to whole units."""
         return -(-tokens // self._unit) * self._unit
 
     def holds(self, tokens: int) -> bool:
+        """Whether a prompt with this many tokens to compute fits without a cut."""
         return self.in_units(tokens) <= self.chunk_tokens
 
     def largest_cut(self) -> int:
+        """Tokens of the longest chunk that fits: whole units if there is one."""
         return self.chunk_tokens // self._unit * self._unit or self.chunk_tokens
 
     def spend(self, tokens: int) -> None:
+        """Charge both budgets for these tokens."""
         self.chunk_tokens -= self.in_units(tokens)
         self.prefill_tokens -= self.in_units(tokens)
 
 
 class PrefillFirst(BatchPolicy):
+    """SGLang's and vLLM V0's scheduler: a step runs either prompts or decodes."""
+
     shares_in_step = False  # as in the originals: only computed tokens are shared
 
     def __init__(
@@ -76,6 +83,7 @@ class PrefillFirst(BatchPolicy):
         self._full_at: dict[int, int] = {}
 
     def schedule(self, step: Step) -> None:
+        """Run prompts if there are any and the interval is over; otherwise run all decodes."""
         since = self._decodes_since.get(step.worker_id, self.interval)
         if not (step.num_decoding and since < self.interval):
             self._prefill(step)
@@ -158,5 +166,6 @@ class PrefillFirst(BatchPolicy):
         return self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:
+        """Count the decode steps since the worker's last prompts."""
         since = self._decodes_since.get(step.worker_id, self.interval)
         self._decodes_since[step.worker_id] = 0 if step.runs_prefills else since + 1

@@ -56,6 +56,8 @@ class Context:
 
 
 class TwoStage(BatchPolicy):
+    """TensorRT-LLM's MicroBatchScheduler: decodes first, then prompts, whole or in chunks of a unit."""
+
     shares_in_step = False  # as in the originals: only computed tokens are shared
 
     def __init__(
@@ -78,6 +80,7 @@ class TwoStage(BatchPolicy):
         self._next_waited = 0
 
     def schedule(self, step: Step) -> None:
+        """Run all decodes, then share out the rest of the budget among prompts, or delay the prompts."""
         step.run_decodes()  # first, so that no waiting request is offered the blocks that decodes grow by
         contexts = self._contexts(step)
         sizes = self._sizes(step, contexts)
@@ -157,4 +160,5 @@ class TwoStage(BatchPolicy):
         return False
 
     def planned(self, step: Step) -> None:
+        """Note for how many steps the worker's prompts have been delayed."""
         self._waited[step.worker_id] = self._next_waited

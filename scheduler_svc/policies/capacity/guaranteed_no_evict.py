@@ -14,6 +14,8 @@ from scheduler_svc.core.requests.request import RequestView
 
 
 class GuaranteedNoEvict(CapacityPolicy):
+    """Admits a request only if the blocks for all its tokens are left."""
+
     reserves_prompt: ClassVar[bool] = True
 
     def __init__(self, prefix_aware: bool = True) -> None:
@@ -21,9 +23,11 @@ class GuaranteedNoEvict(CapacityPolicy):
         self._unpromised_blocks = 0
 
     def begin(self, step: Step) -> None:
+        """Count the blocks that are promised to no running sequence."""
         self._unpromised_blocks = step.available_blocks - step.promised_blocks()
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """Reserve the request's blocks to completion, or stop. SKIP while another request computes its prefix."""
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP
         shared_blocks = step.blocks_for(request.num_tokens) - need_blocks

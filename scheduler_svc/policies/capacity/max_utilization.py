@@ -31,6 +31,8 @@ Ranked = tuple[Any, RequestView]
 
 
 class MaxUtilization(CapacityPolicy):
+    """Admits all that fits now, and pauses the least urgent running sequences when they do not fit any more."""
+
     reserves_prompt: ClassVar[bool] = True
     preempts_for_waiting: ClassVar[bool] = True
 
@@ -41,6 +43,7 @@ class MaxUtilization(CapacityPolicy):
         self._last: dict[int, tuple[tuple[object, int, int], ref[RequestView] | None]] = {}
 
     def begin(self, step: Step) -> None:
+        """Make the pass over running and waiting requests. Raises Paused if a sequence has to be preempted."""
         self._fitting.clear()
         waiting = _newcomers(step)
         first = next(waiting, None)
@@ -105,6 +108,7 @@ class MaxUtilization(CapacityPolicy):
         return paused
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """Admit the requests that fit in the pass of `begin`."""
         if self._fitting.pop(request.arrival_index, None) is not None:
             return Verdict.ADMIT
         return Verdict.SKIP if self._fitting else Verdict.STOP  # the queue's order may differ from the pass

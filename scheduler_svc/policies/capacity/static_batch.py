@@ -9,10 +9,13 @@ from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvic
 
 
 class StaticBatch(GuaranteedNoEvict):
+    """Admits requests as GuaranteedNoEvict does, but only to a worker that runs nothing."""
+
     def __init__(self) -> None:
         super().__init__(prefix_aware=False)
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """STOP while any sequence runs on the worker."""
         if step.num_running:
             return Verdict.STOP
         return super().admit(step, request, need_blocks)

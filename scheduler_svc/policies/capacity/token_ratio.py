@@ -18,6 +18,8 @@ from scheduler_svc.policies.options import Count, Positive, PositiveShare
 
 
 class TokenRatio(CapacityPolicy):
+    """Reserves for each running sequence a share of the tokens that it may still generate; one share per worker."""
+
     def __init__(
         self,
         init_new_token_ratio: PositiveShare = 0.7,
@@ -35,9 +37,11 @@ class TokenRatio(CapacityPolicy):
         self._left_tokens = 0.0
 
     def ratio(self, step: Step) -> float:
+        """The worker's current share."""
         return self._ratios.get(step.worker_id, self.initial)
 
     def begin(self, step: Step) -> None:
+        """Compute the tokens that are left when every running sequence has got its share."""
         left = float(step.available_blocks * step.block_size)
         decoding = np.minimum(step.remaining_new_tokens(), self.clip).sum()
         for sequence in step.prefills:
@@ -49,6 +53,7 @@ class TokenRatio(CapacityPolicy):
         self._left_tokens = left - float(decoding) * self.ratio(step)
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """Take the request's prompt, its allowance and one block from the tokens left, or stop."""
         tokens = step.uncached_tokens(request)
         allowed = self._allowed_tokens(step, request)
         new_tokens = min(allowed - (request.num_tokens - request.num_prompt_tokens), self.clip)
@@ -61,6 +66,7 @@ class TokenRatio(CapacityPolicy):
         return Verdict.ADMIT
 
     def is_spent(self, step: Step) -> bool:
+        """Whether no tokens are left."""
         return self._left_tokens <= 0
 
     def _allowed_tokens(self, step: Step, request: RequestView) -> int:
@@ -69,6 +75,7 @@ class TokenRatio(CapacityPolicy):
         return min(request.max_new_tokens, fitting)
 
     def planned(self, step: Step) -> None:
+        """Lower the share after a decode step, set it anew after a preemption, and forget it when nothing runs."""
         if step.preempted and step.running:
             out = sum(sequence.num_output_tokens for sequence in step.running)
             allowed = sum(sequence.request.max_new_tokens for sequence in step.running)

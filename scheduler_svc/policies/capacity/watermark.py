@@ -20,6 +20,7 @@ class Watermark(CapacityPolicy):
         self.resume_watermark = watermark if resume_watermark is None else resume_watermark
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
+        """Admit the request if its whole prompt and the reserve fit the available blocks."""
         share = self.resume_watermark if request.num_preemptions else self.watermark
         reserve = int(share * step.total_blocks) if step.num_running or step.num_admissions else 0
         whole = step.need_blocks(request, step.uncached_tokens(request))

@@ -22,6 +22,8 @@ WINDOW_S = 1.0
 
 
 class EarliestDeadlineFirst(KeyedOrder):
+    """Orders by `deadline_s`, and gives up requests that cannot meet it."""
+
     key_is_constant: ClassVar[bool] = True
 
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
@@ -36,21 +38,27 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
+        """The deadline in seconds, on the clock of `arrival_s`; infinity if there is none."""
         return request.deadline_s
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request. When no request waits, the measurement of the rate ends."""
         super().remove(request)
         if not self._entries:
             self._began_s = math.nan
 
     def started(self, request: RequestView) -> None:
+        """Count the request's prompt tokens for the rate."""
         self._begun_tokens += _uncached_tokens(request)
         self._computing[request.arrival_index] = request, request.num_output_tokens
 
     def stopped(self, request: RequestView) -> None:
+        """The request's prompt is not being computed any more."""
         self._computing.pop(request.arrival_index, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
+        """Requests with a deadline before the time when their own prompts could be computed. None before the
+        first measurement."""
         rate = self.prefill_tokens_per_s or self._measure(now_s)
         for request in super().ordered(now_s) if rate else ():
             if request.deadline_s == math.inf:

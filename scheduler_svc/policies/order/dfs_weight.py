@@ -21,6 +21,8 @@ Age = tuple[int, int]  # queue position and arrival index
 
 
 class Node:
+    """A run of `stride_tokens` tokens that waiting requests have matched, below its parent's tokens."""
+
     __slots__ = ("children", "oldest", "requests", "weight")
 
     def __init__(self) -> None:
@@ -31,6 +33,8 @@ class Node:
 
 
 class DepthFirstByWeight(OrderPolicy):
+    """Orders by a depth-first walk through the tree of matched prefixes, heaviest child first."""
+
     def __init__(self, stride_tokens: Positive = 16) -> None:
         """`stride_tokens`: the grain at which prefixes are told apart; the block size is the natural one."""
         self._stride_bytes = stride_tokens * TOKEN_BYTES
@@ -46,6 +50,7 @@ class DepthFirstByWeight(OrderPolicy):
         return path
 
     def add(self, request: RequestView) -> None:
+        """Add a request at the end of its matched prefix."""
         path, age = self._path(request), _age(request)
         node = self._root
         for key in path:
@@ -61,6 +66,7 @@ class DepthFirstByWeight(OrderPolicy):
         self._paths[request.arrival_index] = path
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request, and the nodes that no other request needs."""
         node, age = self._root, _age(request)
         for key in self._paths.pop(request.arrival_index):
             child = node.children[key]
@@ -73,11 +79,13 @@ class DepthFirstByWeight(OrderPolicy):
         del node.requests[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
+        """Move the request if its match has grown or shrunk by a stride."""
         if len(self._paths[request.arrival_index]) != request.best_matched_tokens * TOKEN_BYTES // self._stride_bytes:
             self.remove(request)
             self.add(request)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
+        """Requests of a subtree before those of its parent; requests of one node by age."""
         stack: list[Node | RequestView] = [self._root]
         while stack:
             top = stack.pop()

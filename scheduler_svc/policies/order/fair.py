@@ -52,6 +52,8 @@ class TenantQueue:
 
 @dataclass(slots=True)
 class Tenant:
+    """A tenant with requests: its counter, in weighted tokens, and its waiting and running sequences."""
+
     name: str
     weight: float
     counter: float
@@ -63,9 +65,11 @@ class Tenant:
 
     @property
     def is_idle(self) -> bool:
+        """Whether the tenant has no request."""
         return not (self.waiting or self.running)
 
     def add(self, request: RequestView) -> None:
+        """Add a waiting sequence to the queue of its client's request."""
         line = self.lines.get(request.client_request)
         if line is None:
             line = self.lines[request.client_request] = TenantQueue()
@@ -73,6 +77,7 @@ class Tenant:
         self._place(line)
 
     def remove(self, request: RequestView) -> None:
+        """Remove a waiting sequence. Raises KeyError if its request has none."""
         line = self.lines[request.client_request]
         del line.sequences[
             bisect_left(line.sequences, (request.queue_position, request.arrival_index), key=itemgetter(0, 1))
@@ -123,6 +128,8 @@ def _standing(request: RequestView, num_running: int) -> Key:
 
 
 class FairAmongTenants(OrderPolicy):
+    """Orders by tenants' served tokens, then by running sequences of the client's request, then by queue position."""
+
     def __init__(
         self, tenant_weights: dict[str, PositiveAmount] | None = None, output_token_weight: Amount = 2.0
     ) -> None:
@@ -148,6 +155,7 @@ class FairAmongTenants(OrderPolicy):
                 del self.idle[next(iter(self.idle))]
 
     def add(self, request: RequestView) -> None:
+        """Add a request. A tenant that begins to wait gets at least the lowest counter of the others."""
         tenant = self._busy(request.tenant)
         if not tenant.waiting:
             if not request.has_run:  # a preempted request is not a new one
@@ -176,6 +184,7 @@ class FairAmongTenants(OrderPolicy):
         return self.idle.get(self._last_waited, 0.0)
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request. A tenant without requests becomes idle."""
         tenant = self.busy[request.tenant]
         tenant.remove(request)
         if not tenant.waiting:
@@ -184,6 +193,7 @@ class FairAmongTenants(OrderPolicy):
         self._left(tenant.name)
 
     def started(self, request: RequestView) -> None:
+        """Charge the tenant for the prompt, if the request runs for the first time."""
         tenant = self._busy(request.tenant)
         self._charge(tenant, self._prompt_cost(request, tenant))
         tenant.running[request.arrival_index] = (request, request.num_output_tokens)
@@ -191,6 +201,7 @@ class FairAmongTenants(OrderPolicy):
         self._running[tenant.name] = tenant
 
     def stopped(self, request: RequestView) -> None:
+        """Charge the tenant for the generated tokens that it was not charged for yet."""
         tenant = self._busy(request.tenant)
         if (entry := tenant.running.pop(request.arrival_index, None)) is not None:
             self._charge(tenant, self._output_cost(tenant, request.num_output_tokens - entry[1]))
@@ -225,6 +236,7 @@ class FairAmongTenants(OrderPolicy):
                 heapq.heappush(heap, (counter + self._prompt_cost(request, self.busy[name]), name, requests))
 
     def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
+        """Compare the tenants' counters; within a tenant, the requests' running sequences."""
         if waiting.tenant == running.tenant:
             return _standing(waiting, waiting.num_running_siblings) < _standing(
                 running, running.num_running_siblings - 1

@@ -9,7 +9,10 @@ from scheduler_svc.core.requests.request import RequestView
 
 
 class FirstComeFirstServed(KeyedOrder):
+    """Orders by queue position."""
+
     key_is_constant: ClassVar[bool] = True
 
     def key(self, request: RequestView) -> int:
+        """The same for all requests."""
         return 0  # equal keys: by queue position

@@ -30,12 +30,15 @@ class HrrnEntry:
 
     @classmethod
     def of(cls, request: RequestView, arrived_at: int) -> HrrnEntry:
+        """The entry of a request with its current match."""
         matched = request.best_matched_tokens
         uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
         return cls(request, arrived_at, request.queue_position, uncached, is_computed)
 
 
 class HighestResponseRatioNext(OrderPolicy):
+    """Orders by the age of a request, in served tokens, over the tokens that it has to compute."""
+
     def __init__(self) -> None:
         self._served_tokens = 0
         self._entries: dict[int, HrrnEntry] = {}  # by arrival index
@@ -43,23 +46,28 @@ class HighestResponseRatioNext(OrderPolicy):
         self._arrived_at: WeakKeyDictionary[RequestView, int] = WeakKeyDictionary()
 
     def add(self, request: RequestView) -> None:
+        """Add a request. Its age begins when it is first added."""
         self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request. Raises KeyError if it is not in the index."""
         del self._entries[request.arrival_index]
 
     def rematched(self, request: RequestView) -> None:
+        """Read the tokens to compute again."""
         self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
 
     def _arrival(self, request: RequestView) -> int:
         return self._arrived_at.setdefault(request, self._served_tokens)
 
     def started(self, request: RequestView) -> None:
+        """Advance the clock of served tokens, if the request runs for the first time."""
         self._arrival(request)  # a request that ran before this order was set
         if not request.has_run:
             self._served_tokens += max(1, request.num_tokens - request.best_matched_tokens)
 
     def ordered(self, now_s: float) -> Iterator[RequestView]:
+        """Requests with a computed prompt, then by falling ratio. Costs O(n log n) for n waiting requests."""
         served = self._served_tokens
         ranked = sorted(
             (

@@ -22,6 +22,8 @@ Beginning = tuple[tuple[str, str], bytes]
 
 
 class LongestPrefixMatch(KeyedOrder):
+    """Orders by cached tokens, most first; requests that wait for a common beginning come last."""
+
     def __init__(
         self, in_batch_check_threshold: AtLeastMinusOne = 32, in_batch_deprioritize_threshold: Count = 32
     ) -> None:
@@ -33,12 +35,14 @@ class LongestPrefixMatch(KeyedOrder):
         self._group_of: dict[int, Beginning] = {}  # by arrival index
 
     def key(self, request: RequestView) -> tuple[bool, int]:
+        """(True, 0) if another request leads its group; else (False, minus its cached tokens)."""
         beginning = self._group_of.get(request.arrival_index)
         group = None if beginning is None else self._groups.get(beginning)
         follows = group is not None and group.peekitem(0)[1] != request
         return (True, 0) if follows else (False, -request.best_matched_tokens)
 
     def add(self, request: RequestView) -> None:
+        """Add a request, and put it into the group of its beginning if little of it is cached."""
         tokens = request.token_ids[: self.beginning_bytes]
         if request.best_matched_tokens <= self.check_threshold and len(tokens) == self.beginning_bytes:
             beginning = request.namespace, tokens
@@ -52,6 +56,7 @@ class LongestPrefixMatch(KeyedOrder):
         super().add(request)
 
     def remove(self, request: RequestView) -> None:
+        """Remove a request. If it led its group, the next request leads the group."""
         super().remove(request)
         beginning = self._group_of.pop(request.arrival_index, None)
         if beginning is None:

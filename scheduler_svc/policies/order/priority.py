@@ -14,6 +14,8 @@ from scheduler_svc.policies.options import Amount
 
 
 class Priority(KeyedOrder):
+    """Orders by priority, with ageing; larger priorities first."""
+
     key_is_constant: ClassVar[bool] = True
 
     def __init__(self, ageing_per_s: Amount = 0.0) -> None:
@@ -21,4 +23,5 @@ class Priority(KeyedOrder):
         self.ageing_per_s = ageing_per_s
 
     def key(self, request: RequestView) -> float:
+        """Minus the priority that the request would have had at time 0, ageing included."""
         return self.ageing_per_s * request.arrival_s - request.priority

@@ -12,6 +12,8 @@ from scheduler_svc.core.requests.request import RequestView
 
 
 class Random(KeyedOrder):
+    """Orders by a hash of the seed and the arrival index."""
+
     key_is_constant: ClassVar[bool] = True
 
     def __init__(self, seed: int = 0) -> None:
@@ -19,5 +21,6 @@ class Random(KeyedOrder):
         self.seed = seed
 
     def key(self, request: RequestView) -> bytes:
+        """8 bytes, the same in each run with the same seed."""
         # A checksum is linear, so another seed would hardly change which of two requests is first.
         return blake2b(f"{self.seed} {request.arrival_index}".encode(), digest_size=8).digest()

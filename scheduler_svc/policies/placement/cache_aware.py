@@ -20,6 +20,8 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_reques
 
 
 class CacheAware(OnArrival):
+    """SGLang's router: the longest match while the load is even, else the fewest requests."""
+
     def __init__(
         self,
         cache_threshold: Share = 0.3,
@@ -34,6 +36,7 @@ class CacheAware(OnArrival):
         self._given_tokens: dict[int, int] = {}  # uncached tokens of the requests placed on it, by worker
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        """Choose by load, then by match, then by the tokens given so far."""
         cached = {worker.id: worker.cached_tokens(request) for worker in workers}
         chosen, why = self._choose(request, workers, cached)
         self._given_tokens[chosen.id] = self._given(chosen) + request.num_tokens - cached[chosen.id]

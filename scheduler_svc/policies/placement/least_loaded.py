@@ -10,6 +10,9 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_reques
 
 
 class LeastLoaded(OnArrival):
+    """Chooses the worker with the fewest requests."""
+
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        """The worker with the fewest requests; of equal ones the smallest id."""
         chosen = fewest_requests(workers)
         return chosen, f"it had the fewest requests, {chosen.num_rows}"

@@ -18,6 +18,8 @@ MAX_CHOICES = 1 << 15
 
 
 class Chosen(NamedTuple):
+    """A request's worker, and the reason for `paceline explain`."""
+
     worker: int
     why: str
 
@@ -34,6 +36,7 @@ class OnArrival(PlacementPolicy):
         """The request's worker among these (by ascending id), and the reason."""
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        """The worker chosen earlier, if it is still there; else the one that `choose` names."""
         offered = {worker.id: worker for worker in (*workers, *full)}
         chosen = self._chosen.get(request.arrival_index)
         if chosen is None or chosen.worker not in offered:
@@ -44,6 +47,7 @@ class OnArrival(PlacementPolicy):
         return offered[chosen.worker]
 
     def bound(self, request: RequestView, worker_id: int) -> str:
+        """Forget the choice. Returns its reason if the request runs on the chosen worker."""
         chosen = self._chosen.pop(request.arrival_index, None)
         return chosen.why if chosen is not None and chosen.worker == worker_id else ""
 

@@ -16,12 +16,15 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 
 class OverlapCost(OnArrival):
+    """Dynamo's KV router at temperature 0: the smallest cost in blocks."""
+
     def __init__(self, overlap_weight: Amount = 1.0) -> None:
         """`overlap_weight`: Dynamo's default is 1. A larger weight favours the first token over later tokens."""
         super().__init__()
         self.overlap_weight = overlap_weight
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        """The worker with the smallest cost; of equal ones the one with the fewest requests."""
         costs = {worker.id: self._cost_blocks(request, worker) for worker in workers}
         chosen = min(workers, key=lambda worker: (costs[worker.id], worker.num_rows))
         return chosen, f"the smallest cost, {costs[chosen.id]:.1f} blocks"

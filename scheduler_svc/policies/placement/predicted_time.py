@@ -66,6 +66,8 @@ class PlacementChoice(NamedTuple):
 
 
 class PredictedTime(PlacementPolicy):
+    """Chooses the worker with the lowest predicted cost, and copies prefixes that have cost more than a copy."""
+
     # The best of a few random ones is nearly as good as the best of all (Mitzenmacher, TPDS 2001).
     max_compared = 16
 
@@ -79,6 +81,7 @@ class PredictedTime(PlacementPolicy):
         self._patience_s = 1.0  # of the round
 
     def begin(self, fleet: FleetView) -> None:
+        """Forget the last round's choices, and read the expected output length and the shortest step."""
         self._mean_tokens = fleet.mean_output_tokens
         shortest_s = min((worker.step_time.of(0, 0, 1) for worker in fleet.workers), default=1.0)
         self._patience_s = PATIENCE_STEPS * max(shortest_s, LEAST_STEP_S)
@@ -86,6 +89,7 @@ class PredictedTime(PlacementPolicy):
         self._round_lost_s.clear()
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
+        """The worker with the lowest cost, or the next best one if it makes a copy that pays."""
         if len(workers) == 1:
             return workers[0]
         expected = self._expected_tokens(request)
@@ -117,6 +121,7 @@ class PredictedTime(PlacementPolicy):
         return chosen
 
     def bound(self, request: RequestView, worker_id: int) -> str:
+        """Add the lost time to the prefix's sum. Returns the predictions."""
         self._last_binding[worker_id] = next(self._bindings)
         if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
             del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]

@@ -11,11 +11,14 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 
 class RoundRobin(OnArrival):
+    """Chooses the workers in turn, by id."""
+
     def __init__(self) -> None:
         super().__init__()
         self._last = 0  # worker id
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        """The worker with the next higher id, or the first one."""
         chosen = next((worker for worker in workers if worker.id > self._last), workers[0])
         self._last = chosen.id
         return chosen, "its turn"

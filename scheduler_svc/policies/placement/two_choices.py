@@ -12,11 +12,14 @@ from scheduler_svc.policies.placement.on_arrival import OnArrival, drawn, fewest
 
 
 class TwoChoices(OnArrival):
+    """Draws two workers and chooses the one with fewer requests."""
+
     def __init__(self, placement_seed: Count = 0) -> None:
         super().__init__()
         self.placement_seed = placement_seed
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
+        """The worker with fewer requests of the two drawn; of equal ones the smaller id."""
         count = len(workers)
         if count == 1:
             return workers[0], "the only one"

@@ -13,10 +13,13 @@ from scheduler_svc.core.policy.views import Running
 
 
 class FewestOutput(PreemptionPolicy):
+    """Preempts the sequences that have generated least."""
+
     def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority", mode: Mode = "recompute") -> None:
         self.requeue = requeue
         self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
+        """By generated tokens, then by prompt length (longest first), then newest first."""
         newest_first = step.running[::-1]
         return sorted(newest_first, key=lambda s: (s.num_output_tokens, -s.request.num_prompt_tokens))

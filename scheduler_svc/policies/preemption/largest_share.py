@@ -31,6 +31,8 @@ MAX_SLOTS = 16
 
 
 class LargestShare(PreemptionPolicy):
+    """Preempts sequences of the tenant and the request that hold most, also for waiting requests."""
+
     def __init__(
         self,
         requeue: Literal["seniority", "front", "back"] = "seniority",
@@ -43,6 +45,7 @@ class LargestShare(PreemptionPolicy):
         self._weights = tenant_weights or {}
 
     def victims(self, step: Step) -> Iterator[Running]:
+        """The last sequence of the largest request of the tenant with most blocks, again and again."""
         tenants: dict[str, list[tuple[int, int, Running]]] = {}
         shares: Counter[str] = Counter()
         nth: Counter[int] = Counter()  # sequences of the client's request so far
@@ -63,6 +66,7 @@ class LargestShare(PreemptionPolicy):
                 heapq.heappush(heap, (share + sequence.num_blocks / self._weights.get(name, 1.0), name))
 
     def for_waiting(self, step: Step) -> Iterable[Running]:
+        """Spare sequences of requests that run several, for up to MAX_SLOTS waiting requests that run none."""
         requests = (request for request in step.waiting() if not step.has_admitted(request))
         newcomers: list[RequestView] = []
         for request in islice(requests, MAX_SLOTS):

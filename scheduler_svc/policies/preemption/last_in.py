@@ -11,9 +11,12 @@ from scheduler_svc.core.policy.views import Running
 
 
 class LastIn(PreemptionPolicy):
+    """Preempts the sequences that were admitted last."""
+
     def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority", mode: Mode = "recompute") -> None:
         self.requeue = requeue
         self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
+        """Running sequences, the last admitted first."""
         return reversed(step.running)

@@ -11,9 +11,12 @@ from scheduler_svc.core.policy.views import Running
 
 
 class LowestPriority(PreemptionPolicy):
+    """Preempts the least urgent sequences."""
+
     def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority", mode: Mode = "recompute") -> None:
         self.requeue = requeue
         self.mode = mode
 
     def victims(self, step: Step) -> Iterable[Running]:
+        """By priority, lowest first, then the last arrival first."""
         return sorted(step.running, key=lambda sequence: (sequence.request.priority, -sequence.request.arrival_index))

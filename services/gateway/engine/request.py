@@ -7,12 +7,13 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from paceline.request_fields import METADATA, MIN_FLOAT32, PENALTY_NAMES
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import (
@@ -22,7 +23,7 @@ from services.gateway.engine.sampling import (
     refuse_for_beams,
     sampling_params,
 )
-from services.gateway.engine.session_core import NO_METADATA, SubmissionMetadata
+from services.gateway.engine.session_core import NO_METADATA
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
@@ -36,9 +37,7 @@ T = TypeVar("T")
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_SAMPLES = 64  # per prompt
-MAX_TENANT_CHARS = 128
 # The scheduler's limits. They apply here too, because submissions of several requests share one message.
-MAX_SALT_CHARS = 256
 MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -67,7 +66,7 @@ class GenerateJob:
     logprobs: bool = False  # whether the client gets log probabilities
     prompt_logprobs: bool = False
     echo: Echo | None = None
-    metadata: SubmissionMetadata = NO_METADATA
+    metadata: inference_pb2.Submission = field(default_factory=inference_pb2.Submission)
     sample: int = 0  # index among the samples of one prompt
     beam: inference_pb2.BeamOptions | None = None
     delivered: tuple[int, ...] = ()  # output of another run that the client already has
@@ -231,7 +230,7 @@ class RequestBuilder:
         names: FieldNames,
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
-        metadata: SubmissionMetadata = NO_METADATA,
+        metadata: inference_pb2.Submission = NO_METADATA,
     ) -> GenerateJob:
         """Check everything and fill in the defaults. `token_ids`: the prompt. Raises ApiError 400.
 
@@ -335,42 +334,40 @@ def check_beam(
 
 
 def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
-    """Turn the job into a beam search. It ranks by the model's own probabilities, so the model's default repetition
-    penalty does not apply. Raises ApiError 400 if the output must have a form."""
+    """Turn the job into a beam search. It ranks by the model's own probabilities, so the model's default penalties do
+    not apply. Raises ApiError 400 if the output must have a form."""
     if job.sampling.grammar:
         raise invalid("use_beam_search", "a beam search knows no structured outputs")
     job.beam = options
-    job.sampling.ClearField("repetition_penalty")
+    for name in PENALTY_NAMES:
+        setattr(job.sampling, name, 0.0)
 
 
 def check_metadata(
-    priority: float | None,
-    tenant: str | None,
-    deadline_s: float | None,
-    cache_salt: str | None = None,
-    cache_retention: Sequence[common_pb2.RetentionRange] = (),
-) -> SubmissionMetadata:
-    """Priority, tenant, deadline, salt and retention; None takes the default. Raises ApiError 400."""
-    for name, value in (("priority", priority), ("deadline_s", deadline_s)):
-        if value is not None and not abs(value) <= MAX_FLOAT32:  # the messages have 32-bit floats
+    values: Mapping[str, Any], cache_retention: Sequence[common_pb2.RetentionRange] = ()
+) -> inference_pb2.Submission:
+    """A submission that holds only metadata. `values`: of the fields in METADATA; None takes the default. Raises
+    ApiError 400."""
+    metadata = inference_pb2.Submission()
+    for name, declared in METADATA.items():
+        if (value := values[name]) is None:
+            continue
+        if declared.kind is str:
+            if len(value) > declared.max_chars:
+                message = f"{name} has {len(value)} characters; at most {declared.max_chars} are possible"
+                raise invalid(name, message)
+        elif not abs(value) <= MAX_FLOAT32:  # the messages have 32-bit floats
             raise invalid(name, f"{name} must be a finite number of 32 bits, not {value:g}")
-    if deadline_s is not None and deadline_s <= 0:
-        raise invalid("deadline_s", f"deadline_s must be above 0, not {deadline_s:g}")
-    if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
-        raise invalid("tenant", f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are possible")
-    if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
-        message = f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are possible"
-        raise invalid("cache_salt", message)
+        elif declared.above_zero:
+            if value <= 0:
+                raise invalid(name, f"{name} must be above 0, not {value:g}")
+            value = max(value, MIN_FLOAT32)  # 0 in the message: not given
+        setattr(metadata, name, value)
     if len(cache_retention) > MAX_RETENTION_RANGES:
         message = f"cache_retention has {len(cache_retention)} ranges; at most {MAX_RETENTION_RANGES} are possible"
         raise invalid("cache_retention", message)
-    return SubmissionMetadata(
-        priority or 0.0,
-        tenant or "",
-        deadline_s or 0.0,
-        cache_salt=cache_salt or "",
-        cache_retention=tuple(cache_retention),  # the scheduler checks the contents
-    )
+    metadata.cache_retention.extend(cache_retention)  # the scheduler checks the contents
+    return metadata
 
 
 def too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:

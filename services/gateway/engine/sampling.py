@@ -1,28 +1,25 @@
 """Checks a client's sampling parameters, fills in defaults, and converts them for the scheduler.
 
-Every token id is checked against the vocabulary here; the scheduler checks them again. Limits: docs/sampling.md.
+The numbers are those of paceline.request_fields. Every token id is checked against the vocabulary here; the scheduler
+checks them again. Limits: docs/sampling.md.
 """
 
 from __future__ import annotations
 
 import random
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from paceline.request_fields import MIN_FLOAT32, SAMPLING, SamplingParam
 from paceline.v1 import common_pb2
 from services.gateway.errors import ApiError, invalid
 from services.gateway.text.model_files import ModelFiles
 
 MAX_STOP_TOKEN_IDS = 256
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 2.0  # absolute value of presence and frequency penalties
-# gRPC sends 32-bit floats, and 0.01 becomes a little less. The other limits are the same in 32 and 64 bits.
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = struct.unpack("<ff", struct.pack("<ff", 0.01, 100.0))
 MAX_BIAS = 100.0  # absolute value
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 256
@@ -31,20 +28,18 @@ MAX_BAD_WORD_TOKENS = 64  # per entry
 MAX_BAD_WORDS_TOKENS = 4096  # of all entries, in both spellings
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
-MIN_FLOAT32 = 2.0**-149  # the smallest number above 0
 # Below this temperature a softmax overflows float32. Sampling is then greedy in practice.
 _GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(slots=True)
 class SamplingChoices:
-    """Sampling parameters as the client gives them; None takes the default. The field names are the public names."""
+    """Sampling parameters as the client gives them; None takes the default. The field names are the public names.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
+    `numbers`: the parameters of paceline.request_fields that the client gives.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -53,9 +48,6 @@ class SamplingChoices:
     stop_token_ids: Sequence[int] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()  # texts, or token ids
     allowed_token_ids: Sequence[int] | None = None
@@ -94,21 +86,17 @@ def sampling_params(
     choices: SamplingChoices, files: ModelFiles, vocabulary: Vocabulary, names: FieldNames
 ) -> common_pb2.SamplingParams:
     """Everything but the numbers of tokens. Raises ApiError 400."""
-    params = common_pb2.SamplingParams(
-        temperature=_temperature(choices, files.temperature, names),
-        top_p=_share(choices.top_p, files.top_p, names.of("top_p")),
-        top_k=_top_k(choices, files.top_k, names),
-        seed=_seed(choices, names),
-        ignore_eos=choices.ignore_eos,
-    )
+    params = common_pb2.SamplingParams()
+    for name, param in SAMPLING.items():
+        value = choices.numbers.get(name)
+        value = files.defaults.get(name, param.default) if value is None else _checked(value, param, names.of(name))
+        if name == "temperature" and value < _GREEDY_TEMPERATURE:
+            value = 0.0
+        setattr(params, name, param.to_wire(value))
+    params.seed, params.ignore_eos = _seed(choices, names), choices.ignore_eos
     if choices.stop_token_ids:
         params.stop_token_ids.extend(_stop_tokens(choices.stop_token_ids, vocabulary, names.of("stop_token_ids")))
     # The rest is set only where it changes the result. Most requests have none of these fields.
-    if (min_p := _number(choices.min_p, files.min_p, names.of("min_p"), 0.0, 1.0)) != 0.0:
-        params.min_p = min_p
-    if (typical_p := _share(choices.typical_p, files.typical_p, names.of("typical_p"))) != 1.0:
-        params.typical_p = typical_p
-    _add_penalties(params, choices, files, names)
     if choices.logit_bias:
         params.logit_bias.update(_logit_bias(choices.logit_bias, vocabulary, names.of("logit_bias")))
     if choices.bad_words:
@@ -126,43 +114,15 @@ def sampling_params(
     return params
 
 
-def _add_penalties(
-    params: common_pb2.SamplingParams, choices: SamplingChoices, files: ModelFiles, names: FieldNames
-) -> None:
-    low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-    repetition = _number(
-        choices.repetition_penalty, files.repetition_penalty, names.of("repetition_penalty"), low, high
-    )
-    if repetition != 1.0:
-        params.repetition_penalty = repetition
-    if choices.presence_penalty:
-        check_range(names.of("presence_penalty"), choices.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        params.presence_penalty = choices.presence_penalty
-    if choices.frequency_penalty:
-        check_range(names.of("frequency_penalty"), choices.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        params.frequency_penalty = choices.frequency_penalty
-
-
 def refuse_for_beams(choices: SamplingChoices) -> None:
     """Refuse options that a beam search cannot honour: it does not sample, and ranks by the model's own probabilities.
     Raises ApiError 400."""
-    neutral: dict[str, tuple[object, ...]] = {
-        "temperature": (0.0,),
-        "top_p": (1.0,),
-        "top_k": (-1,),
-        "min_p": (0.0,),
-        "typical_p": (1.0,),
-        "repetition_penalty": (1.0,),
-        "presence_penalty": (0.0,),
-        "frequency_penalty": (0.0,),
-        "logit_bias": ({},),
-        "bad_words": ((), []),
-        "allowed_token_ids": (),
-        "logprobs": (),
-        "prompt_logprobs": (),
-    }
+    numbers = {name: choices.numbers.get(name) for name in SAMPLING}
+    neutral: dict[str, tuple[object, ...]] = {name: (param.beam_value,) for name, param in SAMPLING.items()}
+    neutral |= {"top_k": (-1,), "logit_bias": ({},), "bad_words": ((), []), "allowed_token_ids": ()}
+    neutral |= {"logprobs": (), "prompt_logprobs": ()}
     for name, values in neutral.items():
-        if getattr(choices, name) not in (None, *values):
+        if (numbers[name] if name in numbers else getattr(choices, name)) not in (None, *values):
             raise invalid(name, f"{name}: beam search does not sample, and knows no such thing; leave it out")
     if choices.stop:
         raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
@@ -178,35 +138,16 @@ def _shown(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
-def _number(value: float | None, default: float, name: str, low: float, high: float) -> float:
-    if value is None:
-        return default
-    check_range(name, value, low, high)
-    return value
-
-
-def _share(value: float | None, default: float, name: str) -> float:
-    if value is None:
-        return default
-    if not 0.0 < value <= 1.0:
-        raise invalid(name, f"{name} must be above 0 and at most 1, not {value:g}")
+def _checked(value: float, param: SamplingParam, name: str) -> float:
+    if param.minus_one_is_zero and value == -1:
+        return 0
+    if not param.above_low:
+        check_range(name, value, param.low, param.high)
+        return value
+    if not param.accepts(value):
+        raise invalid(name, f"{name} must be above {param.low:g} and at most {param.high:g}, not {value:g}")
     # Sent in 32 bits, a smaller number would become 0, which is invalid or means that the field is not set.
     return max(value, MIN_FLOAT32)
-
-
-def _temperature(choices: SamplingChoices, default: float, names: FieldNames) -> float:
-    temperature = _number(choices.temperature, default, names.of("temperature"), 0.0, MAX_TEMPERATURE)
-    return temperature if temperature >= _GREEDY_TEMPERATURE else 0.0
-
-
-def _top_k(choices: SamplingChoices, default: int, names: FieldNames) -> int:
-    if choices.top_k is None:
-        return default
-    if choices.top_k == -1:
-        # The other value that means "all".
-        return 0
-    check_range(names.of("top_k"), choices.top_k, 0, 2**31 - 1)
-    return choices.top_k
 
 
 def _seed(choices: SamplingChoices, names: FieldNames) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -70,7 +69,10 @@ class SequenceRun:
         self._num_shown: int | None = None  # tokens up to the stop string that ended the sequence
         self._on_outcome = on_outcome
         prompt = np.asarray(job.prompt_ids, "<i4").tobytes() if first is None else first.live.prompt_token_ids
-        metadata = job.metadata if first is None else replace(job.metadata, fork_of=first.live.handle)
+        metadata = job.metadata
+        if first is not None:
+            metadata = inference_pb2.Submission(fork_of=first.live.handle)
+            metadata.MergeFrom(job.metadata)
         self.live: LiveRequest = session.submit(
             job.request_id, prompt, job.sampling, job.final_tokens, metadata, job.beam, job.delivered
         )

@@ -19,7 +19,6 @@ from services.gateway.engine.session_core import (
     SessionCore,
     SessionFull,
     SessionProtocolError,
-    SubmissionMetadata,
 )
 from services.gateway.errors import ApiError, Gone
 from services.runtime.fence import StaleScheduler
@@ -194,7 +193,7 @@ class SchedulerSession:
         prompt_token_ids: bytes,
         sampling: common_pb2.SamplingParams,
         final_tokens: frozenset[int] = frozenset(),
-        metadata: SubmissionMetadata = NO_METADATA,
+        metadata: inference_pb2.Submission = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:

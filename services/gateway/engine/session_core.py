@@ -38,20 +38,7 @@ class SessionFull(Exception):
     """More live requests than the gateway may hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubmissionMetadata:
-    """Tenant, priority, deadline, salt and more, as in Submission of inference.proto."""
-
-    priority: float = 0.0
-    tenant: str = ""
-    deadline_s: float = 0.0
-    fork_of: int = 0
-    cache_salt: str = ""
-    cache_retention: tuple[common_pb2.RetentionRange, ...] = ()
-    answer_id: str = ""
-
-
-NO_METADATA = SubmissionMetadata()
+NO_METADATA = inference_pb2.Submission()  # never changed
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +46,8 @@ class LiveRequest:
     """One request at the scheduler, as the gateway sees it.
 
     `tokens`: all output that has arrived, over all attempts. The consumer sets `wake`, which is called on news.
+    `metadata`: a submission with the fields that do not change from attempt to attempt; the deadline counts from
+    `submitted_s`.
     """
 
     handle: int
@@ -68,7 +57,7 @@ class LiveRequest:
     # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end-of-sequence tokens.
     final_tokens: frozenset[int]
     submitted_s: float
-    metadata: SubmissionMetadata = NO_METADATA
+    metadata: inference_pb2.Submission = field(default_factory=inference_pb2.Submission)
     beam: inference_pb2.BeamOptions | None = None
     # How often the request was submitted; `sent`: whether on the current stream.
     attempt: int = 0
@@ -165,7 +154,7 @@ class SessionCore:
         sampling: common_pb2.SamplingParams,
         now_s: float,
         final_tokens: frozenset[int] = frozenset(),
-        metadata: SubmissionMetadata = NO_METADATA,
+        metadata: inference_pb2.Submission = NO_METADATA,
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
@@ -386,15 +375,10 @@ class SessionCore:
                 output_token_ids=output,
                 sampling=request.sampling,
                 accepted_before=request.attempt > 1,
-                priority=request.metadata.priority,
-                tenant=request.metadata.tenant,
-                deadline_s=self._deadline_left_s(request),
-                fork_of=request.metadata.fork_of,
                 beam=request.beam,
-                cache_salt=request.metadata.cache_salt,
-                cache_retention=request.metadata.cache_retention,
-                answer_id=request.metadata.answer_id,
             )
+            submission.MergeFrom(request.metadata)
+            submission.deadline_s = self._deadline_left_s(request)
             budget_bytes -= submission.ByteSize()
             yield submission
 

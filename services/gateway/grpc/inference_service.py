@@ -9,6 +9,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
+from paceline.request_fields import METADATA, SAMPLING
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
@@ -108,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 ids = builder.check_token_ids(request.token_ids.ids, "token_ids")
             case _:
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
-        deadline_s = request.deadline_s or None
+        metadata = {name: getattr(request, name) or None for name in METADATA}  # 0 and "": not given
         choices = _choices(request.sampling)
         choices.grammar = await builder.grammar(_structure(request.sampling), request.tenant)
         if choices.max_tokens is None:
@@ -122,9 +123,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             endpoint="grpc",
             names=names,
             arrival_s=arrival_s,
-            metadata=check_metadata(
-                request.priority, request.tenant, deadline_s, request.cache_salt, request.cache_retention
-            ),
+            metadata=check_metadata(metadata, request.cache_retention),
         )
         if request.HasField("beam"):
             make_search(job, _beam(request.beam, choices))
@@ -235,8 +234,10 @@ def _messages(chat: inference_pb2.ChatMessages) -> list[dict[str, str]]:
 
 def _choices(options: inference_pb2.SamplingOptions) -> SamplingChoices:
     given = {field.name: value for field, value in options.ListFields() if field.name in _PLAIN}
+    numbers = {name: given.pop(name) for name in SAMPLING if name in given}
     return SamplingChoices(
         **given,
+        numbers=numbers,
         ignore_eos=options.ignore_eos,
         stop=list(options.stop),
         stop_token_ids=list(options.stop_token_ids),

@@ -104,7 +104,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport = transport
         self._sock = transport.get_extra_info("socket")
         self._reader = Reader(self._sock, transport)
-        self.client = client_of((transport.get_extra_info("peername") or ("",))[0])  # none: it has been reset
+        self.client = client_of((transport.get_extra_info("peername") or ("",))[0])  # no name: the connection was reset
         self._uvicorn.connection_made(_Transport(self, transport))
         if (refusal := self._limits.enter(self)) is not None:
             self._refuse(refusal)
@@ -116,7 +116,7 @@ class HttpConnection(asyncio.Protocol):
         self._stop_waiting()
         self.is_closing = True
         self._held.clear()
-        self._uvicorn.connection_lost(None)  # with an exception it would keep its timer, and all of this with it
+        self._uvicorn.connection_lost(None)  # given `exc`, uvicorn would keep its timer, and with it all of this
 
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
@@ -335,7 +335,7 @@ class Connections:
         self.counts = ConnectionCounts(most_per_client)
 
     def enter(self, connection: HttpConnection) -> ApiError | None:
-        """Add a connection. Returns why it has to be refused. It leaves in any case."""
+        """Add a connection. Returns why it has to be refused. Call leave() in either case, when it has ended."""
         self.open.add(connection)
         if not self.counts.enter(connection.client):
             connection.counts = False

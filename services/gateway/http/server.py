@@ -24,7 +24,7 @@ _BACKLOG = 4096
 _ACCEPTED_PER_TURN = 8
 # asyncio's server must not close before each accepted connection has its protocol, which takes up to two turns.
 _ACCEPTING_TURNS = 2
-# HttpConnection has its own timeout between requests. This one never ends.
+# HttpConnection has its own timeout between requests, so uvicorn's timeout must never end.
 _NEVER_S = 10**6
 # Open files other than connections.
 _RESERVED_FILES = 256
@@ -48,9 +48,9 @@ class HttpServer:
     runs.
 
     A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. At
-    `max_connections` (never more than the process may open files besides `other_connections`), a new connection
-    replaces a connection that waits for a request, of the client with the most connections. If the new connection's own
-    client has as many, it gets 503.
+    `max_connections`, a new connection closes a connection that waits for a request, of the client with the most
+    connections. If the new connection's own client has as many, it gets 503. `max_connections` is lowered if the limit
+    of open files does not leave room for so many besides `other_connections`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class HttpServer:
             sock.close()
 
     async def stop(self) -> None:
-        """Close the listener. Running answers get one second to complete."""
+        """Close the listening sockets. Running answers get one second to complete."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

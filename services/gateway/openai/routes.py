@@ -277,7 +277,8 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
-    choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
+    choices, metadata = body.sampling(), body.metadata()
+    metadata.answer_id = asked.answer_id
     num_sequences = len(prompts) * best_of
     choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone, num_sequences)
     jobs: list[GenerateJob] = []
@@ -358,7 +359,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         variables=body.chat_template_kwargs,
         gone=asked.gone,
     )
-    choices, metadata = body.sampling(), replace(body.metadata(), answer_id=asked.answer_id)
+    choices, metadata = body.sampling(), body.metadata()
+    metadata.answer_id = asked.answer_id
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone, best_of)
     if choices.max_tokens is None:

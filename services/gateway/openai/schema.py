@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline.v1 import common_pb2
+from paceline.request_fields import METADATA, SAMPLING
+from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.list_limits import check_lengths
 from services.gateway.engine.request import (
-    MAX_TENANT_CHARS,
     GenerateJob,
     RequestBuilder,
     check_beam,
@@ -20,7 +20,6 @@ from services.gateway.engine.request import (
     make_search,
 )
 from services.gateway.engine.sampling import SamplingChoices
-from services.gateway.engine.session_core import SubmissionMetadata
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -105,25 +104,27 @@ class StreamOptions(_Request):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(_Request):
-    """The fields that completions and chat completions share."""
+if TYPE_CHECKING:
+    _PlainFields = _Request
+else:
+    _PlainFields = create_model(
+        "_PlainFields",
+        __base__=_Request,
+        **{name: (field.kind | None, None) for name, field in (SAMPLING | METADATA).items()},
+    )
+
+
+class SamplingFields(_PlainFields):
+    """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: Seed = None
-    stop: Stop = []
+    stop: Stop = Field([])
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -140,23 +141,18 @@ class SamplingFields(_Request):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: EarlyStopping | None = None
-    # Larger is more urgent. The effect depends on the policies in force.
-    priority: float | None = None
-    # The account of the request. Default: OpenAI's `user`.
-    tenant: str | None = None
+    # OpenAI's name for `tenant`.
     user: str | None = None
-    # The answer is useless after this many seconds.
-    deadline_s: float | None = None
-    # Only requests with the same salt share KV blocks (as in vLLM).
-    cache_salt: str | None = None
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
 
-    def metadata(self) -> SubmissionMetadata:
-        """Tenant, priority, deadline, salt and retention. Raises ApiError 400."""
-        tenant = self.tenant if self.tenant is not None else (self.user or "")[:MAX_TENANT_CHARS]
+    def metadata(self) -> inference_pb2.Submission:
+        """The metadata as fields of a submission. Raises ApiError 400."""
+        values = {name: getattr(self, name) for name in METADATA}
+        if values["tenant"] is None and self.user:
+            values["tenant"] = self.user[: METADATA["tenant"].max_chars]
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
-        return check_metadata(self.priority, tenant, self.deadline_s, self.cache_salt, retention)
+        return check_metadata(values, retention)
 
     def structure(self) -> Structure | None:
         """The form that the output must have. Raises ApiError 400."""
@@ -181,9 +177,7 @@ class SamplingFields(_Request):
     def sampling(self) -> SamplingChoices:
         """The sampling fields, for RequestBuilder."""
         return SamplingChoices(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            numbers={name: value for name in SAMPLING if (value := getattr(self, name)) is not None},
             seed=self.seed,
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
@@ -192,11 +186,6 @@ class SamplingFields(_Request):
             stop_token_ids=self.stop_token_ids or (),
             skip_special_tokens=self.skip_special_tokens is not False,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             bad_words=self.bad_words or (),
             allowed_token_ids=self.allowed_token_ids,

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's API and of vLLM that give the form of the output."""
+"""Structured outputs: the fields of OpenAI's API and of vLLM that constrain the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResponseFormat(_Part):
     json_schema: JsonSchema | None = None
 
     def structure(self) -> Structure | None:
-        """The form; None for any text. Raises ApiError 400."""
+        """The structure of the output; None for any text. Raises ApiError 400."""
         match self.type:
             case "text":
                 return None
@@ -42,7 +42,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """vLLM's `structured_outputs`: one of five forms."""
+    """vLLM's `structured_outputs`: exactly one of five kinds of structure."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -61,7 +61,7 @@ class StructuredOutputs(_Part):
         return {name: said for name, said in value.items() if said is not None and said is not False}
 
     def structure(self) -> Structure:
-        """The form. Raises ApiError 400."""
+        """The structure of the output. Raises ApiError 400."""
         any_whitespace = not self.disable_any_whitespace
         forms = []
         if self.json_ is not None:

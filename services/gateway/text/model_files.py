@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.request_fields import INT32_MAX, SAMPLING, SamplingParam
 from services.runtime.model.hub import checkpoint_folder
 
 # The small files of a checkpoint on the hub. Only workers need the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]
 _HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
+_SMALLEST_SHARE = 1e-9  # of top_p and typical_p
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A checkpoint as its JSON files describe it.
 
-    `max_model_len`: prompt and output tokens together. The fields from `temperature` on are the defaults of a request.
+    `max_model_len`: prompt and output tokens together. `defaults`: the values of sampling
+    parameters in generation_config.json.
     """
 
     folder: Path
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def resolve_folder(model: str) -> Path:
     """The folder of a checkpoint, from a path or a name on a model hub (downloads small files). Raises NoSuchModel."""
     return checkpoint_folder(model, _HUB_PATTERNS, _HUB_IGNORE)
-
-
-NO_LIMIT = 2**31 - 1
 
 
 def read_model_files(folder: Path) -> ModelFiles:
@@ -55,15 +51,14 @@ def read_model_files(folder: Path) -> ModelFiles:
         return ModelFiles(
             folder=folder,
             # A worker that serves the model reports its length, too.
-            max_model_len=int(config.get("max_position_embeddings") or NO_LIMIT),
+            max_model_len=int(config.get("max_position_embeddings") or INT32_MAX),
             vocab_size=int(config["vocab_size"]),
             eos_token_ids=_eos(config) | _eos(generation),
-            temperature=_number(generation, "temperature", 1.0, 0.0, 100.0),
-            top_p=_number(generation, "top_p", 1.0, 1e-9, 1.0),
-            top_k=max(0, int(_number(generation, "top_k", 0, -1, NO_LIMIT))),  # -1 also means "all"
-            min_p=_number(generation, "min_p", 0.0, 0.0, 1.0),
-            typical_p=_number(generation, "typical_p", 1.0, 1e-9, 1.0),
-            repetition_penalty=_number(generation, "repetition_penalty", 1.0, 0.01, 100.0),
+            defaults={
+                name: _default(generation[name], param)
+                for name, param in SAMPLING.items()
+                if param.from_model and generation.get(name) is not None
+            },
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
@@ -98,10 +93,10 @@ def _eos(config: dict[str, Any]) -> frozenset[int]:
     return frozenset(value if isinstance(value, list) else [value])
 
 
-def _number(config: dict[str, Any], name: str, default: float, low: float, high: float) -> float:
+def _default(value: Any, param: SamplingParam) -> float:
     """A default must be a valid request value. Otherwise every request that uses it would be refused."""
-    value = config.get(name)
-    number = default if value is None else float(value)
-    if not low <= number <= high:
-        raise ValueError(f"{name} {number:g} is not within {low:g}..{high:g}")
-    return number
+    number = float(value)
+    low = -1 if param.minus_one_is_zero else _SMALLEST_SHARE if param.above_low else param.low
+    if not low <= number <= param.high:
+        raise ValueError(f"{param.name} {number:g} is not within {low:g}..{param.high:g}")
+    return param.kind(max(number, 0) if param.minus_one_is_zero else number)

@@ -1,7 +1,7 @@
-"""What the workers of this machine have yet to take of its memory.
+"""Claims of memory that the workers of this machine have yet to fill.
 
-Memory that a worker has checked for, and not filled yet, still counts as free. So each worker claims what it needs, in
-a file, before it takes it, and leaves what others have claimed. Files of ended processes do not count.
+Memory that a worker needs, and has not filled yet, still counts as free. So each worker writes what it needs to a file
+before it allocates anything, and subtracts the claims of the others. Files of ended processes do not count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Claim:
     started: str
     machine: str
     num_bytes: int
-    before_bytes: int  # what the process had when it claimed
+    before_bytes: int  # memory that the process used when it claimed
 
     @property
     def left_bytes(self) -> int:
-        """What the process has yet to take."""
+        """Bytes of the claim that the process has yet to fill."""
         return max(0, self.num_bytes - (_used_bytes(self.pid) - self.before_bytes))
 
     @property
@@ -46,11 +46,11 @@ class MemoryClaims:
     """The claims of other processes, and this one's, under a lock: see lock()."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: None if nothing can be written, so that nothing is known of others."""
+        """`folder`: the folder of the claims. None if it cannot be written: then no other claim is known."""
         self._folder = folder
 
     def available(self) -> AvailableMemory | None:
-        """What this process may still take. None if it is unknown."""
+        """Memory that this process may still take. None if it is unknown."""
         available, claimed = available_memory(), self._claimed_by_others()
         if available is None or not claimed:
             return available
@@ -58,7 +58,7 @@ class MemoryClaims:
         return AvailableMemory(max(0, available.num_bytes - claimed), limit)
 
     def claim(self, num_bytes: int) -> None:
-        """For this process, beyond what it has now, and in place of what it claimed before."""
+        """Claim this many bytes beyond what the process uses now. Replaces its earlier claim."""
         claim = _Claim(os.getpid(), started(os.getpid()), machine(), num_bytes, _used_bytes(os.getpid()))
         if self._folder is not None:
             (self._folder / f"{claim.pid}.json").write_text(json.dumps(asdict(claim)), encoding="utf-8")
@@ -75,7 +75,7 @@ class MemoryClaims:
 
 
 def default_folder() -> Path:
-    """One for each user, in the folder for temporary files, which containers do not share."""
+    """The folder of this user's claims, in the folder for temporary files, which containers do not share."""
     return Path(tempfile.gettempdir()) / f"paceline-memory-{os.getuid()}"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.cli import cache as cli
 from services.gateway.text.tokenizer import TextTokenizer
-from tests.contract.cache.test_events import kinds, run_ops, watch
+from tests.contract.cache.test_events import event_of, kinds, run_ops, watch
 from tests.contract.cache.test_server import TIMEOUT_S, A, Running, ask, running
 from tests.contract.gateway.test_openai import CHECKPOINT
 from tests.unit.cache import driver as d
@@ -94,7 +95,7 @@ async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
 async def test_bad_pins(
     cache: Running,
     link: grpc.aio.StreamStreamCall,
-    fields: dict[str, object],
+    fields: dict[str, Any],
     code: grpc.StatusCode,
     words: str,
 ) -> None:
@@ -188,13 +189,13 @@ async def test_the_command_line_says_what_is_wrong(
 async def test_events_as_json(cache: Running, link: grpc.aio.StreamStreamCall) -> None:
     call = watch(cache)
     await kinds(call, 1)
-    stored = cli.event_fields(await call.read())
+    stored = cli.event_fields(await event_of(call))
     assert stored["event"] == "stored"
     assert (stored["worker"], stored["tier"], stored["block_ids"]) == (3, "device", [1, 2, 3, 4])
     assert (stored["token_ids"], stored["start_block"], stored["lora"]) == (A, 0, "")
     assert all(len(prefix) == 16 for prefix in [*stored["prefix_ids"], stored["parent_prefix_id"]])
     assert json.loads(json.dumps(stored)) == stored
-    done = cli.event_fields(await call.read())
+    done = cli.event_fields(await event_of(call))
     assert done == {"number": stored["number"], "event": "snapshot", "complete": True}
     cleared = pb.WatchEventsResponse(sequence_number=9, cleared=pb.WorkerCleared(worker=2))
     assert cli.event_fields(cleared) == {"number": 9, "event": "cleared", "worker": 2}

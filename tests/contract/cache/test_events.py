@@ -30,9 +30,13 @@ def watch(cache: Running, after: int = 0) -> grpc.aio.UnaryStreamCall:
 
 async def follow(call: grpc.aio.UnaryStreamCall, follower: Follower, until: State) -> None:
     while follower.something() != until:
-        event = await asyncio.wait_for(call.read(), TIMEOUT_S)
-        assert isinstance(event, pb.WatchEventsResponse)
-        follower.apply(event)
+        follower.apply(await event_of(call))
+
+
+async def event_of(call: grpc.aio.UnaryStreamCall) -> pb.WatchEventsResponse:
+    event = await asyncio.wait_for(call.read(), TIMEOUT_S)
+    assert isinstance(event, pb.WatchEventsResponse)
+    return event
 
 
 def run_ops(sequence: int, tokens: list[int], worker: int = 0) -> list[pb.CacheOp]:
@@ -45,8 +49,8 @@ def run_ops(sequence: int, tokens: list[int], worker: int = 0) -> list[pb.CacheO
 
 
 async def kinds(call: grpc.aio.UnaryStreamCall, count: int) -> list[tuple[int, str]]:
-    events = [await asyncio.wait_for(call.read(), TIMEOUT_S) for _ in range(count)]
-    return [(event.sequence_number, event.WhichOneof("event")) for event in events]
+    events = [await event_of(call) for _ in range(count)]
+    return [(event.sequence_number, event.WhichOneof("event") or "") for event in events]
 
 
 async def test_a_watcher_gets_a_snapshot_and_then_what_happens(cache: Running) -> None:
@@ -82,10 +86,10 @@ async def test_a_link_that_ends_clears_its_workers(cache: Running) -> None:
     await ask(link, 1, d.add_worker_op(3, 8, 4), *run_ops(1, A, 3))
     follower = Follower()
     link.cancel()
-    event = await asyncio.wait_for(call.read(), TIMEOUT_S)
+    event = await event_of(call)
     follower.last = event.sequence_number - 1
     follower.apply(event)
-    event = await asyncio.wait_for(call.read(), TIMEOUT_S)
+    event = await event_of(call)
     assert event.cleared.worker == 3
     follower.apply(event)
     assert follower.something() == {}

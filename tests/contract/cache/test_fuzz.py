@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from random import Random
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,6 +16,7 @@ from cache_svc.core.cache import CacheCore
 from paceline.v1 import cache_pb2 as pb
 from services.runtime.rpc import MAX_MESSAGE_BYTES, open_channel
 from tests.contract.cache.test_server import TIMEOUT_S, A, Running, ask, ended, request, running
+from tests.support.untyped_grpc import EOF
 from tests.unit.cache import driver as d
 from tests.unit.cache.garbage import UINT64, Garbage
 
@@ -28,7 +30,7 @@ async def cache() -> AsyncIterator[Running]:
         yield server
 
 
-def raw_link(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
+def raw_link(channel: Any) -> Any:
     """One that takes bytes."""
     return channel.stream_stream(LINK, response_deserializer=pb.CacheServiceLinkResponse.FromString)(timeout=TIMEOUT_S)
 
@@ -87,7 +89,7 @@ class Stranger:
                 newer.cancel()
             case 3:
                 await self.call.done_writing()
-                assert await self.call.read() is grpc.aio.EOF
+                assert await self.call.read() is EOF
                 assert await self.call.code() is grpc.StatusCode.OK
             case 4:
                 for _ in range(3):  # cut while these are on their way, or half done

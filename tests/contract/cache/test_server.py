@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -22,6 +23,7 @@ from paceline.v1 import cache_pb2_grpc
 from services.runtime.rpc import open_channel
 from services.runtime.service import Addresses
 from services.runtime.settings import load_settings
+from tests.support.untyped_grpc import EOF, untyped
 from tests.unit.cache import driver as d
 
 A = list(range(100, 116))
@@ -36,8 +38,10 @@ class Running:
     task: asyncio.Task[None]
 
     def link(self, fence: str = "") -> grpc.aio.StreamStreamCall:
+        stub = untyped(cache_pb2_grpc.CacheServiceStub(self.channel))
         metadata = (("paceline-fence", fence),) if fence else None
-        return cache_pb2_grpc.CacheServiceStub(self.channel).Link(timeout=TIMEOUT_S, metadata=metadata)
+        call: grpc.aio.StreamStreamCall = stub.Link(timeout=TIMEOUT_S, metadata=metadata)
+        return call
 
     async def metrics(self) -> dict[str, float]:
         text = await asyncio.to_thread(self._get_metrics)
@@ -56,7 +60,7 @@ class Running:
 
 @asynccontextmanager
 async def running(drain_s: float = 0.0, event_buffer: int = 10_000) -> AsyncIterator[Running]:
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     settings = CacheSettings(port=0, metrics_port=0, debug=True, drain_s=drain_s, event_buffer=event_buffer)
     task = asyncio.create_task(serve(settings, stop, on_ready=ready.set_result))
@@ -93,7 +97,7 @@ async def ask(
     return response
 
 
-async def ended(call: grpc.aio.StreamStreamCall) -> tuple[grpc.StatusCode, str]:
+async def ended(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> tuple[grpc.StatusCode, str]:
     """The status that the call ends with; it sends nothing before."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await asyncio.wait_for(call.read(), TIMEOUT_S)
@@ -108,10 +112,10 @@ async def test_a_link_answers_each_exchange_in_order(cache: Running) -> None:
     for exchange in range(2, 50):  # all of them on their way before the first answer is read
         await call.write(request(exchange, d.match_op(exchange, A)))
     for exchange in range(2, 50):
-        response = await call.read()
+        response: Any = await call.read()
         assert (response.exchange, len(response.results)) == (exchange, 1)
     await call.done_writing()
-    assert await call.read() is grpc.aio.EOF
+    assert await call.read() is EOF
     assert await call.code() is grpc.StatusCode.OK
 
 
@@ -150,7 +154,7 @@ async def test_a_new_link_ends_the_older_one_and_starts_from_nothing(cache: Runn
 
 
 async def drained(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) -> None:
-    while await call.read() is not grpc.aio.EOF:
+    while await call.read() is not EOF:
         pass
 
 
@@ -279,7 +283,7 @@ async def test_a_scheduler_that_has_been_succeeded_cannot_take_the_link_over(cac
     new = cache.link("8")
     await ask(new, 1, d.add_worker_op(0, 8, 4))
     assert await ended(old) == (grpc.StatusCode.ABORTED, "a newer link to the cache has begun")
-    refusal = "a scheduler of epoch {} is refused: there was a master of epoch 8"
+    refusal = "a scheduler of epoch {} is refused: there was a leader of epoch 8"
     assert await ended(cache.link("7")) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(7))
     assert await ended(cache.link()) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(0))
     await ask(new, 2, d.match_op(1, A))  # which goes on

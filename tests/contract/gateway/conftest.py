@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 
 from paceline.v1 import common_pb2
 from services.gateway.server import serve
@@ -38,8 +39,8 @@ class Running:
     scheduler: FakeScheduler
     addresses: Addresses
     http: httpx.AsyncClient
-    openai: openai.AsyncOpenAI
-    lenient: openai.AsyncOpenAI
+    openai: AsyncOpenAI
+    lenient: AsyncOpenAI
     stop: asyncio.Event
     task: asyncio.Task[None]
 
@@ -88,7 +89,7 @@ async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[st
     if not scheduler_up:
         await scheduler.stop()
     stop = asyncio.Event()
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     options = {"port": 0, "grpc_port": 0, "scheduler": scheduler.target, "drain_s": 15.0, **settings}
     task = asyncio.create_task(serve(GatewaySettings(**options), stop, on_ready=ready.set_result))
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)

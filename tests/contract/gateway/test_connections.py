@@ -117,7 +117,9 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
     reader, writer = await connect()
     writer.write(GET)
     await answer(reader)
-    left = weakref.ref(*server.connections.open)
+    [connection] = server.connections.open
+    left = weakref.ref(connection)
+    del connection
     if aborts:
         linger = (1).to_bytes(4, "little") + bytes(4)  # on, 0 s: a reset instead of a goodbye
         writer.get_extra_info("socket").setsockopt(1, 13, linger)

@@ -150,7 +150,7 @@ async def test_a_prompt_that_stands_alone_can_be_resumed_though_nothing_makes_it
 
 
 async def test_what_is_too_much_or_means_nothing_is_refused(running: Running) -> None:
-    cases = [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": [7] * 1500, "echo": True, "logprobs": 20, "n": 3}, "echo"),
         ({"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),

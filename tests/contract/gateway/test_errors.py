@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from paceline.v1 import common_pb2, inference_pb2
+from paceline.v1 import inference_pb2
 from services.gateway.http import connection as http_connection
 from tests.contract.gateway.conftest import MODEL, Running, Start, until, until_metrics
+from tests.support.fake_session import ERROR
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
@@ -191,10 +192,10 @@ async def test_request_ids_are_echoed_clean(running: Running) -> None:
 async def test_what_the_scheduler_refuses(start: Start, stream: bool) -> None:
     running = await start()
     endings = {
-        429: inference_pb2.Ending(reason=4, code=8, message="queue: full", retry_after_s=2.5),
-        503: inference_pb2.Ending(reason=4, code=14, message="no worker"),
-        500: inference_pb2.Ending(reason=4, code=13, message="the forward pass failed"),
-        400: inference_pb2.Ending(reason=4, code=3, message="never fits", field="prompt_token_ids"),
+        429: inference_pb2.Ending(reason=ERROR, code=8, message="queue: full", retry_after_s=2.5),
+        503: inference_pb2.Ending(reason=ERROR, code=14, message="no worker"),
+        500: inference_pb2.Ending(reason=ERROR, code=13, message="the forward pass failed"),
+        400: inference_pb2.Ending(reason=ERROR, code=3, message="never fits", field="prompt_token_ids"),
     }
     for status, ending in endings.items():
         running.scheduler.reject = lambda _, ending=ending: ending  # type: ignore[misc]
@@ -250,7 +251,7 @@ async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None
     await until(lambda: running.scheduler.num_running == 1)
     (handle,) = stream.running
     del stream.running[handle]
-    stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
+    stream.endings.append(inference_pb2.Ending(handle=handle, reason=ERROR, code=13, message="boom"))
     running.scheduler.paused = False
     stream.wake.set()
     # No token had come: a real status.
@@ -262,7 +263,7 @@ async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None
         await anext(lines)
         (handle,) = stream.running
         del stream.running[handle]
-        stream.endings.append(inference_pb2.Ending(handle=handle, reason=4, code=13, message="boom"))
+        stream.endings.append(inference_pb2.Ending(handle=handle, reason=ERROR, code=13, message="boom"))
         rest = [line async for line in lines if line]
     assert '"message":"boom"' in rest[-1]
     assert "data: [DONE]" not in rest
@@ -285,7 +286,6 @@ async def test_metrics(start: Start) -> None:
         "paceline_gateway_inter_token_latency_seconds_count 3.0",
         "paceline_gateway_e2e_request_latency_seconds_count 1.0",
     )
-    assert common_pb2.FINISH_REASON_ERROR == 4  # the literal in this file
 
 
 async def test_parts_of_all_messages_are_counted_together(running: Running) -> None:

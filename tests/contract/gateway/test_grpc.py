@@ -19,6 +19,7 @@ from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.fake_scheduler import scripted
 from tests.contract.gateway.test_openai import CHECKPOINT
+from tests.support.fake_session import ERROR
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -102,7 +103,7 @@ async def test_what_is_wrong_is_named(running: Running, arguments: dict[str, Any
 
 async def test_other_errors(start: Start) -> None:
     running = await start(settings={"scheduler_wait_s": 0.2})
-    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=4, code=8, message="full", retry_after_s=2.5)
+    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=ERROR, code=8, message="full", retry_after_s=2.5)
     async with AsyncPacelineClient(running.addresses.grpc or "", retry_for_s=0) as client:
         with pytest.raises(Overloaded, match="full") as caught:
             await client.generate("x")
@@ -117,7 +118,7 @@ async def test_other_errors(start: Start) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["priority", "deadline_s"])
-async def test_what_is_no_finite_number_is_refused_by_name(running: Running, name: str, value: float) -> None:
+async def test_what_is_no_finite_number_is_refused_by_name(running: Running, name: str, value: Any) -> None:
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match=f"{name} must be a finite number") as caught:
@@ -191,5 +192,6 @@ async def test_nothing_goes_through_lists_that_are_too_long(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert dict(caught.value.trailing_metadata() or ())["field"] == field
+    metadata: Any = caught.value.trailing_metadata()
+    assert dict(metadata)["field"] == field
     assert re.search(r"at most \d+ |context is 2048|1 to 64 tokens, not 65", caught.value.details() or "")

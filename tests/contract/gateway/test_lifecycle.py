@@ -116,7 +116,7 @@ async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> 
         await until(lambda: running.scheduler.num_running == 20)
         before = [len(parts) for parts in streamed]
         running.scheduler.paused = False
-        await until(lambda before=before: all(len(parts) > n for parts, n in zip(streamed, before, strict=True)))
+        await until(lambda before=before: all(len(parts) > n for parts, n in zip(streamed, before, strict=True)))  # type: ignore[misc]
         running.scheduler.paused = True
         if how == "server dies":
             await running.scheduler.stop()
@@ -205,7 +205,7 @@ async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_re
         task = asyncio.create_task(http.post("/v1/completions", json=body(max_tokens=200)))
         await until(lambda: running.scheduler.num_running == 1)
         running.scheduler.paused = True  # so that it does not end before all this has happened
-        # Between the kernel's queue and us when the listener goes: it must not be reset.
+        # Between the kernel's queue and us when the listening socket closes: it must not be reset.
         reader, writer = await asyncio.open_connection(running.http.base_url.host, running.http.base_url.port)
         running.stop.set()
         served = await http.get("/ready")  # on the connection that is left

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.runtime.logs import configure_logging
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
+from tests.support.fake_session import ERROR
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [7, 8, 9, 10], "max_tokens": 6, "ignore_eos": True}
@@ -194,7 +195,7 @@ async def test_failures_aborts_and_refusals_have_lines(start: Start, lines: Line
     [refused] = lines()
     assert (refused["message"], refused["status"], refused["endpoint"]) == ("request refused", 400, "completion")
     assert refused["error"] == "the prompt is empty"
-    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=4, code=13, message="boom")
+    running.scheduler.reject = lambda _: inference_pb2.Ending(reason=ERROR, code=13, message="boom")
     assert (await running.http.post(PATH, json=BODY)).status_code == 500
     await until(lambda: len(lines()) == 2)
     failed = lines()[1]
@@ -238,7 +239,7 @@ async def test_a_request_with_a_client_that_came_back_is_one_line(start: Start, 
 async def test_over_grpc_as_well(start: Start, lines: Lines) -> None:
     running = await start()
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = inference_pb2.GenerateRequest(request_id="abc", tenant="acme")
         request.token_ids.ids.extend([7, 8, 9])
         request.sampling.max_tokens = 5

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai.types.chat import ChatCompletionChunk
@@ -19,7 +19,7 @@ from tests.contract.gateway.fake_scheduler import scripted
 CHECKPOINT = Path(__file__).parents[3] / "demo" / "checkpoint"
 SPEC = Path(__file__).parents[2] / "support" / "openai-subset.json.gz"
 CHAT: list[Any] = [{"role": "user", "content": "hello"}]
-USAGE = {"include_usage": True}
+USAGE: Any = {"include_usage": True}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ async def test_completions_stream_what_they_return_whole(running: Running, promp
     whole = await running.openai.completions.create(**options)
     chunks = [c async for c in await running.lenient.completions.create(**options, stream=True, stream_options=USAGE)]
     for chunk in chunks:
-        data = chunk.to_dict()
-        for choice in data["choices"]:  # type: ignore[attr-defined]
+        data: Any = chunk.to_dict()
+        for choice in data["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         Completion.model_validate(data)
     texts, reasons = [""] * len(whole.choices), [""] * len(whole.choices)
@@ -91,7 +91,7 @@ async def test_continuous_usage_counts_up(running: Running) -> None:
         messages=CHAT,
         max_tokens=6,
         stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        stream_options=cast(Any, {"include_usage": True, "continuous_usage_stats": True}),
     )
     usages = [chunk.usage async for chunk in stream]
     counts = [usage.completion_tokens for usage in usages if usage is not None]

@@ -17,7 +17,7 @@ from services.client import AsyncPacelineClient
 from services.client.types import PacelineError
 from services.gateway.admission.control import AdmissionControl
 from services.gateway.http import connection as http_connection
-from services.gateway.openai import routes as http
+from services.gateway.openai.gateway import Gateway
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until, until_metrics
 
@@ -256,15 +256,15 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 ) -> None:
     """They had come in before the scheduler told so: all at once, as the loop did not run."""
     running = await start()
-    turn = http.Gateway.wait_to_parse
+    turn = Gateway.wait_to_parse
 
-    async def late(gateway: http.Gateway, *args: Any, **options: Any) -> None:
+    async def late(gateway: Gateway, *args: Any, **options: Any) -> None:
         status = gateway.session.status
         assert status is not None
         status.full = True
         await turn(gateway, *args, **options)
 
-    monkeypatch.setattr(http.Gateway, "wait_to_parse", late)
+    monkeypatch.setattr(Gateway, "wait_to_parse", late)
     connections = [connect(running, completion()) for _ in range(20)]
     for connection in connections:
         assert (await answer(connection)).startswith(b"HTTP/1.1 429 ")

@@ -286,7 +286,7 @@ async def test_grpc_keys_that_do_not_fit(start: Start) -> None:
             ({"idempotency_key": "l", "resume_after": 6, "max_tokens": 5}, "resume_after"),
         ):
             with pytest.raises(InvalidRequest) as error:
-                await client.generate("x", **options)  # type: ignore[arg-type]
+                await client.generate("x", **options)
             assert error.value.field == field
         second = asyncio.create_task(client.generate("x", max_tokens=60, ignore_eos=True, idempotency_key="k"))
         with pytest.raises(PacelineError, match="another connection") as replaced:

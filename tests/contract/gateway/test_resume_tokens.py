@@ -12,7 +12,7 @@ import pytest
 
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, InvalidRequest, Piece
-from services.client.types import error_from, make_request, piece_from, result_from
+from services.client.types import Options, error_from, make_request, piece_from, result_from
 from tests.contract.gateway.conftest import Running, Start
 
 OPTIONS: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1, "seed": 11}
@@ -126,7 +126,7 @@ async def test_the_client_goes_on_at_the_next_gateway(start: Start, key: str) ->
     gateways = [await start(step_s=0.003, settings={"drain_s": 0.0}), await start(tokens_per_step=3)]
     targets = [running.addresses.grpc or "" for running in gateways]
     # So many that there is a rest, however many of them come in one piece.
-    options = {"max_tokens": 600, "ignore_eos": True, "idempotency_key": key}
+    options: Options = {"max_tokens": 600, "ignore_eos": True, "idempotency_key": key}
     pieces: list[Piece] = []
     async with AsyncPacelineClient(targets) as client:
         async for piece in client.stream("once", **options):

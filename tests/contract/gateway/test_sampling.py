@@ -73,7 +73,7 @@ async def test_what_is_out_of_bounds_is_refused_by_both_with_the_limit(
     assert limit in error["message"]
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         with pytest.raises(InvalidRequest, match=re.escape(limit)) as caught:
-            await client.generate("x", **{name: value})  # type: ignore[arg-type]
+            await client.generate("x", **{name: value})
     lists_of_ids = name == "bad_words" and limit == "1 to 64 tokens"  # which have a field of their own there
     assert caught.value.field == ("sampling.bad_word_ids" if lists_of_ids else f"sampling.{name}")
     assert running.scheduler.submissions == []
@@ -135,7 +135,7 @@ async def test_log_probabilities_of_completions(start: Start) -> None:
     streamed: dict[str, list[Any]] = {}
     async for chunk in await running.lenient.completions.create(**options, logprobs=2, stream=True):
         for name, values in (chunk.choices[0].logprobs or whole.logprobs.model_construct()).to_dict().items():
-            streamed.setdefault(name, []).extend(values)  # type: ignore[arg-type]
+            streamed.setdefault(name, []).extend(values)
     assert streamed == whole.logprobs.to_dict()
     plain = await running.openai.completions.create(**options, logprobs=0)
     assert plain.choices[0].logprobs is not None

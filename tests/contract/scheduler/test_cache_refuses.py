@@ -15,6 +15,7 @@ from paceline.v1.worker_pb2_grpc import WorkerServiceStub
 from scheduler_svc.server import serve
 from scheduler_svc.settings import SchedulerSettings
 from tests.contract.test_heartbeats import REGISTRATION, running
+from tests.support.untyped_grpc import untyped
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
@@ -29,7 +30,7 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
     ) -> AsyncIterator[cache_pb2.CacheServiceLinkResponse]:
         if self.refuses:
             self.num_refused += 1
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "there was a master of epoch 7")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "there was a leader of epoch 7")
         async for request in requests:
             results = [cache_pb2.CacheOpResult() for _ in request.ops]
             self.num_answers += 1
@@ -38,12 +39,12 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
 
 async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     cache, server = Cache(), grpc.aio.server()
-    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)  # type: ignore[no-untyped-call]
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     settings = SchedulerSettings(port=0, metrics_port=0, cache=f"127.0.0.1:{port}")
     async with running(serve, settings) as channel, asyncio.timeout(30):
-        worker: Any = WorkerServiceStub(channel).Link()  # so that there is something to say to a cache
+        worker = untyped(WorkerServiceStub(channel)).Link()  # so that there is something to say to a cache
         await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
         while cache.num_refused < 4:  # noqa: ASYNC110 - the other side's state
             await asyncio.sleep(0.01)
@@ -56,5 +57,5 @@ async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
             said += capsys.readouterr().out
         worker.cancel()
     await server.stop(0)
-    assert said.count("there was a master of epoch 7") == 1, said
+    assert said.count("there was a leader of epoch 7") == 1, said
     assert said.count("cache link broke") <= 2, said  # once more where all that grpc knows is that a write failed

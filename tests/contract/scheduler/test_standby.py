@@ -7,6 +7,7 @@ import json
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -21,6 +22,7 @@ from services.runtime.settings import load_settings
 from tests.support.etcd import EtcdProcess, needs_etcd
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
+from tests.support.untyped_grpc import untyped
 from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
 
 TIMEOUT_S = 30.0
@@ -38,7 +40,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 
 @pytest.fixture
 async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIterator[Etcd]:
-    """For a seat of the test's own; the first endpoint is dead."""
+    """For a candidate of the test's own; the first endpoint is dead."""
     client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=10.0)
     with pytest.raises(EtcdError, match="All connection attempts failed"):
         await client.read_leader()
@@ -173,7 +175,7 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
         await until_metric(addresses, "is_master", 1)
         # Later epochs are higher whatever the time of day.
         assert await metric(addresses, "epoch") == 2**50 + 1
-        session = inference_pb2_grpc.InferenceServiceStub(channel).Session()
+        session = untyped(inference_pb2_grpc.InferenceServiceStub(channel)).Session()
         await session.write(
             inference_pb2.SessionRequest(open=inference_pb2.SessionOpen(session_id="s", response_window=4))
         )
@@ -205,7 +207,7 @@ def test_bad_endpoints_are_named(etcd: str, capsys: pytest.CaptureFixture[str]) 
 
 @asynccontextmanager
 async def running(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
-    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(settings, stop, on_ready=ready.set_result))
     try:
@@ -225,7 +227,7 @@ async def refusal(channel: grpc.aio.Channel) -> str:
     return error.value.details() or ""
 
 
-async def iter_of(*messages: object) -> AsyncIterator[object]:
+async def iter_of(*messages: Any) -> AsyncIterator[Any]:
     for message in messages:
         yield message
 

@@ -33,10 +33,10 @@ class WorkerLink:
         self.over = asyncio.Event()
         self.lost = asyncio.Event()
 
-    async def send(self, **message: object) -> None:
+    async def send(self, **message: Any) -> None:
         await self.context.write(WorkerServiceLinkResponse(**message))
 
-    async def plan(self, step: int, **fields: object) -> None:
+    async def plan(self, step: int, **fields: Any) -> None:
         await self.send(plan=StepPlan(step=step, **fields))
 
     async def result(self) -> StepResult:
@@ -75,7 +75,7 @@ class FakeScheduler(WorkerServiceServicer):
         self.fence = 0
         self._epoch = 0
 
-    async def Link(self, request_iterator: Any, context: Any) -> None:
+    async def Link(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         first = await anext(request_iterator)
         assert first.WhichOneof("message") == "registration"
         link = WorkerLink(context, first.registration, self.fence)

@@ -50,7 +50,7 @@ def pack(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-def first_plan() -> dict[str, object]:
+def first_plan() -> dict[str, Any]:
     sequence = NewSequence(
         slot=0,
         token_ids=pack(1, 2, 3),
@@ -245,7 +245,7 @@ async def test_a_plan_that_breaks_the_contract_fails_the_link_and_nothing_else(r
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    forward, failed = Decoder.forward, []
+    forward, failed = Decoder.forward, list[bool]()
 
     def maybe(self: Decoder, *arguments: Any) -> Tensor:
         if not failed:

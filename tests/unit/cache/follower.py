@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.tree.events import EventLog, Watcher
-from cache_svc.core.tree.nodes import PartialBlock
+from cache_svc.core.tree.nodes import PartialBlock, PrefixNode
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
@@ -33,7 +33,8 @@ def stored_in(core: CacheCore) -> State:
         memories[worker.index] = worker.worker_id, pb.CACHE_TIER_DEVICE
         memories[worker.host.index] = worker.worker_id, pb.CACHE_TIER_HOST
 
-    def go_down(node, parent: int) -> None:
+    def go_down(node: PrefixNode, parent: int) -> None:
+        assert tree is not None
         ids = []
         for begin in range(0, len(node.key), tree.block_bytes):
             parent = chained(parent, node.key[begin : begin + tree.block_bytes])

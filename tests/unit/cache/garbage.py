@@ -146,6 +146,7 @@ class Garbage:
         tokens = bytes(parent.tokens[: shared * 4]) + d.pack([rng.randrange(2)])
         worker = rng.choice([parent.worker_id] * 5 + [self.worker()])
         match = pb.MatchOp(sequence=sequence, token_ids=tokens)
+        assert parent.root.namespace is not None
         match.namespace.cache_salt = parent.root.namespace.cache_salt
         return [pb.CacheOp(match=match), d.fork_op(sequence, worker, parent.sequence_id)]
 

@@ -268,7 +268,7 @@ class Model:
         before = len(sequence.prefixes)
         while worker.prefix_caching and (len(sequence.prefixes) + 1) * self.block_size <= computed:
             i = len(sequence.prefixes)
-            prefix = (sequence.metadata.salt, *sequence.tokens[: (i + 1) * self.block_size])
+            prefix: Prefix = (sequence.metadata.salt, *sequence.tokens[: (i + 1) * self.block_size])
             if prefix in worker.unwritten:
                 break
             if prefix not in worker.stored:
@@ -334,7 +334,7 @@ class Model:
         ends_within = sequence.computed > sequence.begun and sequence.computed % self.block_size
         all_stored = len(sequence.prefixes) == sequence.computed // self.block_size
         if worker.partial_reuse and ends_within and all_stored and not (discard or sequence.planned):
-            partial = (sequence.metadata.salt, *sequence.tokens[: sequence.computed])
+            partial: Prefix = (sequence.metadata.salt, *sequence.tokens[: sequence.computed])
             block = sequence.table[sequence.computed // self.block_size]
             worker.keep_partial_block(partial, block, sequence.metadata.priority, sequence.metadata.retention)
         others = {block for other in self.running.values() if other.worker == sequence.worker for block in other.table}
@@ -355,7 +355,7 @@ class Model:
     def _hit(self, worker: ModelWorker, salt: str, tokens: Sequence[int]) -> list[Prefix]:
         hit: list[Prefix] = []
         for end in range(self.block_size, len(tokens), self.block_size):
-            prefix = (salt, *tokens[:end])
+            prefix: Prefix = (salt, *tokens[:end])
             if prefix not in worker.stored:
                 break
             hit.append(prefix)
@@ -365,7 +365,7 @@ class Model:
         """The blocks on the host that follow a match."""
         behind: list[Prefix] = []
         for end in range((num_hit + 1) * self.block_size, len(tokens), self.block_size):
-            prefix = (salt, *tokens[:end])
+            prefix: Prefix = (salt, *tokens[:end])
             if prefix not in worker.host.stored:
                 break
             behind.append(prefix)

@@ -16,6 +16,7 @@ from cache_svc.core.tree.nodes import subtree
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.model import Model, ModelRefusal, Result
+from tests.unit.cache.model_memory import Prefix
 
 # Few of everything, so that prefixes meet, pools run dry and ids are unknown as often as known.
 workers = st.integers(0, 2)
@@ -168,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
             off_device = self.model.swapped[sequence_id]
             assert (d.unpack(swapped.token_ids), list(swapped.host_blocks)) == (off_device.tokens, off_device.host)
             assert swapped.num_computed_tokens == off_device.computed
-        prefixes = set()
+        prefixes: set[Prefix] = set()
         for worker_id, model_worker in self.model.workers.items():
             worker = core.workers[worker_id]
             for memory, model in ((worker.device, model_worker), (worker.host, model_worker.host)):
@@ -228,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), hold=held)
     def plan(self, data: st.DataObject, hold: bool) -> None:
-        entries = []
+        entries: list[tuple[int, list[int], int]] = []
         for s in data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=3, unique=True)):
             sequence = self.model.running[s]
             most = min(len(sequence.tokens), len(sequence.table) * self.block_size)
@@ -255,7 +256,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(hold=held)
     def compute_all(self, hold: bool) -> None:
         room = {s: len(sequence.table) * self.block_size for s, sequence in self.model.running.items()}
-        entries = [(s, [], min(room[s], len(sequence.tokens))) for s, sequence in self.model.running.items()]
+        entries: list[tuple[int, list[int], int]] = [
+            (s, [], min(room[s], len(sequence.tokens))) for s, sequence in self.model.running.items()
+        ]
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
     @precondition(lambda self: self.model.running)

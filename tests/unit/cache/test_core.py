@@ -24,7 +24,7 @@ def link() -> Driver:
     return link
 
 
-def refused(code: Code):
+def refused(code: Code) -> pytest.RaisesExc[Refused]:
     return pytest.raises(Refused, check=lambda refusal: refusal.code == code)
 
 

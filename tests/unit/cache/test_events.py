@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -62,7 +64,8 @@ class EventsMachine(CacheMachine):
 
     def by_id(self, stored: dict[Prefix, int]) -> dict[int, int]:
         ids = {}
-        for (salt, *prompt), block in stored.items():
+        for prefix, block in stored.items():
+            salt, *prompt = cast(Any, prefix)
             if len(prompt) % self.block_size:
                 continue  # events are about whole blocks
             parent = namespace_id(salt=str(salt))
@@ -129,9 +132,9 @@ def follow(link: d.Driver) -> Follower:
 def taken(follower: Follower) -> list[str]:
     """Kinds of the events since the last time."""
     assert follower.watcher is not None
-    kinds = []
+    kinds: list[str] = []
     while (event := follower.watcher.take()) is not None:
-        kinds.append(event.WhichOneof("event"))
+        kinds.append(event.WhichOneof("event") or "")
     return kinds
 
 

@@ -324,6 +324,7 @@ def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> N
         cache.free(sequence)
         cache.run(sequence + 1, FILL)
     host = cache.core.workers[0].host
+    assert cache.core.tree is not None
     held = [
         node.residencies[host.index]
         for node in subtree(*cache.core.tree.roots.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,14 +30,14 @@ def link() -> d.Driver:
     return made
 
 
-def pin(link: d.Driver, name: str, tokens: list[int], **options: object) -> dict[int, int]:
+def pin(link: d.Driver, name: str, tokens: list[int], **options: Any) -> dict[int, int]:
     """Tokens pinned by worker."""
     made = admin.pin(link.core, name, d.pack(tokens), **options)
     link.core.check_invariants()
     return {worker.worker_id: num_tokens for worker, num_tokens in admin.pinned_tokens(made)}
 
 
-def refused(link: d.Driver, *arguments: object, **options: object) -> tuple[Code, str]:
+def refused(link: d.Driver, *arguments: Any, **options: Any) -> tuple[Code, str]:
     with pytest.raises(OpError) as error:
         admin.pin(link.core, *arguments, **options)
     link.core.check_invariants()
@@ -238,7 +240,7 @@ class PinMachine(RuleBasedStateMachine):
         self.now_ms = 0
         self.pinned: dict[str, tuple[list[int], dict[int, int]]] = {}
 
-    def do(self, *ops: object) -> None:
+    def do(self, *ops: pb.CacheOp) -> None:
         given_up = self.core.counters.pins_given_up
         self.link.exchange(*ops)
         self.check(self.core.counters.pins_given_up > given_up)
@@ -256,6 +258,7 @@ class PinMachine(RuleBasedStateMachine):
             }
         assert self.core.pins.by_name.keys() == self.pinned.keys()
         for prompt, held in self.pinned.values():
+            assert self.core.tree is not None
             root = self.core.tree.roots[Namespace()]
             node, depth = self.core.tree.walk(d.pack([*prompt, 5]), root, 0)
             for worker, num_tokens in held.items():

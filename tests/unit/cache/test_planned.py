@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cache_svc.core.errors import Code
@@ -12,7 +14,7 @@ from tests.unit.cache.driver import Driver, Refused
 A = list(range(100, 116))  # 4 blocks of 4 tokens
 
 
-def link(num_blocks: int = 16, **changes: bool | int) -> Driver:
+def link(num_blocks: int = 16, **changes: Any) -> Driver:
     made = Driver()
     made.add_worker(0, num_blocks, **({"partial_reuse": True} | changes))
     return made

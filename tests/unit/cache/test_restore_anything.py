@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -17,7 +20,8 @@ Tables = dict[int, tuple[bytes, int, list[int]]]  # by sequence: tokens, how man
 
 def entries_of(worker: WorkerBlocks) -> list[pb.RestoredSequence]:
     entries = []
-    for sequence in [*worker.sequences.values(), *worker.swapped.values()]:
+    held: list[Any] = [*worker.sequences.values(), *worker.swapped.values()]
+    for sequence in held:
         namespace = sequence.root.namespace
         assert namespace is not None
         entry = pb.RestoredSequence(
@@ -51,7 +55,7 @@ class RestoreMachine(CacheMachine):
 
     @precondition(lambda self: self.model.running or self.model.swapped)
     @rule(rng=st.randoms(use_true_random=False), in_parts=st.booleans())
-    def restore(self, rng, in_parts: bool) -> None:
+    def restore(self, rng: Random, in_parts: bool) -> None:
         if self.ops:
             self.send()
         fresh = d.Driver(eviction=self.link.core.eviction)
@@ -73,7 +77,7 @@ class RestoreMachine(CacheMachine):
             assert restored.host.used_blocks == worker.host.used_blocks
         self.go_on(fresh, rng)
 
-    def go_on(self, link: d.Driver, rng) -> None:
+    def go_on(self, link: d.Driver, rng: Random) -> None:
         """Runs until no sequence is left. The remaining blocks are handed out on the way."""
         core = link.core
         for sequence_id in rng.sample(sorted(core.admitted), len(core.admitted)):
@@ -84,6 +88,7 @@ class RestoreMachine(CacheMachine):
             link.commit(sequence_id, [0, 1], computed)
             if rng.random() < 0.5:
                 forked = [*d.unpack(bytes(sequence.tokens))[: rng.randrange(computed + 1)], 9]
+                assert sequence.root.namespace is not None
                 salt = sequence.root.namespace.cache_salt
                 op = d.fork_op(1000 + sequence_id, sequence.worker_id, sequence_id)
                 link.exchange(d.match_op(1000 + sequence_id, forked, salt=salt), op)

@@ -160,7 +160,7 @@ def test_an_index_that_cannot_be_reached_is_named_in_one_line(tmp_path: Path) ->
     venv.create(tmp_path, with_pip=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_CACHE_DIR": "1"}
-    command = [tmp_path / "bin" / "python", SCRIPT, "--torch", "pip", ".[gateway,worker]"]
+    command: list[str | Path] = [tmp_path / "bin" / "python", SCRIPT, "--torch", "pip", ".[gateway,worker]"]
     done = subprocess.run(
         command, env=clean | offline, capture_output=True, text=True, timeout=100, check=False, cwd=SCRIPT.parent
     )

@@ -75,7 +75,7 @@ def test_the_good_one_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         *(
             (scenario(**{name: value}), name)
             for name in ("block_size", "num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len")
-            for value in (0, -1, 1.5, True, "10", None, NAN, INF, 10**30, [], {})
+            for value in list[Any]((0, -1, 1.5, True, "10", None, NAN, INF, 10**30, [], {}))
         ),
         *((scenario(num_host_blocks=value), "num_host_blocks") for value in (-1, 1.5, True, "10", None, 10**30)),
         (scenario(prefix_caching=1), "prefix_caching"),

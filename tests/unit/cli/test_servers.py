@@ -19,7 +19,7 @@ import pytest
 
 from paceline.v1.admin_pb2 import ExplainResponse, Explanation, GetPolicyResponse, PolicyChoice
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
-from services.cli import calls, policy
+from services.cli import policy, servers
 from services.cli.main import main
 from services.cli.servers import Server, announced, running_servers
 
@@ -164,7 +164,7 @@ def test_a_user_without_a_home_has_no_state_files(monkeypatch: pytest.MonkeyPatc
 def test_no_server_is_one_line(
     closed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(calls.target_of.__globals__["DEFAULT_ADDRESSES"], "scheduler", closed)
+    monkeypatch.setitem(servers.DEFAULT_ADDRESSES, "scheduler", closed)
     nothing = f"no scheduler answers at {closed} (Connection refused)"
     hint = "; no `paceline up` runs here: name the scheduler with --scheduler HOST:PORT"
     assert get(capsys) == f"paceline policy: {nothing}{hint}"

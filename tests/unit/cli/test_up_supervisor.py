@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.cli import up
 from services.cli.up import Child, Stack, UpSettings
+from services.cli.watchdog import HealthState
 from services.runtime.exit_status import NO_MEMORY, REFUSED
 from services.runtime.settings import load_settings
 
@@ -50,12 +51,12 @@ class ShellStack(Stack):
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_CONFIG", raising=False)
     sleep = asyncio.sleep
-    monkeypatch.setattr(up.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
     monkeypatch.setattr(up, "check_health", lambda target: _answers())
 
 
-async def _answers() -> up.HealthState:
-    return up.HealthState.ANSWERS
+async def _answers() -> HealthState:
+    return HealthState.ANSWERS
 
 
 async def until(holds: Callable[[], bool]) -> None:

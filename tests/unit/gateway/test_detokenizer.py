@@ -131,6 +131,7 @@ def test_ids_beyond_the_tokenizer_have_no_text() -> None:
 
 def test_special_tokens_show_on_request() -> None:
     end = RAW_BYTE_LEVEL.token_to_id("<|end|>")
+    assert end is not None
     assert BYTE_LEVEL.detokenizer().push([end]) == ""
     assert BYTE_LEVEL.detokenizer(skip_special_tokens=False).push([end]) == "<|end|>"
 

@@ -54,7 +54,7 @@ def test_what_follows_the_choices() -> None:
     progress.read(0, [1])
     progress.line(0, ended=True)
     for after in ("u", "d"):
-        found = parse_event_id(id_of(progress.end_line(after)), [1], has_usage=True)  # type: ignore[arg-type]
+        found = parse_event_id(id_of(progress.end_line(after)), [1], has_usage=True)
         assert (found.positions, found.after) == ((ChoicePosition(1, True),), after)
 
 

@@ -34,7 +34,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
 
 
 def chunks() -> list[Any]:
-    return list(resuming_stream(["http://x"], "/v1/completions", {}))  # type: ignore[no-untyped-call]
+    return list(resuming_stream(["http://x"], "/v1/completions", {}))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_the_same_parts_are_the_same_model() -> None:
 
 @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
 def test_each_part_tells_models_apart_and_both_are_named(part: str) -> None:
-    told = difference(**{f"{part}_fingerprint": "f" * 64})
+    told = difference(OWN, **{f"{part}_fingerprint": "f" * 64})
     mine = {"config": "c", "tokenizer": "t", "weights": "w"}[part]
     assert told == (
         f"this gateway has the model models/a ({part} {mine * 12}), "
@@ -58,7 +58,7 @@ def test_a_data_type_that_was_asked_for_is_held_to() -> None:
 @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
 def test_what_one_side_does_not_have_is_not_compared(part: str) -> None:
     """Dummy weights, no tokenizer, a gateway with the small files alone, a worker of an older version."""
-    assert difference(**{f"{part}_fingerprint": ""}) == ""
+    assert difference(OWN, **{f"{part}_fingerprint": ""}) == ""
     assert difference(replace(OWN, identity=replace(OWN.identity, **{part: ""}))) == ""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.request_fields import SAMPLING
 from paceline.v1 import common_pb2
 from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.sampling import FieldNames, SamplingChoices
@@ -37,7 +38,7 @@ def make_job(
 ) -> GenerateJob:
     return builder.job(
         [1, 2, 3] if ids is None else ids,
-        SamplingChoices(**choices),
+        SamplingChoices(numbers={name: choices.pop(name) for name in SAMPLING if name in choices}, **choices),
         request_id="r",
         endpoint="test",
         names=NAMES,
@@ -63,7 +64,7 @@ def test_every_request_gets_a_seed_of_its_own_once(builder: RequestBuilder) -> N
 
 
 def test_generation_config_gives_the_defaults(builder: RequestBuilder) -> None:
-    files = ModelFiles(CHECKPOINT, 50, 1024, frozenset({1}), temperature=0.5, top_p=0.25, top_k=7)
+    files = ModelFiles(CHECKPOINT, 50, 1024, frozenset({1}), {"temperature": 0.5, "top_p": 0.25, "top_k": 7})
     sampling = make_job(RequestBuilder(builder.tokenizer, files)).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
     assert sampling.max_tokens == 47
@@ -103,7 +104,7 @@ def test_limits_are_taken_as_they_come_in_32_bits(builder: RequestBuilder) -> No
 def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
     info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
     served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)
-    assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, {9})
+    assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, frozenset({9}))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -197,6 +198,7 @@ def test_parameters_of_many_tokens_have_a_limit() -> None:
     large = RequestBuilder(IdTokenizer(10_000), ModelFiles(CHECKPOINT, 50, 10_000, frozenset()))
     assert len(make_job(large, allowed_token_ids=range(8192)).sampling.allowed_token_ids) == 4 * 8192
     assert len(make_job(large, bad_words=[[i] * 64 for i in range(64)]).sampling.bad_words) == 64
+    value: Any
     for name, value in (("allowed_token_ids", range(8193)), ("bad_words", [[i] * 64 for i in range(65)])):
         with pytest.raises(ApiError, match="at most") as caught:
             make_job(large, **{name: value})
@@ -341,7 +343,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
     }  # fmt: skip
-    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().temperature == 1.0
+    assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().numbers["temperature"] == 1.0
     chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
     assert schema.parse(schema.ChatRequest, chat, 1024).messages[0].content == "x"
 
@@ -433,9 +435,14 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
     assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content) == 16383
 
 
+def test_the_shortest_deadline_is_one() -> None:
+    """It is sent as a 32-bit float, and there 0 means that there is none."""
+    assert schema.parse(schema.CompletionRequest, COMPLETION | {"deadline_s": 1e-300}, 1024).metadata().deadline_s > 0
+
+
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
-def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: float) -> None:
+def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: Any) -> None:
     """Shares are sent as 32-bit floats, and there 0 means that the request asks for none."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
@@ -526,7 +533,7 @@ def test_model_folders(tmp_path: Path) -> None:
     )
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "top_k": null}')
     files = read_model_files(tmp_path)
-    assert (files.max_model_len, files.eos_token_ids, files.temperature, files.top_k) == (9, {2, 3}, 0.6, 0)
+    assert (files.max_model_len, files.eos_token_ids, files.defaults) == (9, frozenset({2, 3}), {"temperature": 0.6})
     for strange in ('{"vocab_size": "x"}', '{"text_config": 5}'):
         (tmp_path / "config.json").write_text(strange)
         with pytest.raises(ValueError, match="makes no sense"):

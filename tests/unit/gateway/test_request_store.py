@@ -11,7 +11,7 @@ from services.gateway.engine.idempotency import RequestKey
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import Reading, RequestStore
 from services.gateway.errors import ApiError
-from tests.support.fake_session import ERROR, LENGTH, FakeSession
+from tests.support.fake_session import ERROR, LENGTH, UNSPECIFIED, FakeSession
 from tests.unit.gateway.test_request import builder, make_job
 
 __all__ = ["builder"]
@@ -114,13 +114,13 @@ async def test_what_has_ended_is_kept_for_a_while(rig: Rig) -> None:
 async def test_what_failed_is_run_again(rig: Rig) -> None:
     for _ in range(2):
         reading = rig.open()
-        rig.session.end(rig.session.live[-1], 0, code=14)
+        rig.session.end(rig.session.live[-1], UNSPECIFIED, code=14)
         with pytest.raises(ApiError):
             await reading.generations[0].next()
         reading.close()
     # Also while a reader has not seen the failure yet.
     reading = rig.open()
-    rig.session.end(rig.session.live[-1], 0, code=14)
+    rig.session.end(rig.session.live[-1], UNSPECIFIED, code=14)
     rig.open()
     reading.close()
     assert len(rig.session.live) == 4

@@ -23,7 +23,7 @@ from services.gateway.openai.format import Envelope, Kind
 from services.gateway.openai.responses import StreamAnswer
 from services.gateway.text.model_files import read_model_files
 from services.gateway.text.tokenizer import TextTokenizer
-from tests.support.fake_session import LENGTH, STOP, FakeSession
+from tests.support.fake_session import LENGTH, STOP, UNSPECIFIED, FakeSession
 from tests.support.sse import Event, parse_events, told
 from tests.unit.gateway.test_request import make_job
 
@@ -194,7 +194,7 @@ async def test_a_failure_while_catching_up_is_the_answer() -> None:
     session = FakeSession()
     [run_] = session.run([make_job(BUILDER)])
     reading = read_once([run_])
-    session.end(run_.live, 0, code=8)
+    session.end(run_.live, UNSPECIFIED, code=8)
     with pytest.raises(ApiError) as failed:
         await reading.generations[0].skip(4)
     assert failed.value.status == 429

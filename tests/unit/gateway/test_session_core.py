@@ -16,10 +16,10 @@ from services.gateway.engine.session_core import (
     SessionCore,
     SessionFull,
     SessionProtocolError,
-    SubmissionMetadata,
 )
 from services.runtime.fence import StaleScheduler
 
+LENGTH, ABORT = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT
 PROMPT = np.asarray([1, 2, 3], "<i4").tobytes()
 
 
@@ -61,7 +61,7 @@ def tokens(
     return inference_pb2.SessionResponse(handles=[r.handle for r, _ in pairs], token_ids=data, endings=endings)
 
 
-def ending(request: LiveRequest, reason: common_pb2.FinishReason.ValueType = 2) -> inference_pb2.Ending:
+def ending(request: LiveRequest, reason: common_pb2.FinishReason.ValueType = LENGTH) -> inference_pb2.Ending:
     return inference_pb2.Ending(handle=request.handle, reason=reason)
 
 
@@ -128,7 +128,7 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
 def test_a_deadline_counts_from_the_first_submission() -> None:
     """However often the request is submitted again. A past deadline is sent as 1 ms, because 0 means no deadline."""
     core = make_core(wait_s=60.0)
-    metadata = SubmissionMetadata(
+    metadata = inference_pb2.Submission(
         deadline_s=8.0, priority=2.0, tenant="a", cache_salt="s", cache_retention=(RetentionRange(end=4),)
     )
     request = core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=10), 100.0, frozenset(), metadata)
@@ -266,7 +266,7 @@ def test_a_large_resubmission_is_cut_into_messages() -> None:
 
 
 def test_all_that_a_submission_carries_counts() -> None:
-    core, metadata = make_core(), SubmissionMetadata(cache_salt="x" * 2**20)
+    core, metadata = make_core(), inference_pb2.Submission(cache_salt="x" * 2**20)
     for _ in range(10):
         core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, metadata=metadata)
     messages = opened(core)[1:]
@@ -310,7 +310,7 @@ class CountingScheduler:
                 self.positions[submission.handle] = len(submission.output_token_ids) // 4
             for handle in message.cancels:
                 if self.positions.pop(handle, None) is not None:
-                    self.core.receive(tokens(endings=(inference_pb2.Ending(handle=handle, reason=3),)))
+                    self.core.receive(tokens(endings=(inference_pb2.Ending(handle=handle, reason=ABORT),)))
 
     def step(self, requests: list[LiveRequest], *, end: bool) -> None:
         by_handle = {request.handle: request for request in requests}
@@ -359,7 +359,7 @@ def test_a_scheduler_that_has_been_succeeded_is_refused() -> None:
     core.receive(opening(0))
     core.receive(opening(7))
     for fence in (6, 0):  # 0: it stands alone, and should not
-        with pytest.raises(StaleScheduler, match="there was a master of epoch 7"):
+        with pytest.raises(StaleScheduler, match="there was a leader of epoch 7"):
             core.receive(opening(fence))
         assert not core.opened
         assert not [message for message in drain(core) if message.submissions]
@@ -424,7 +424,7 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
     drain(core)
 
     def refuse(request: LiveRequest, *, full: bool) -> float:
-        response = inference_pb2.SessionResponse(endings=[ending(request, 4)])
+        response = inference_pb2.SessionResponse(endings=[ending(request, common_pb2.FINISH_REASON_ERROR)])
         response.endings[0].code, response.endings[0].retry_after_s = 8, 0.5
         response.status.full = full
         core.receive(response)

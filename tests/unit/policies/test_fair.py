@@ -262,7 +262,7 @@ def test_a_search_pays_for_each_of_its_beams() -> None:
 def test_a_tenant_hidden_by_its_limit_still_waits() -> None:
     """A request of a tenant starts, and the next one is hidden by the limit. The tenant does not count as new."""
     order, running = FairAmongTenants(), {"modest": 0, "busy": 0}
-    queue = WaitingQueue(order, pytest.fail, lambda tenant: 20 - running[tenant])
+    queue = WaitingQueue(order, lambda error: pytest.fail(str(error)), lambda tenant: 20 - running[tenant])
     requests = [limited(arrival_index, "modest") for arrival_index in range(1, 5)]
     others = [limited(arrival_index, "busy") for arrival_index in range(10, 20)]
     for one in (*requests, *others):
@@ -389,7 +389,7 @@ def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch
         order.remove(view(request))
         order.started(view(request))
     waiting = [FakeRequest(number, "t" if number < 60 else "other") for number in range(50, 61)]
-    looks = []
+    looks: list[Any] = []
     monkeypatch.setattr(FakeRequest, "num_output_tokens", property(looks.append))
     monkeypatch.setattr(FakeRequest, "num_tokens", 1)
     assert not names(order)
@@ -397,6 +397,6 @@ def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch
         order.add(view(request))
         assert names(order)[0] == 50
     assert not looks
-    monkeypatch.setattr(FakeRequest, "num_output_tokens", property(lambda self: looks.append(self) or 0))
+    monkeypatch.setattr(FakeRequest, "num_output_tokens", property(lambda self: looks.append(self) or 0))  # type: ignore[func-returns-value]
     order.add(view(waiting[-1]))
     assert len(looks) == len(running), "another tenant waits, so the running requests are charged once"

@@ -13,6 +13,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
+from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
@@ -41,9 +42,9 @@ def run(order: OrderPolicy, one: Request, now_s: float = 0.0) -> None:
     """As Lifecycle.bind does."""
     order.remove(view_of(one))
     order.started(view_of(one))
-    one.has_run = True
-    if one.started_s is None:
-        one.started_s = now_s
+    one.history.has_run = True
+    if one.history.started_s is None:
+        one.history.started_s = now_s
 
 
 def serve(order: OrderPolicy, one: Request) -> None:
@@ -62,14 +63,15 @@ def names(order: OrderPolicy) -> list[int]:
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 def test_lpm_delays_no_request_for_a_prefix_of_another_namespace(field: str) -> None:
     order = LongestPrefixMatch()
-    wait(order, *(request(i, [7] * 100, **{field: name}) for i, name in enumerate("abab", 1)), request(5, [9] * 20))
+    wait(order, *(request(i, [7] * 100, **dict[str, Any]({field: name})) for i, name in enumerate("abab", 1)))
+    wait(order, request(5, [9] * 20))
     assert names(order) == [1, 2, 5, 3, 4]
 
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 def test_dfs_weight_counts_a_branch_by_namespace(field: str) -> None:
     order = DepthFirstByWeight()
-    wait(order, *(request(i, [7] * 40, 32, **{field: name}) for i, name in enumerate("abab", 1)))
+    wait(order, *(request(i, [7] * 40, 32, **dict[str, Any]({field: name})) for i, name in enumerate("abab", 1)))
     wait(order, *(request(i, [8] * 40, 32) for i in (5, 6, 7)))
     assert names(order) == [5, 6, 7, 1, 3, 2, 4]
 
@@ -167,7 +169,7 @@ def test_hrrn_lets_what_has_run_and_is_cached_go_on_first() -> None:
     old = request(1, [1] * 100)
     wait(order, old)
     serve(order, request(2, [2] * 1000))
-    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, has_run=True)
+    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, history=History(has_run=True))
     resumed.add_output(np.array([5, 6], np.int32).tobytes())
     wait(order, new, resumed)
     assert names(order) == [4, 1, 3], "a new one is only young: its last token is always to be computed"
@@ -201,7 +203,7 @@ def test_hrrn_remembers_no_request_that_has_ended() -> None:
 
 def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
     order, free = HighestResponseRatioNext(), {"a": 40}
-    queue = WaitingQueue(order, pytest.fail, lambda tenant: free[tenant])
+    queue = WaitingQueue(order, lambda error: pytest.fail(str(error)), lambda tenant: free[tenant])
     first, *others = [request(i, [i] * 10, tenant="a") for i in range(1, 6)]
     for one in (first, *others):
         queue.add(one)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun, ScenarioStep
+from simulator.scenario import ScenarioOutcome, ScenarioRun, ScenarioStep
+from simulator.scenario_file import Scenario
 
 BATCHES = ("decode-first", "prefill-first", "two-stage")
 UNCHUNKED = {"chunked_prefill": False}
@@ -89,6 +90,8 @@ def test_a_prompt_that_no_step_can_hold_blocks_no_other_request(preset: str) -> 
 
 
 class ChangingRun(ScenarioRun):
+    preset: str
+
     def _submit(self, step: ScenarioStep) -> None:
         super()._submit(step)
         if step.step == 3:

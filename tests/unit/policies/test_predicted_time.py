@@ -124,7 +124,7 @@ def test_max_new_tokens_is_no_more_than_a_bound_once_requests_have_ended() -> No
 def test_a_prefix_that_many_follow_is_copied() -> None:
     warm, cold = FakeWorker(1, cached=SHARED, num_rows=1), FakeWorker(2)
     rounds = Rounds(warm, cold)
-    placed = []
+    placed: list[int] = []
     while not placed or placed[-1] == 1:
         placed.append(rounds.place())
         assert len(placed) < 20

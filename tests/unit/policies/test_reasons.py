@@ -11,7 +11,8 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.policies.api import RequestView
 from scheduler_svc.policies.registry import build, choose
-from simulator.scenario import Scenario, ScenarioRun
+from simulator.scenario import ScenarioRun
+from simulator.scenario_file import Scenario
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -79,7 +80,7 @@ def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
         max_model_len=4096,
         prefix_caching=False,
         preset="sglang",
-        requests=[A | {"prompt_len": 100}, A | {"id": "b"}],
+        requests=list[Any]([A | {"prompt_len": 100}, A | {"id": "b"}]),
     )
     run = ScenarioRun(file, file.policies())
     run.play()
@@ -126,4 +127,4 @@ def test_why_a_search_waits() -> None:
     assert len(client.endings) == 5
     spans = system.scheduler.timeline.explain("s-9", system.now_s)
     assert spans is not None
-    assert {"waiting", "order", "running", "seats", "ended"} == {span.reason for span in spans}
+    assert {"waiting", "order", "running", "slots", "ended"} == {span.reason for span in spans}

@@ -47,12 +47,12 @@ class FakeWorker:
 
 
 def place(policy: PlacementPolicy, number: int, *workers: FakeWorker, full: tuple[FakeWorker, ...] = ()) -> int:
-    chosen = policy.place(FakeRequest(number), list(workers), list(full))  # type: ignore[arg-type, list-item]
+    chosen = policy.place(FakeRequest(number), list(workers), list(full))  # type: ignore[arg-type]
     return chosen.id
 
 
 def placed(policy: PlacementPolicy, request: FakeRequest, *workers: FakeWorker) -> int:
-    return policy.place(request, list(workers), []).id  # type: ignore[arg-type, list-item]
+    return policy.place(request, list(workers), []).id  # type: ignore[arg-type]
 
 
 def rows(*counts: int) -> list[FakeWorker]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulator.scenario import Scenario, ScenarioOutcome, play
+from simulator.scenario import ScenarioOutcome, play
+from simulator.scenario_file import Scenario
 
 
 def run(requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.v1.inference_pb2 import SessionRequest
-from simulator.scenario import Scenario, ScenarioOutcome, ScenarioRun, ScenarioStep, play
+from simulator.scenario import ScenarioOutcome, ScenarioRun, ScenarioStep, play
+from simulator.scenario_file import Scenario
 
 
 def scenario(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Scenario:

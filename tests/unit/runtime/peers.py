@@ -12,6 +12,7 @@ import grpc.aio
 
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer, Options, open_channel, transport_options
+from tests.support.untyped_grpc import untyped
 
 NAME = "test.Echo"
 log = get_logger(__name__)
@@ -84,7 +85,7 @@ async def _serve(ping_s: float) -> None:
 
 async def _call(target: str, ping_s: float) -> None:
     async with open_channel(target, transport_options(ping_s, ping_s)) as channel:
-        async for _ in channel.unary_stream(f"/{NAME}/Hang")(b""):
+        async for _ in untyped(channel).unary_stream(f"/{NAME}/Hang")(b""):
             print("hanging", flush=True)
 
 

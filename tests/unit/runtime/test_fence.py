@@ -12,7 +12,7 @@ def test_a_worker_that_has_seen_a_later_leader_refuses_an_earlier_one() -> None:
     for epoch in (0, 3, 3, 7):
         fence.check(epoch)
     for epoch in (0, 3, 6):
-        with pytest.raises(StaleScheduler, match="there was a master of epoch 7"):
+        with pytest.raises(StaleScheduler, match="there was a leader of epoch 7"):
             fence.check(epoch)
     fence.check(7)
 

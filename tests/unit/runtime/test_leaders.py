@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.runtime.leaders import find_leader
-from services.runtime.rpc import GrpcServer, transport_options
+from services.runtime.rpc import GrpcServer, open_channel, transport_options
 from tests.support.ports import free_port
 from tests.unit.runtime import peers
 from tests.unit.runtime.peers import NAME
@@ -33,7 +33,7 @@ async def test_a_single_target_is_not_asked() -> None:
 
 
 async def test_a_standby_is_healthy_but_serves_no_request(standby: tuple[GrpcServer, str]) -> None:
-    async with peers.open_channel(standby[1]) as channel:
+    async with open_channel(standby[1]) as channel:
         assert [await health(channel), await health(channel, NAME)] == [SERVING, NOT_SERVING]
 
 

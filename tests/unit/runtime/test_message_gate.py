@@ -107,7 +107,7 @@ async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def serving(gate: MessageGate) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(gate: MessageGate) -> AsyncIterator[Any]:
     server = GrpcServer("127.0.0.1", 0, gate=gate)
     handlers = {
         "Once": grpc.unary_unary_rpc_method_handler(once),

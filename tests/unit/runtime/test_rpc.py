@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from prometheus_client import REGISTRY
 
 from services.runtime.logs import configure_logging
 from services.runtime.rpc import MAX_MESSAGE_BYTES, GrpcServer, open_channel, transport_options
+from tests.support.untyped_grpc import EOF, untyped
 from tests.unit.runtime import peers
 from tests.unit.runtime.peers import NAME, Echo
 
@@ -113,11 +114,11 @@ async def test_a_taken_port_is_refused() -> None:
 
 async def test_streams_and_message_sizes(echo: tuple[GrpcServer, Echo, grpc.aio.Channel]) -> None:
     channel = echo[2]
-    assert [m async for m in channel.unary_stream(f"/{NAME}/Count")(b"3")] == [b"0", b"1", b"2"]
+    assert [m async for m in untyped(channel).unary_stream(f"/{NAME}/Count")(b"3")] == [b"0", b"1", b"2"]
     big = bytes(MAX_MESSAGE_BYTES)
-    assert await channel.unary_unary(f"/{NAME}/Say")(big) == big
+    assert await untyped(channel).unary_unary(f"/{NAME}/Say")(big) == big
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await channel.unary_unary(f"/{NAME}/Say")(big + b"1")
+        await untyped(channel).unary_unary(f"/{NAME}/Say")(big + b"1")
     assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -125,7 +126,7 @@ async def test_an_unexpected_exception_is_internal_and_logged(
     echo: tuple[GrpcServer, Echo, grpc.aio.Channel], log_stream: io.StringIO
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await echo[2].unary_unary(f"/{NAME}/Fail")(b"", metadata=(("x-request-id", "req-9"),))
+        await untyped(echo[2]).unary_unary(f"/{NAME}/Fail")(b"", metadata=(("x-request-id", "req-9"),))
     assert error.value.code() == grpc.StatusCode.INTERNAL
     assert "secret" not in (error.value.details() or "")
     (line,) = [json.loads(line) for line in log_stream.getvalue().splitlines()]
@@ -136,7 +137,7 @@ async def test_an_unexpected_exception_is_internal_and_logged(
 async def test_request_ids_stay_with_their_call(
     echo: tuple[GrpcServer, Echo, grpc.aio.Channel], log_stream: io.StringIO
 ) -> None:
-    say = echo[2].unary_unary(f"/{NAME}/Say")
+    say = untyped(echo[2]).unary_unary(f"/{NAME}/Say")
     await say(b"", metadata=(("x-request-id", "r" * 500),))
     await say(b"")
     first, second = [json.loads(line) for line in log_stream.getvalue().splitlines()]
@@ -152,16 +153,16 @@ async def test_calls_are_counted_by_code(echo: tuple[GrpcServer, Echo, grpc.aio.
     wanted = [("Say", "OK"), ("Refuse", "NOT_FOUND"), ("Fail", "INTERNAL"), ("Hang", "CANCELLED")]
     before = {pair: handled(*pair) for pair in wanted}
     channel = echo[2]
-    await channel.unary_unary(f"/{NAME}/Say")(b"")
+    await untyped(channel).unary_unary(f"/{NAME}/Say")(b"")
     for method in ("Refuse", "Fail"):
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary(f"/{NAME}/{method}")(b"")
-    call = channel.unary_stream(f"/{NAME}/Hang")(b"")
+            await untyped(channel).unary_unary(f"/{NAME}/{method}")(b"")
+    call = untyped(channel).unary_stream(f"/{NAME}/Hang")(b"")
     await call.read()
     call.cancel()
     for pair in wanted:
         # More, where a call of the test before is counted late.
-        await eventually(lambda pair=pair: handled(*pair) > before[pair])
+        await eventually(lambda pair=pair: handled(*pair) > before[pair])  # type: ignore[misc]
     seconds = REGISTRY.get_sample_value("grpc_server_handling_seconds_count", {"grpc_method": f"/{NAME}/Say"})
     assert seconds is not None
     assert seconds >= 1
@@ -170,7 +171,7 @@ async def test_calls_are_counted_by_code(echo: tuple[GrpcServer, Echo, grpc.aio.
 async def test_a_cancelled_call_ends_its_handler(
     echo: tuple[GrpcServer, Echo, grpc.aio.Channel], log_stream: io.StringIO
 ) -> None:
-    call = echo[2].unary_stream(f"/{NAME}/Hang")(b"")
+    call = untyped(echo[2]).unary_stream(f"/{NAME}/Hang")(b"")
     await call.read()
     call.cancel()
     await asyncio.wait_for(echo[1].closed.wait(), 20)
@@ -180,14 +181,14 @@ async def test_a_cancelled_call_ends_its_handler(
 async def test_stop_lets_a_running_call_end() -> None:
     server, _, port = await peers.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.stream_stream(f"/{NAME}/Wait")()
+        call = untyped(channel).stream_stream(f"/{NAME}/Wait")()
         await call.write(b"0")
         assert await call.read() == b"0"
         await call.write(b"0.3")
         stopping = asyncio.create_task(server.stop(60))
         await call.done_writing()
         assert await call.read() == b"0.3"
-        assert await call.read() is grpc.aio.EOF
+        assert await call.read() is EOF
         assert await call.code() == grpc.StatusCode.OK
         await asyncio.wait_for(stopping, 20)
 
@@ -195,7 +196,7 @@ async def test_stop_lets_a_running_call_end() -> None:
 async def test_stop_cancels_what_outlasts_the_grace() -> None:
     server, servicer, port = await peers.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.unary_stream(f"/{NAME}/Hang")(b"")
+        call = untyped(channel).unary_stream(f"/{NAME}/Hang")(b"")
         await call.read()
         began = time.monotonic()
         await server.stop(0.2)
@@ -220,7 +221,7 @@ async def test_a_proxy_in_the_environment_is_not_asked(monkeypatch: pytest.Monke
     server, _, port = await peers.start()
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            assert await channel.unary_unary(f"/{NAME}/Say")(b"x", timeout=20) == b"x"
+            assert await untyped(channel).unary_unary(f"/{NAME}/Say")(b"x", timeout=20) == b"x"
     finally:
         await server.stop(0)
 
@@ -229,7 +230,7 @@ async def test_a_frozen_server_is_noticed() -> None:
     async with process("serve", str(PING_S)) as child:
         target = f"127.0.0.1:{await first_line(child)}"
         async with open_channel(target, transport_options(PING_S, PING_S)) as channel:
-            call = channel.unary_stream(f"/{NAME}/Hang")(b"")
+            call = untyped(channel).unary_stream(f"/{NAME}/Hang")(b"")
             assert await call.read() == b"here"
             os.kill(child.pid, signal.SIGSTOP)
             with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -255,7 +256,7 @@ async def test_an_idle_connection_is_left_alone() -> None:
     server, servicer, port = await peers.start(fast)
     try:
         async with open_channel(f"127.0.0.1:{port}", fast) as channel:
-            call = channel.unary_stream(f"/{NAME}/Hang")(b"")
+            call = untyped(channel).unary_stream(f"/{NAME}/Hang")(b"")
             await call.read()
             await asyncio.sleep(1.5)
             assert servicer.hanging == 1
@@ -266,7 +267,7 @@ async def test_an_idle_connection_is_left_alone() -> None:
 
 
 @pytest.fixture
-def log_stream() -> AsyncIterator[io.StringIO]:
+def log_stream() -> Iterator[io.StringIO]:
     import structlog
 
     root = logging.getLogger()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -50,7 +51,7 @@ def test_each_worker_has_as_many_as_it_serves() -> None:
         for worker in system.scheduler.workers.values():
             limit, loras = worker.registration.max_loras, {request.lora for request in worker.bound}
             assert len(loras) <= limit
-            assert worker.loras.keys() == loras
+            assert worker.adapters.num_bound.keys() == loras
             most[limit] = max(most[limit], len(loras))
         system.move(*moves[0])
     assert most == {0: 0, 1: 1, 9: 2}
@@ -73,7 +74,7 @@ def test_a_request_for_another_adapter_does_not_wait_for_the_less_busy_worker() 
         system.submit("s", handle, [8] * 6, params(400))
         play(20)
     first, second = system.scheduler.workers.values()
-    assert (first.loras.keys(), first.num_rows < second.num_rows) == ({"x"}, True)
+    assert (set(first.adapters.num_bound), first.num_rows < second.num_rows) == ({"x"}, True)
     system.submit("s", 4, [7] * 6, params(5), lora="y")
     play(100)
     assert client.endings[4].reason == FINISH_REASON_LENGTH
@@ -95,8 +96,8 @@ def test_a_request_for_an_adapter_fails_once_a_worker_without_adapters_comes() -
 
 def test_a_batch_has_room_for_an_adapter_that_is_in_it_or_for_one_more() -> None:
     def has(lora: str, *loaded: str) -> bool:
-        worker = SimpleNamespace(loras=dict.fromkeys(loaded, 1), registration=SimpleNamespace(max_loras=2))
-        return WorkerState.has_adapter(cast(WorkerState, worker), cast(Request, SimpleNamespace(lora=lora)))
+        adapters = Adapters(2, Counter(loaded))
+        return adapters.fit(cast(Request, SimpleNamespace(lora=lora)))
 
     assert has("", "a", "b")
     assert has("a", "a", "b")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -97,7 +99,12 @@ def test_a_worker_that_sends_no_log_probabilities_fails_the_search(system: Local
 
 @pytest.mark.parametrize("name", UNSEARCHED)
 def test_what_a_search_does_not_know_is_refused_by_name(system: LocalSystem, client: Client, name: str) -> None:
-    values = {"logit_bias": {7: 1.0}, "bad_words": [bytes(4)], "allowed_token_ids": bytes(4), "grammar": "start: X"}
+    values: dict[str, Any] = {
+        "logit_bias": {7: 1.0},
+        "bad_words": [bytes(4)],
+        "allowed_token_ids": bytes(4),
+        "grammar": "start: X",
+    }
     asked = SamplingParams(top_p=1.0, max_tokens=9, **{name: values.get(name, 1)})
     system.submit("s", 1, PROMPT, asked, beam=BEAM)
     assert (client.endings[1].code, client.endings[1].field) == (CODE_INVALID_ARGUMENT, name)

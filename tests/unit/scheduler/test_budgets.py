@@ -76,7 +76,7 @@ def test_a_request_larger_than_its_tenants_budget_runs_alone() -> None:
         ({"tenant_max_queued_tokens": 25}, "tenant: 20 tokens of tenant 'a' wait, its limit is 25"),
     ],
 )
-def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, int], name: str) -> None:
+def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, Any], name: str) -> None:
     system = LocalSystem(SchedulerConfig(**config))
     client = system.open("s")
     for handle in range(3):
@@ -103,7 +103,7 @@ def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> Non
 
 
 @pytest.mark.parametrize("config", [{"max_queued_tokens": 50}, {"max_queued_requests": 3}])
-def test_samples_are_one_request_to_the_queue(config: dict[str, int]) -> None:
+def test_samples_are_one_request_to_the_queue(config: dict[str, Any]) -> None:
     """Otherwise a request with n samples could fill the queue by itself and be refused for ever."""
     system = LocalSystem(SchedulerConfig(**config))
     client = system.open("s")
@@ -293,7 +293,7 @@ def test_the_deadline_order_knows_what_is_in_host_memory() -> None:
     for handle in (1, 2):
         system.submit("s", handle, [handle] * 110, params(60), deadline_s=5.0)
     (worker,) = system.scheduler.workers.values()
-    while not worker.swapped:
+    while not worker.host.swapped:
         system.move(*system.moves()[0])
     system.scheduler.tick(3.9)
     system.poll()

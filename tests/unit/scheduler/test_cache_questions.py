@@ -8,7 +8,7 @@ from typing import Any
 from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.step.rounds import Rounds
+from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -76,6 +76,25 @@ def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> No
     assert {op.WhichOneof("op") for op in system.to_cache[0].ops} == {"match", "admit"}
 
 
+def test_a_worker_that_just_goes_on_does_not_wait_for_the_blocks_of_another() -> None:
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    toys = [ToyWorker(block_size=32, num_blocks=8, max_num_seqs=8, max_batched_tokens=64) for _ in range(2)]
+    _, second = (system.attach(toy) for toy in toys)
+    sampling = SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
+    for handle in (1, 2):
+        system.submit("s", handle, [handle, *range(10, 15)], sampling)
+    while any(link.prefills or not link.running for link in system.scheduler.workers.values()):
+        system.move(*system.moves()[0])
+    system.submit("s", 3, [3, *range(10, 15)], sampling)
+    while not (system.to_cache and system.to_cache[0].ops[-1].HasField("admit")):
+        system.move(*next(move for move in system.moves() if move[1] is not second))
+    for kind in ("step", "result"):  # while the cache has yet to answer for the first worker
+        system.move(kind, second)
+    assert second.plans
+    assert toys[0].step > 0
+
+
 def test_a_step_that_is_not_made_admits_no_request() -> None:
     """A request that the step was to admit waits again, unless the request has ended meanwhile."""
     requests = [SimpleNamespace(phase=Phase.ALLOCATING), SimpleNamespace(phase=Phase.ENDED)]
@@ -83,6 +102,6 @@ def test_a_step_that_is_not_made_admits_no_request() -> None:
     rounds: Any = SimpleNamespace(_workers={1: worker}, _life=SimpleNamespace(requeue=requeued.append))
     admissions = [SimpleNamespace(request=request) for request in requests]
     pending_step: Any = SimpleNamespace(worker=1, decision=SimpleNamespace(admissions=admissions))
-    Rounds._undo_pending_step(rounds, pending_step)
+    StepExchanges._undo_pending_step(rounds, pending_step)
     assert requeued == requests[:1]
     assert worker.allocating_tokens == 0

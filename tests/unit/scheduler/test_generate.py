@@ -96,7 +96,8 @@ def test_but_it_goes_on_behind_what_was_delivered(sampling: SamplingOptions) -> 
 def test_a_beam_search_refuses_what_is_for_samples() -> None:
     beam = BeamOptions(width=2)
     for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):
-        options = SamplingOptions(**{name: 3 if name == "top_k" else 0.5})
+        value: Any = 3 if name == "top_k" else 0.5
+        options = SamplingOptions(**{name: value})
         with pytest.raises(Rejection) as refused:
             to_submission(GenerateRequest(token_ids=PROMPT, sampling=options, beam=beam), None)
         assert refused.value.field == name

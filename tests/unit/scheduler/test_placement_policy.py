@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from scheduler_svc.core.step import scheduling
+from scheduler_svc.core.step import schedule
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -141,7 +141,7 @@ def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
 
 
 def test_a_burst_is_placed_in_parts_so_that_others_are_heard_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "MAX_PLACEMENTS", 10)
+    monkeypatch.setattr(schedule, "MAX_PLACEMENTS", 10)
     asked = list[str]()
 
     class Asked(LastWorker):

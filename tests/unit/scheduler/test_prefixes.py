@@ -45,7 +45,9 @@ def test_the_same_as_by_looking_at_all(events: list[Add | Ask], depth: int) -> N
             continue
         wanted = tokens[depth : depth + BLOCK]
         expected = [
-            (fake, n) for fake, n in added if n >= depth + BLOCK and fake.tokens[depth : depth + BLOCK] == wanted
+            (as_request(fake), n)
+            for fake, n in added
+            if n >= depth + BLOCK and fake.tokens[depth : depth + BLOCK] == wanted
         ]
         assert index.alike(as_request(FakeRequest(tokens)), depth) == expected
 

@@ -81,11 +81,12 @@ def test_a_long_prefill_is_no_hang(system: LocalSystem, client: Client) -> None:
 
 
 def test_an_idle_worker_is_not_lost(system: LocalSystem, client: Client) -> None:
-    end = system.attach(toy())
+    worker = toy()
+    end = system.attach(worker)
     assert not beat(system, end, 60.0, Heartbeat())
     system.submit("s", 1, [9], PARAMS)
     system.run()
-    assert not beat(system, end, 60.0, Heartbeat(step=end.worker.step, received=end.worker.step))
+    assert not beat(system, end, 60.0, Heartbeat(step=worker.step, received=worker.step))
 
 
 def test_a_worker_that_reports_only_its_step_is_not_lost_for_it(system: LocalSystem, client: Client) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -135,7 +135,7 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
     system = make()
     end = begin(system)
     victim = running(system)[1]
-    sequence = victim.sequence
+    sequence = victim.held.sequence
     system.restart_cache()
     cancelled = 0
     if meanwhile == "cancel":
@@ -315,9 +315,9 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
             for slot, new in zip(grown, blocks, strict=True):
                 right[slot].append(new)
         if table.num_free and rng.random() < 0.3:
-            request = copy.copy(PLAIN)
+            request = dataclasses.replace(PLAIN)
             slot = table.occupy(request, 0, num_blocks=1)
-            request.block_table, right[slot], placed[slot] = array("i", [block]), [block], request
+            request.held.block_table, right[slot], placed[slot] = array("i", [block]), [block], request
             block += 1
         if placed and rng.random() < 0.2:
             slot = rng.choice([*placed])
@@ -325,7 +325,7 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
             del placed[slot], right[slot]
         if rng.random() < 0.05:
             table.complete_tables()
-            assert {slot: request.block_table.tolist() for slot, request in placed.items()} == right
+            assert {slot: request.held.block_table.tolist() for slot, request in placed.items()} == right
             checks += 1
     assert checks > 50
 

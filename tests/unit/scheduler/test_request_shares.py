@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from simulator.toy_worker import ToyWorker
 SLOTS = 16
 SHORT = SamplingParams(top_p=1.0, max_tokens=4, ignore_eos=True)
 # What `paceline` was: the same but for the fairness.
-FIRST_COME = {"order": "fcfs", "preemption": "last-in"}
+FIRST_COME: dict[str, Any] = {"order": "fcfs", "preemption": "last-in"}
 
 
 def start(num_blocks: int, num_workers: int = 1, overrides: dict[str, str] | None = None) -> tuple[LocalSystem, Client]:

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from paceline.v1.worker_pb2 import RowError, StepResult
+from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTimeFit
@@ -31,15 +34,14 @@ def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = 
     def no(*_: object) -> None:
         raise AssertionError("not expected")
 
-    return ResultReader(
-        publish=lambda _session, _sessions, handles, _tokens: published.extend(handles.tolist()),
-        finish=no,
-        invalidate_kv=no,
-        fail=fail or no,
-        publish_score=no,
-        publish_prompt_scores=no,
-        report_beam=no,
+    life = SimpleNamespace(end=no, invalidate_kv=no, fail=fail or no)
+    publisher = SimpleNamespace(
+        tokens=lambda _session, _sessions, handles, _tokens: published.extend(handles.tolist()),
+        score=no,
+        prompt_scores=no,
     )
+    groups = SimpleNamespace(report=no)
+    return ResultReader(cast(Lifecycle, life), cast(Publisher, publisher), cast(BeamGroups, groups))
 
 
 @pytest.mark.parametrize(("number", "counts"), [(1, False), (2, True)])

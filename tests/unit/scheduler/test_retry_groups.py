@@ -11,6 +11,7 @@ from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.retry_groups import retry_candidates
+from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
@@ -77,7 +78,7 @@ def test_a_trial_is_alone_in_flight_and_ends_two_tokens_further(system: LocalSys
     fail(system, end)
     end = system.attach(toy())
     while suspects(system):
-        alone = [request for request in suspects(system) if request.slot >= 0]
+        alone = [request for request in suspects(system) if request.held.slot >= 0]
         if alone:
             assert len(alone) == 1
             assert len(end.plans) + len(end.results) <= 1
@@ -115,7 +116,7 @@ def test_a_suspect_may_be_cancelled_while_it_waits_or_is_tried(system: LocalSyst
     end = system.attach(toy())
     while not end.plans:
         system.move(*system.moves()[0])
-    [tried] = [request for request in suspects(system) if request.slot >= 0]
+    [tried] = [request for request in suspects(system) if request.held.slot >= 0]
     system.cancel("s", tried.handle)
     system.run()
     [left] = {1, 3} - {tried.handle}
@@ -210,7 +211,7 @@ def test_nothing_of_a_suspect_is_kept_when_it_is_cleared(system: LocalSystem, cl
 
 
 def test_one_that_is_swapped_out_is_tried_where_its_blocks_are() -> None:
-    request = cast(Request, SimpleNamespace(phase=Phase.WAITING, matches=None, swapped_on=1, grammar=""))
+    request = cast(Request, SimpleNamespace(phase=Phase.WAITING, matches=None, held=Held(swapped_on=1), grammar=""))
     here, there = (SimpleNamespace(id=id_, has_grammar=lambda _: True) for id_ in (1, 2))
     assert list(retry_candidates([request], cast(WorkerState, here))) == [request]
     assert list(retry_candidates([request], cast(WorkerState, there))) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -22,11 +24,11 @@ from simulator.system import Client, LocalSystem
 from simulator.toy_worker import EOS, VOCAB, ToyWorker, expected_output, toy_logprob
 
 
-def toy(**changes: int) -> ToyWorker:
+def toy(**changes: Any) -> ToyWorker:
     return ToyWorker(**{"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 64} | changes)
 
 
-def params(max_tokens: int = 8, **changes: object) -> SamplingParams:
+def params(max_tokens: int = 8, **changes: Any) -> SamplingParams:
     return SamplingParams(**{"top_p": 1.0, "max_tokens": max_tokens, "seed": 1, "ignore_eos": True} | changes)
 
 
@@ -40,7 +42,7 @@ def client(system: LocalSystem) -> Client:
     return system.open("s")
 
 
-def submit_raw(system: LocalSystem, handle: int, **fields: object) -> None:
+def submit_raw(system: LocalSystem, handle: int, **fields: Any) -> None:
     submission = Submission(handle=handle, **fields)
     system.scheduler.session_message("s", SessionRequest(submissions=[submission]), system.now_s)
     system.poll()
@@ -170,15 +172,17 @@ def test_two_workers_share_the_work(system: LocalSystem, client: Client) -> None
 
 
 def test_a_second_request_follows_its_prefix(system: LocalSystem, client: Client) -> None:
-    ends = [system.attach(toy()), system.attach(toy())]
+    workers = [toy(), toy()]
+    for worker in workers:
+        system.attach(worker)
     prompt = list(range(10, 50))
     system.submit("s", 1, prompt, params(2))
     system.run()
-    [home] = [end for end in ends if end.worker.step]
-    before = home.worker.step
+    [home] = [worker for worker in workers if worker.step]
+    before = home.step
     system.submit("s", 2, [*prompt, 99], params(2))
     system.run()
-    assert home.worker.step > before
+    assert home.step > before
     assert client.endings[2].cached_tokens == 40
 
 
@@ -443,8 +447,11 @@ def test_scores_of_long_prompts_go_in_several_messages_before_the_tokens() -> No
         messages.append(message)
     assert [[score.handle for score in message.prompt_scores] for message in messages] == [[1], [2], [3]], "no credit"
     session.read = 3
-    assert [score.handle for score in session.next_message().prompt_scores] == [4]
+    final = session.next_message()
+    assert final is not None
+    assert [score.handle for score in final.prompt_scores] == [4]
     last = session.next_message()
+    assert last is not None
     assert (list(last.handles), session.next_message()) == ([1], None)
 
 
@@ -569,7 +576,7 @@ def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) 
 def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     prompt = list(range(10, 30))
-    run, failed = end.worker.run, []
+    run, failed = end.worker.run, list[Any]()
 
     def fail_first(plan: StepPlan) -> StepResult:
         result = run(plan)
@@ -577,7 +584,7 @@ def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: C
             failed.append(result.errors.add(slot=0, message="no numbers"))
         return result
 
-    end.worker.run = fail_first
+    end.worker.run = fail_first  # type: ignore[method-assign]
     system.submit("s", 1, prompt, params())
     system.run()
     assert client.endings[1].reason == FinishReason.FINISH_REASON_ERROR

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_svc.core.workers.step_time import UNKNOWN, FleetStepTimes, OutputLength, StepTime, StepTimeFit
+from scheduler_svc.core.workers.step_time import (
+    TRUSTED_STEPS,
+    UNKNOWN,
+    FleetStepTimes,
+    OutputLength,
+    StepTime,
+    StepTimeFit,
+)
 
 TRUE = StepTime(base_s=4.6e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
 
@@ -138,3 +145,10 @@ def test_the_mean_output_length_follows_what_ends() -> None:
     for _ in range(1000):
         length.add(100)
     assert length.mean_tokens == pytest.approx(100, rel=0.01)
+
+
+def test_another_worker_starts_from_a_model_after_a_number_of_steps() -> None:
+    fit = StepTimeFit()
+    for number in range(1, TRUSTED_STEPS + 1):
+        fit.add(100, 0, 1, 0.01)
+        assert fit.is_measured is (number == TRUSTED_STEPS)

@@ -41,7 +41,7 @@ def begin(system: LocalSystem, **changes: int) -> WorkerEnd:
 
 
 def swapped(system: LocalSystem) -> list[Request]:
-    return [request for request in system.scheduler.queue if request.swapped_on]
+    return [request for request in system.scheduler.queue if request.held.swapped_on]
 
 
 def only(system: LocalSystem) -> WorkerState:
@@ -105,7 +105,7 @@ def test_the_oldest_comes_back_first_and_before_those_that_wait() -> None:
             assert back == come or not set(away) - set(back)
             num_back += len(back)
         live = system.scheduler.sessions["s"].live.values()
-        away = sorted(request.handle for request in live if request.swapped_on)  # ALLOCATING requests among them
+        away = sorted(request.handle for request in live if request.held.swapped_on)  # ALLOCATING requests among them
     assert num_back > 1
     finish(system)
 
@@ -115,9 +115,9 @@ def test_a_swapped_request_can_be_cancelled() -> None:
     begin(system)
     (request,) = swapped(system)
     worker = only(system)
-    assert worker.swap_outs
+    assert worker.host.swap_outs
     system.cancel("s", request.handle)
-    assert not worker.swap_outs  # its host blocks may soon belong to another request
+    assert not worker.host.swap_outs  # its host blocks may soon belong to another request
     system.run_for(2)
     finish(system, but=request.handle)
 
@@ -178,11 +178,11 @@ def test_a_lost_cache_does_not_lose_swapped_kv(window: int, prefix_caching: bool
         while not system.scheduler.counters.preempted:
             system.move(*system.moves()[0])
         system.run_for(moves_before)
-        before = {request.arrival_index: request.host_blocks for request in swapped(system)}
-        before |= {r.arrival_index: r.host_blocks for r in only(system).bound if r.swapped_on}
-        pending += len(only(system).swap_outs)
+        before = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
+        before |= {r.arrival_index: r.held.host_blocks for r in only(system).bound if r.held.swapped_on}
+        pending += len(only(system).host.swap_outs)
         system.restart_cache()
-        after = {request.arrival_index: request.host_blocks for request in swapped(system)}
+        after = {request.arrival_index: request.held.host_blocks for request in swapped(system)}
         assert after == {arrival_index: blocks for arrival_index, blocks in before.items() if blocks}
         kept, recomputed = kept + len(after), recomputed + len(before) - len(after)
         assert system.scheduler.counters.requeued == 0
@@ -198,12 +198,12 @@ def test_a_request_that_a_new_cache_refuses_is_recomputed() -> None:
     exchange = system.to_cache.popleft()
     for op in exchange.ops:
         for claim in op.restore.sequences:
-            if claim.sequence == request.sequence:
+            if claim.sequence == request.held.sequence:
                 claim.host_blocks = claim.host_blocks[:4] * 2
     system.from_cache.append(system.cache.exchange(exchange))
     system.move("answer", None)
-    assert not request.swapped_on
-    assert not only(system).swap_outs
+    assert not request.held.swapped_on
+    assert not only(system).host.swap_outs
     finish(system)
     assert system.scheduler.counters.refused_restores == 1
 
@@ -260,9 +260,9 @@ def test_a_cache_that_has_less_room_than_was_thought() -> None:
     for handle, prompt in PROMPTS.items():
         system.submit("s", handle, prompt, SAMPLING)
     while moves := system.moves():
-        worker.free_host_blocks = 40
+        worker.host.free_blocks = 40
         system.move(*moves[0])
-    worker.free_host_blocks = 1
+    worker.host.free_blocks = 1
     finish(system)
     assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
     assert system.cache.counters.refused_ops > 0
@@ -285,7 +285,7 @@ def all_in_step(system: LocalSystem) -> tuple[list[set[int]], list[set[int]]]:
     before: set[int] = set()
     while moves := system.moves():
         system.move(*moves[0])
-        away = {request.handle for request in system.scheduler.sessions["s"].live.values() if request.swapped_on}
+        away = {request.handle for request in system.scheduler.sessions["s"].live.values() if request.held.swapped_on}
         went += [away - before] if away - before else []
         came += [before - away] if before - away else []
         before = away

@@ -25,14 +25,14 @@ def test_a_reason_is_one_range_of_decisions() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     for i in range(3):
-        notes.decided(1, [(first, "seats", "all 2 are taken")], None, 2.0 + i)
+        notes.decided(1, [(first, "slots", "all 2 are taken")], None, 2.0 + i)
     notes.decided(1, [(first, "capacity", "needs 9 blocks, 3 are available")], None, 5.0)
     notes.decided(1, [(second, "capacity", "")], None, 6.0)
     notes.event(first, "running", "on worker 1", 6.0)
     notes.ended(first, "length", 7.0)
     assert told(notes, "r1") == [
         ("waiting", "1 tokens", 0, 0, 0.0, 0.0),
-        ("seats", "all 2 are taken", 1, 3, 1.0, 3.0),
+        ("slots", "all 2 are taken", 1, 3, 1.0, 3.0),
         ("capacity", "needs 9 blocks, 3 are available", 4, 4, 4.0, 4.0),
         ("running", "on worker 1", 5, 5, 5.0, 5.0),
         ("ended", "length", 5, 5, 6.0, 6.0),
@@ -42,9 +42,9 @@ def test_a_reason_is_one_range_of_decisions() -> None:
 def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_worker() -> None:
     notes, first = RequestTimeline(), request(1)
     notes.arrived(first, 1.0)
-    notes.decided(1, [(first, "seats", "")], None, 2.0)
-    notes.decided(2, [(first, "seats", "")], None, 3.0)
-    assert told(notes, "r1") == [("waiting", "1 tokens", 0, 0, 0.0, 0.0), ("seats", "", 1, 2, 1.0, 2.0)]
+    notes.decided(1, [(first, "slots", "")], None, 2.0)
+    notes.decided(2, [(first, "slots", "")], None, 3.0)
+    assert told(notes, "r1") == [("waiting", "1 tokens", 0, 0, 0.0, 0.0), ("slots", "", 1, 2, 1.0, 2.0)]
     assert [span.worker for span in notes.explain("r1", 1e9) or []] == [0, 0]
 
 
@@ -69,13 +69,13 @@ def test_the_decision_that_admits_a_request_says_nothing_of_others() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     for one in (first, second):
         notes.arrived(one, 2.0)
-    notes.decided(1, [(first, "seats", ""), (second, "seats", "")], None, 3.0)
-    notes.decided(1, [(second, "seats", "")], None, 4.0)
+    notes.decided(1, [(first, "slots", ""), (second, "slots", "")], None, 3.0)
+    notes.decided(1, [(second, "slots", "")], None, 4.0)
     notes.event(first, "running", "", 4.0)
-    assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "running"]
+    assert [span[0] for span in told(notes, "r1")] == ["waiting", "slots", "running"]
 
 
-def test_memory_is_bounded(monkeypatch) -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timeline forgets the oldest ended requests first. It forgets no live request, however old."""
     monkeypatch.setattr(timeline, "MAX_ENDED", 10)
     notes, requests = RequestTimeline(), [request(i) for i in range(50)]
@@ -88,7 +88,7 @@ def test_memory_is_bounded(monkeypatch) -> None:
     assert notes.explain("r39", 1e9) is None
     assert notes.explain("r40", 1e9) is not None
     for i in range(1000):  # the reason changes again and again
-        notes.decided(1, [(waits, "seats" if i % 20 < 10 else "blocks", "")], None, 51.0)
+        notes.decided(1, [(waits, "slots" if i % 20 < 10 else "blocks", "")], None, 51.0)
     assert len(told(notes, "r100")) < 3 * timeline.MAX_SPANS + timeline.MAX_TOP_REJECTED
     assert notes.explain("never seen", 1e9) is None
 
@@ -166,21 +166,21 @@ def test_decisions_of_several_workers_make_one_range() -> None:
     notes.arrived(first, 0.0)
     notes.arrived(second, 0.0)
     for i in range(5):
-        notes.decided(1, [(first, "seats", "all 2 are taken")], None, 1.0 + 2 * i)
+        notes.decided(1, [(first, "slots", "all 2 are taken")], None, 1.0 + 2 * i)
         notes.decided(2, [], ("full", "no sequence has left"), 2.0 + 2 * i)
     assert [span[:4] for span in told(notes, "r1")] == [
         ("waiting", "1 tokens", 0, 0),
-        ("seats", "all 2 are taken", 1, 9),
+        ("slots", "all 2 are taken", 1, 9),
         ("full", "no sequence has left", 2, 10),
     ]
     assert [span[:4] for span in told(notes, "r2")] == [
         ("waiting", "1 tokens", 0, 0),
-        ("order", "behind r1, which waits for seats", 1, 9),
+        ("order", "behind r1, which waits for slots", 1, 9),
         ("full", "no sequence has left", 2, 10),
     ]
     notes.decided(1, [], None, 11.0)  # worker 1 would admit each candidate, but looks at none
-    notes.decided(1, [(first, "seats", "all 2 are taken")], None, 12.0)
-    assert [span[0] for span in told(notes, "r1")] == ["waiting", "seats", "full", "seats"]
+    notes.decided(1, [(first, "slots", "all 2 are taken")], None, 12.0)
+    assert [span[0] for span in told(notes, "r1")] == ["waiting", "slots", "full", "slots"]
 
 
 def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
-    for reason in ("seats", "blocks", "seats"):
+    for reason in ("slots", "blocks", "slots"):
         notes.decided(1, [(second, reason, "")], None, 3.0)
     notes.decided(1, [(first, "blocks", "")], None, 4.0)
     notes.decided(1, [(first, "blocks", "")], None, 5.0)
@@ -203,18 +203,18 @@ def test_each_worker_has_ranges_of_its_own() -> None:
     notes, head = RequestTimeline(), request(1)
     notes.arrived(head, 0.0)
     for i in range(200):
-        notes.decided(1, [(head, "seats", "all 2 are taken")], None, float(i))
+        notes.decided(1, [(head, "slots", "all 2 are taken")], None, float(i))
         notes.decided(2, [(head, "capacity", f"needs 9 blocks, {i % 3} are available")], None, float(i))
     notes.event(head, "running", "on worker 1", 200.0)
     notes.event(head, "preempted", "", 201.0)
-    notes.decided(1, [(head, "seats", "all 2 are taken")], None, 202.0)
+    notes.decided(1, [(head, "slots", "all 2 are taken")], None, 202.0)
     assert [span[:4] for span in told(notes, "r1")] == [
         ("waiting", "1 tokens", 0, 0),
-        ("seats", "all 2 are taken", 1, 399),
+        ("slots", "all 2 are taken", 1, 399),
         ("capacity", "needs 9 blocks, 1 are available", 2, 400),
         ("running", "on worker 1", 400, 400),
         ("preempted", "", 400, 400),
-        ("seats", "all 2 are taken", 401, 401),
+        ("slots", "all 2 are taken", 401, 401),
     ]
 
 
@@ -224,14 +224,14 @@ def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
     notes.arrived(search, 1.0)
     notes.event(search, "running", "its beams", 2.0)
     for i in range(3 * timeline.MAX_SPANS):
-        notes.decided(1, [(search, "seats" if i % 2 else "blocks", "")], None, 3.0)
+        notes.decided(1, [(search, "slots" if i % 2 else "blocks", "")], None, 3.0)
     notes.arrived(other, 4.0)
-    notes.decided(1, [(other, "seats", "")], None, 4.0)
+    notes.decided(1, [(other, "slots", "")], None, 4.0)
     notes.ended(search, "length", 5.0)
     reasons = [span[0] for span in told(notes, "r1")]
     assert reasons[:2] == ["waiting", "running"]
     assert reasons[-1] == "ended"
-    assert set(reasons[2:-1]) == {"seats", "blocks"}, "the search never waited behind another request"
+    assert set(reasons[2:-1]) == {"slots", "blocks"}, "the search never waited behind another request"
     assert len(reasons) == timeline.MAX_SPANS + 3
 
 
@@ -240,8 +240,8 @@ def test_two_requests_of_the_same_id_are_kept_apart() -> None:
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
-    notes.decided(1, [(first, "seats", "")], None, 3.0)
-    assert ("order", "behind r1, which waits for seats", 1, 1) in [span[:4] for span in told(notes, "r1")]
+    notes.decided(1, [(first, "slots", "")], None, 3.0)
+    assert ("order", "behind r1, which waits for slots", 1, 1) in [span[:4] for span in told(notes, "r1")]
 
 
 def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
@@ -251,7 +251,7 @@ def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
     notes.out("no-worker", "none is attached", 2.5)
     notes.out("no-worker", "none is attached", 3.0)
     notes.out("", "", 5.0)
-    notes.decided(1, [(first, "seats", "")], None, 6.0)
+    notes.decided(1, [(first, "slots", "")], None, 6.0)
     notes.event(first, "running", "", 7.0)
     notes.out("no-worker", "none is attached", 8.0)
     notes.event(first, "requeued", "its worker was lost", 8.0)
@@ -261,7 +261,7 @@ def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
         ("waiting", 0.0, 0.0),
         ("no-cache", 0.0, 1.5),
         ("no-worker", 1.5, 4.0),
-        ("seats", 5.0, 5.0),
+        ("slots", 5.0, 5.0),
         ("running", 6.0, 6.0),
         ("requeued", 7.0, 7.0),
         ("no-worker", 7.0, 8.5),

@@ -94,7 +94,7 @@ def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
 def test_the_shell_gives_each_event_the_time_at_which_it_comes() -> None:
     """Not the time of the previous message, which may be long ago."""
     core, seen = LocalSystem().scheduler, list[float]()
-    server = SchedulerServer(core, "127.0.0.1:1", (), 1.0)
+    server = SchedulerServer(core, "127.0.0.1:1", [], 1.0)
     core.event_at(0.0)
     before_s = time.monotonic()
     server.event(lambda: seen.append(core.life.now_s))

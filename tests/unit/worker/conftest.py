@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Refer
 
 @pytest.fixture
 def build() -> Callable[..., BuiltWorker]:
-    def make(folder: Path, **settings: object) -> BuiltWorker:
+    def make(folder: Path, **settings: Any) -> BuiltWorker:
         defaults = {"threads": 1, "max_num_seqs": 40, "num_blocks": 2000, "device": "cpu"}
         return build_worker(WorkerSettings(model=str(folder), **{**defaults, **settings}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gpu_worker import memory
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
 from gpu_worker.memory import kv_blocks_that_fit
-from gpu_worker.sampling.prompt_scores import SLICE_BYTES
+from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, SLICE_BYTES
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.steps.slots import SlotLimits
 from gpu_worker.steps.step_arrays import largest_step
@@ -76,7 +77,7 @@ def test_flashinfer_without_a_gpu_is_refused(
         build(reference("qwen2").folder, attention_backend="flashinfer")
 
 
-def _model(head_dim: int, dtype: torch.dtype) -> SimpleNamespace:
+def _model(head_dim: int, dtype: torch.dtype) -> Any:
     return SimpleNamespace(name="m", dtype=dtype, config=SimpleNamespace(head_dim=head_dim))
 
 
@@ -142,13 +143,17 @@ class TrialRunner:
         progress(len(sizes), len(sizes))
 
 
+def trial(device: TrialDevice) -> Callable[[], Any]:
+    return lambda: TrialRunner(device)
+
+
 @pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 77), ([1, 2, 4, 8], 50 + 3 * 27)])
 def test_what_steps_take_is_what_a_trial_took(
     sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest graph, and for each of the others what the second one takes."""
     device = TrialDevice(monkeypatch)
-    needed = memory.bytes_for_steps(lambda: TrialRunner(device), sizes, torch.device("cpu"))
+    needed = memory.bytes_for_steps(trial(device), sizes, torch.device("cpu"))
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
     counts = 10 * memory.COUNTS_BYTES_PER_LOGIT * 1000
     assert needed == ((400 + 300 + graphs_mib) << 20) + sampling + counts
@@ -157,8 +162,8 @@ def test_what_steps_take_is_what_a_trial_took(
 def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     device = TrialDevice(monkeypatch)
     monkeypatch.setattr(TrialRunner, "of_each_other_graph", 0)
-    alone = memory.bytes_for_steps(lambda: TrialRunner(device), [8], torch.device("cpu"))
-    needed = memory.bytes_for_steps(lambda: TrialRunner(device), [1, 2, 4, 8], torch.device("cpu"))
+    alone = memory.bytes_for_steps(trial(device), [8], torch.device("cpu"))
+    needed = memory.bytes_for_steps(trial(device), [1, 2, 4, 8], torch.device("cpu"))
     assert needed - alone == 2 * memory.MIN_GRAPH_BYTES  # of the two that are not tried
 
 
@@ -166,11 +171,11 @@ def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: p
     """Slices of logits, if a step has that many rows, and one sequence."""
     device = TrialDevice(monkeypatch)
 
-    def make_runner() -> TrialRunner:
+    def make_runner() -> Any:
         runner = TrialRunner(device)
         runner.limits = SlotLimits(1, 8192, 8192, 16, 1, 2**17, ())
         return runner
 
     needed = memory.bytes_for_steps(make_runner, [], torch.device("cpu"))
     counts = memory.COUNTS_BYTES_PER_LOGIT * 2**17
-    assert needed == (700 << 20) + memory.SCORER_BYTES_PER_LOGIT * SLICE_BYTES // 4 + counts
+    assert needed == (700 << 20) + SCORER_BYTES_PER_LOGIT * SLICE_BYTES // 4 + counts

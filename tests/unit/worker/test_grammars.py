@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import jsonschema
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.numpy import fill_next_token_bitmask
 from transformers import LogitsProcessorList
 
 from demo import CHECKPOINT
@@ -184,7 +186,7 @@ def test_a_grammar_with_slow_masks_fails_alone(
 ) -> None:
     """By the time that each takes, on a clock of the test's: with few rows, and after a slow step with many."""
     slow_rows, clock = [JSON], [0.0]
-    fill = grammars.fill_next_token_bitmask
+    fill = fill_next_token_bitmask
 
     def timed(matcher: LLMatcher, bits: np.ndarray, row: int) -> None:
         fill(matcher, bits, row)
@@ -193,7 +195,7 @@ def test_a_grammar_with_slow_masks_fails_alone(
     monkeypatch.setattr(grammars, "FEW_ROWS", few_rows)
     monkeypatch.setattr(grammars, "SLOW_STEP_S", -1.0)
     monkeypatch.setattr(grammars, "fill_next_token_bitmask", timed)
-    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     driver = Driver(build(CHECKPOINT).runner)
     plain, slow = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, slow_rows[0])
     good = add(driver, demo_ids, FORMS["regex"])
@@ -218,7 +220,7 @@ def test_many_grammars_with_moderate_masks_leave_20_ms_of_a_step(
 ) -> None:
     """Each mask takes 3 ms, on a clock of the test's: six of them fit, and cheap masks always do."""
     clock, cheap_row = [0.0], 7
-    fill = grammars.fill_next_token_bitmask
+    fill = fill_next_token_bitmask
 
     def timed(matcher: LLMatcher, bits: np.ndarray, row: int) -> None:
         fill(matcher, bits, row)
@@ -226,7 +228,7 @@ def test_many_grammars_with_moderate_masks_leave_20_ms_of_a_step(
 
     monkeypatch.setattr(grammars, "FEW_ROWS", 100)
     monkeypatch.setattr(grammars, "fill_next_token_bitmask", timed)
-    monkeypatch.setattr(grammars.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     driver = Driver(build(CHECKPOINT).runner)
     plain = driver.add(demo_ids, NUM_TOKENS)
     formed = [add(driver, demo_ids, FORMS["regex"]) for _ in range(12)]

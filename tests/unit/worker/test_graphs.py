@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,10 +43,10 @@ def test_what_no_graph_fits() -> None:
 
 
 def test_capture_goes_from_large_to_small_and_says_how_far_it_is() -> None:
-    graphs, seen, said = DecodeGraphs([1, 4, 2]), [], []
+    graphs, seen, said = DecodeGraphs([1, 4, 2]), list[int](), list[tuple[int, int]]()
     logits = torch.zeros(4, 3)
 
-    def prepare(size: int, out: torch.Tensor) -> object:
+    def prepare(size: int, out: torch.Tensor) -> Callable[[], object]:
         assert out.data_ptr() == logits.data_ptr()
         assert out.shape == (size, 3)
         seen.append(size)

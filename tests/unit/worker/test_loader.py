@@ -180,6 +180,7 @@ def test_files_that_are_not_there_or_not_what_they_seem(checkpoint: Path, tmp_pa
     with pytest.raises(ModelError, match="is not JSON"):
         read_config(checkpoint)
     config = json.loads((CHECKPOINT / "config.json").read_text())
+    strange: dict[str, Any]
     for strange in ({"rms_norm_eps": None}, {"quantization_config": 5}, {"eos_token_id": {}}):
         (checkpoint / "config.json").write_text(json.dumps({**config, **strange}))
         (checkpoint / "generation_config.json").unlink(missing_ok=True)

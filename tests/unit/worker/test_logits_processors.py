@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -271,7 +272,7 @@ def test_a_row_without_any_token_left_fails_alone_and_says_why(
     for temperature in (0.0, 1.0):
         driver = Driver(build(checkpoint.folder).runner)
         good = driver.add([1, 2, 3], 4)
-        both = {"allowed_token_ids": pack([4, 5]), "bad_words": [pack([4]), pack([5])]}
+        both: dict[str, Any] = {"allowed_token_ids": pack([4, 5]), "bad_words": [pack([4]), pack([5])]}
         nothing = SamplingParams(temperature=temperature, top_p=1, max_tokens=4, **both)
         bad = driver.add([1, 2, 3], 4, nothing)
         result = driver.run_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ LIMITS = SlotLimits(
 )
 
 
-def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **changes: object) -> NewSequence:
-    values = {
+def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **changes: Any) -> NewSequence:
+    values: dict[str, Any] = {
         "slot": slot,
         "token_ids": pack(range(1, tokens + 1)),
         "num_prompt_tokens": tokens,
@@ -36,7 +37,7 @@ def new(slot: int = 0, tokens: int = 6, blocks: tuple[int, ...] = (1, 2), **chan
     return NewSequence(**{**values, **changes})
 
 
-def prefill(step: int, slot: int, tokens: int, **changes: object) -> StepPlan:
+def prefill(step: int, slot: int, tokens: int, **changes: Any) -> StepPlan:
     return StepPlan(step=step, prefill_slots=pack([slot]), prefill_tokens=pack([tokens]), **changes)
 
 
@@ -171,7 +172,9 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotBuffers) -> None
     assert table.prompt_rows(rows) is None
     asked, right = table.sampling_rows(rows), fresh.sampling_rows(expected)
     where = rows.slots[rows.samples].tolist().index(2)
-    for column in ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "position"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):
+        assert asked.columns[name][where] == right.columns[name][0], name
+    for column in ("seed", "position"):
         assert getattr(asked, column)[where] == getattr(right, column)[0], column
     assert (len(asked.banned_rows), len(asked.scored)) == (0, 0)
     table.commit(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
+from paceline.request_fields import FILTER_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver
@@ -27,13 +29,13 @@ from tests.unit.worker.families import VOCAB, Reference
 EMPTY = np.zeros(0, np.int64)
 
 
-def make_rows(count: int, **values: object) -> SamplingRows:
-    defaults = {
+def make_rows(count: int, **values: Any) -> SamplingRows:
+    defaults: dict[str, Any] = {
         "temperature": np.ones(count, np.float32),
-        "top_p": np.ones(count, np.float32),
-        "top_k": np.zeros(count, np.int64),
-        "min_p": np.zeros(count, np.float32),
-        "typical_p": np.ones(count, np.float32),
+        **{
+            name: np.full(count, SAMPLING[name].default, np.int64 if name == "top_k" else np.float32)
+            for name in FILTER_NAMES
+        },
         "seed": np.arange(count, dtype=np.uint64),
         "position": np.zeros(count, np.int64),
         "banned_rows": EMPTY,
@@ -41,7 +43,9 @@ def make_rows(count: int, **values: object) -> SamplingRows:
         "scored": EMPTY,
         "num_top": EMPTY,
     }
-    return SamplingRows(**{**defaults, **values})
+    values = {**defaults, **values}
+    columns = {name: values.pop(name) for name in SAMPLING if name in values}
+    return SamplingRows(columns=columns, **values)
 
 
 @pytest.mark.parametrize("vocab", [50, 1000])
@@ -109,7 +113,8 @@ def test_the_smallest_share_keeps_one_token(
     outputs = []
     for seed in (1, 2):
         driver = Driver(build(reference("qwen2").folder).runner)
-        smallest = SamplingParams(**{"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149})
+        values: dict[str, Any] = {"top_p": 1.0, "temperature": 1.0, "seed": seed, name: 2.0**-149}
+        smallest = SamplingParams(**values)
         sequence = driver.add([5, 6, 7], 12, smallest)
         driver.run()
         outputs.append(sequence.output)

@@ -24,7 +24,7 @@ def _ids(draw: st.DrawFn, most: int, count: int) -> np.ndarray:
 
 @st.composite
 def commands(draw: st.DrawFn) -> list[tuple[str, tuple[np.ndarray, ...]]]:
-    made = []
+    made: list[tuple[str, tuple[np.ndarray, ...]]] = []
     for _ in range(draw(st.integers(1, 14))):
         kind = draw(st.sampled_from(["compute", "out", "back", "clear", "copy"]))
         count = draw(st.integers(1, HOST_BLOCKS))

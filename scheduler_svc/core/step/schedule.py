@@ -16,8 +16,8 @@ from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.request import Request, view_of
+from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.placement import Placement
-from scheduler_svc.core.step.planner import Planner
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.types import SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
@@ -25,10 +25,10 @@ from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 # Waiting requests for which one exchange asks for fresh matches, at most.
 MAX_CANDIDATES = 16
-# Waiting requests that are placed between two events, at most. One takes 0.1 ms, and the core handles no event
-# meanwhile.
+# Waiting requests that are placed between two events, at most. Placing a request takes 0.1 ms, and the core handles no
+# event meanwhile.
 MAX_PLACEMENTS = 512
-# Reasons of one worker for which another worker may still have room.
+# Reasons for which one worker rejects a request that another worker may have room for.
 REFUSALS = ("capacity", "blocks")
 # Characters of a placement policy's reason that `explain` keeps for each request.
 MAX_WHY = 500
@@ -97,51 +97,52 @@ class StepScheduler:
 
     @property
     def _looks_past_slots(self) -> bool:
-        """Compared by identity: the attribute's truth value could raise, and no code catches that here."""
+        """Whether waiting requests are considered even without a free slot, because the capacity policy may preempt for
+        them. `is True`, because the truth value of a policy's attribute could raise, and no code here catches that."""
         return self.policies.capacity.preempts_for_waiting is True
 
     def schedule_step(
-        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
+        self, decider: Decider, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         """Schedule the worker's next step. None if a sequence was preempted: then the step is scheduled again after the
         next exchange. `closed`: no request is admitted."""
-        step = self._decide(planner, worker, workers, now_s, closed)
+        step = self._decide(decider, worker, workers, now_s, closed)
         if step is not None and len(workers) > 1:
             for request, reason, _ in step._rejected:
                 if reason in REFUSALS:
                     worker.refuse(request)
         if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
-            return self._decide(planner, worker, workers, now_s, closed)
+            return self._decide(decider, worker, workers, now_s, closed)
         return step
 
     def _decide(
-        self, planner: Planner, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
+        self, decider: Decider, worker: WorkerState, workers: dict[int, WorkerState], now_s: float, closed: bool
     ) -> Step | None:
         self.at_limit.clear()
         self.without_grammar.clear()
         waiting = self._waiting(worker, workers, now_s, closed)
         try:
-            return planner.decide_step(worker, self.policies, waiting, now_s)
+            return decider.decide(worker, self.policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
-        return planner.decide_step(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
+        return decider.decide(worker, self._fallback, self._waiting(worker, workers, None, closed), now_s)
 
     def schedule_retry_step(
-        self, planner: Planner, worker: WorkerState, members: list[Request], now_s: float
+        self, decider: Decider, worker: WorkerState, members: list[Request], now_s: float
     ) -> Step | None:
         """Schedule a step that retries these suspects, as schedule_step() does. Of the current policies only preemption
         decides."""
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
         waiting = partial(retry_candidates, members, worker)
         try:
-            return planner.decide_retry_step(worker, policies, waiting, now_s)
+            return decider.decide_retry(worker, policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return planner.decide_retry_step(worker, policies, waiting, now_s)
+        return decider.decide_retry(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
-        """The step is accepted."""
+        """Tell the capacity and batch policies that the step is accepted."""
         for policy in (self.policies.capacity, self.policies.batch):
             try:
                 policy.planned(step)
@@ -187,8 +188,8 @@ class StepScheduler:
         def waiting() -> Iterator[Request]:
             if worker.draining or closed:
                 return
-            if worker.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
-                back = (request for request in worker.swapped.values() if not request.is_suspect)
+            if worker.host.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
+                back = (request for request in worker.host.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.arrival_index)
             queue = self.queue
             limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
@@ -208,7 +209,7 @@ class StepScheduler:
                     return
                 if taken:
                     yield request
-                if limited and queue.is_aside(request) != (passed_over or not worker.has_adapter(request)):
+                if limited and queue.is_aside(request) != (passed_over or not worker.adapters.fit(request)):
                     self._doubtful.append(request)
 
         return waiting
@@ -232,7 +233,7 @@ class StepScheduler:
                 self._placements_left -= 1
             if placement.place(request) in (worker, None):
                 return True
-            return False if worker.free_slots or self._looks_past_slots else None  # other workers fill up first
+            return False if worker.free_slots or self._looks_past_slots else None  # no slot here for any later request
 
         return takes
 
@@ -273,7 +274,7 @@ def _waits_for_another(request: Request) -> bool:
 
 
 def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
-    """Whether no worker could take the request, whatever its tenant has left."""
-    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.has_adapter(request))
+    """Whether no worker could take the request, even if its tenant were not at its limit."""
+    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.adapters.fit(request))
     takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

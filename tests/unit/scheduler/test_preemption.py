@@ -13,10 +13,12 @@ from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.step.planner import Planner
+from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.swap_space import SwapSpace
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -74,8 +76,10 @@ def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> No
     ("computed", "member", "suits"), [(True, False, True), (False, False, False), (True, True, False)]
 )
 def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bool, member: bool, suits: bool) -> None:
-    worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, num_tokens=lambda _: 5, free_host_blocks=1)
-    request = SimpleNamespace(worker=1, slot=0, prompt_is_computed=computed, is_member=member, is_one_of_several=False)
+    host = SwapSpace(free_blocks=1)
+    worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, num_tokens=lambda _: 5, host=host)
+    held = Held(worker=1, slot=0, prompt_is_computed=computed)
+    request = SimpleNamespace(held=held, is_member=member, is_one_of_several=False)
     swaps: Any = SimpleNamespace(workers={1: worker})
     assert Swaps.suits(swaps, cast(Request, request), "swap") is suits
 
@@ -89,7 +93,7 @@ def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: s
     policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))
     step: Any = SimpleNamespace(running=sequences)
     victims = cast(list[Running], [sequences[3], sequences[2], sequences[1]])
-    units = Planner._units(cast(WorkerState, worker), cast(Policies, policies), cast(Step, step), victims)
+    units = Decider._units(cast(WorkerState, worker), cast(Policies, policies), cast(Step, step), victims)
     together = [[3], [2, 1]] if mode == "auto" else [[3], [2], [1]]
     assert [[sequence.slot for sequence in unit] for unit in units] == together
 

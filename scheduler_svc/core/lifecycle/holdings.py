@@ -1,0 +1,166 @@
+"""What requests hold: a worker, a slot, blocks, a share of the budgets, a sequence at the cache.
+
+release() takes back all of it, in any phase. Most of it is also given here. The exceptions: the Emitter gives the slot
+and the blocks that the cache has granted, and Swaps notes host blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from paceline.v1.cache_pb2 import WorkerMatch
+from scheduler_svc.core.admission.budgets import Budgets
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.cache.link import CacheLink
+from scheduler_svc.core.cache.swapping import Swaps
+from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import PrefixMatch, Request
+from scheduler_svc.core.workers.state import WorkerState
+
+
+class Holdings:
+    """Binds requests to workers, and releases what they hold. The caller changes the phase, after the release."""
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        budgets: Budgets,
+        cache: CacheLink,
+        workers: dict[int, WorkerState],
+        swaps: Swaps,
+        partial_reuse: bool,
+    ) -> None:
+        self._queue = queue
+        self._budgets = budgets
+        self._cache = cache
+        self._workers = workers
+        self._swaps = swaps
+        self._partial_reuse = partial_reuse
+        self._matched: dict[int, Request] = {}  # by sequence: requests that the cache was asked to match
+        self._sequences = itertools.count(1)
+
+    # ── the sequence at the cache ────────────────────────────────────────────────────────────────────────────────────
+
+    def next_sequence(self) -> int:
+        """A sequence name for the cache that was never used."""
+        return next(self._sequences)
+
+    def ask_match(self, request: Request) -> None:
+        """Make the request known to the cache, under a new name."""
+        held = request.held
+        held.sequence, request.matches = self.next_sequence(), None
+        held.num_registered, held.num_committed = request.num_tokens, 0
+        self._cache.matches[held.sequence] = self._matched[held.sequence] = request
+
+    def set_matches(self, found: Iterable[tuple[int, Iterable[WorkerMatch]]]) -> None:
+        """What the cache holds of waiting sequences. A request that no longer waits ignores the update."""
+        changed = []
+        for sequence, matches in found:
+            request = self._matched.get(sequence)
+            if request is not None and request.phase is Phase.WAITING:
+                request.matches = by_worker = {}
+                for match in matches if not request.scores_prompt else ():
+                    on_host = match.num_host_tokens
+                    by_worker[match.worker] = PrefixMatch(match.num_tokens + on_host, match.num_live_tokens, on_host)
+                changed.append(request)
+        self._queue.rematched(changed)
+
+    def forget_matches(self) -> None:
+        """The cache is gone, with everything it knew of waiting requests. KV in the workers' host memory is still
+        there."""
+        self._matched.clear()
+        for request in self._queue:
+            if not request.held.swapped_on:
+                request.held.sequence, request.matches = 0, None
+
+    # ── bound to a worker ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, worker: WorkerState, request: Request) -> None:
+        """A step takes the waiting request."""
+        # Before the request leaves the queue: the queue then shows only requests that still fit the tenant's limit.
+        self._budgets.bind(request)
+        self._queue.remove(request)
+        request.siblings.num_bound += 1
+        if request.held.swapped_on:
+            self._swaps.bind(request)
+        self._queue.started(request)
+        request.held.worker = worker.id
+        worker.adapters.bind(request)
+
+    def park(self, request: Request) -> None:
+        """The running request leaves its slot and keeps its blocks."""
+        worker = self._workers[request.held.worker]
+        worker.slots.complete_tables()
+        worker.vacate(request.held.slot)
+        self._unbind(request)
+        request.held.worker, request.parent = worker.id, None
+        request.held.prompt_is_computed = True
+        worker.parked[request.arrival_index] = request
+
+    def release(self, request: Request, *, lost: WorkerState | None = None, keeps_sequence: bool = False) -> None:
+        """Take back everything that the request holds in its phase.
+
+        `lost`: the worker on which its blocks are lost. The cache is not told, because it knows of the loss, or is lost
+        itself. `keeps_sequence`: the cache keeps the sequence. A running request is then swapped out."""
+        match request.phase:
+            case Phase.RUNNING:
+                worker = lost or self._workers[request.held.worker]
+                self._leave_slot(worker, request)
+                if lost is None:
+                    self._commit_last_tokens(worker, request, keeps_sequence)
+                self._unbind(request)
+            case Phase.ALLOCATING:
+                self._unbind(request)
+            case Phase.PARKED:
+                worker = lost or self._workers[request.held.worker]
+                del worker.parked[request.arrival_index]
+                request.held.worker, request.held.prompt_is_computed = 0, False
+                del request.held.block_table[:]
+        if not keeps_sequence:
+            self._forget_sequence(request, tells_cache=lost is None)
+
+    def flush_output(self, worker: WorkerState, slot: int) -> None:
+        """Complete the request's own record with the tokens in the slot's output buffer."""
+        if tokens := worker.slots.output.flush(slot):
+            worker.running[slot].add_output(tokens)
+
+    def _leave_slot(self, worker: WorkerState, request: Request) -> None:
+        self.flush_output(worker, request.held.slot)
+        worker.vacate(request.held.slot)
+        request.held.prompt_is_computed = False
+        request.parent = None
+        del request.held.block_table[:]
+
+    def _commit_last_tokens(self, worker: WorkerState, request: Request, swaps: bool) -> None:
+        """Only now the cache learns the tokens that the request generated: another request rarely needs them earlier,
+        and a steady step sends nothing for each sequence (as in SGLang). For a swap the cache has to know all
+        tokens."""
+        held, num_tokens = request.held, request.num_tokens
+        num_computed = max(num_tokens - 1, held.num_committed)  # the last token may just be computed, or not yet
+        if self._partial_reuse:
+            fills = num_tokens > held.num_registered
+        else:
+            fills = num_computed // worker.block_size > held.num_registered // worker.block_size
+        is_news = fills and num_computed > held.num_committed  # no request can reuse a token that is not computed
+        if swaps or (worker.prefix_caching and is_news and not request.kv_is_invalid):
+            self._cache.add_commit(held.sequence, request.tokens_from(held.num_registered), num_computed)
+            held.num_registered = num_tokens
+
+    def _unbind(self, request: Request) -> None:
+        self._budgets.unbind(request)
+        request.siblings.num_bound -= 1
+        self._queue.free_tokens_changed(request.tenant)
+        if worker := self._workers.get(request.held.worker):
+            worker.adapters.unbind(request)
+        request.held.worker = 0
+        self._queue.stopped(request)
+
+    def _forget_sequence(self, request: Request, tells_cache: bool) -> None:
+        held = request.held
+        if held.swapped_on:
+            self._swaps.forget(request)
+        if held.sequence and tells_cache and self._cache.connected:
+            self._cache.forget_sequence(held.sequence, discard=request.kv_is_invalid)
+        self._matched.pop(held.sequence, None)
+        held.sequence = 0

@@ -1,0 +1,104 @@
+"""Requests that are late: past their deadline, above a configured time, or without a worker that could hold them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+from sortedcontainers import SortedDict
+
+from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_UNAVAILABLE, Rejection
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.workers.state import WorkerState
+
+# Seconds after which a client should retry that was refused because no worker is attached: a worker takes seconds to
+# load.
+NO_WORKER_RETRY_S = 5.0
+
+
+class Timeouts:
+    def __init__(self, config: SchedulerConfig, queue: WaitingQueue, workers: Mapping[int, WorkerState]) -> None:
+        self._config = config
+        self._queue = queue
+        self._workers = workers
+        self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
+        # The first tick that found no worker attached. None while a worker is attached.
+        self._no_worker_since_s: float | None = None
+        self._most_pool_tokens, self._served_loras = 0, False  # of the workers that were ever attached
+        self._unservable_since_s: dict[int, float] = {}  # by arrival index: waiting requests that no worker can hold
+
+    def add(self, request: Request) -> None:
+        """Watch the request's deadline, if it has one."""
+        if request.deadline_s < math.inf:
+            self._deadlines[request.deadline_s, request.arrival_index] = request
+
+    def remove(self, request: Request) -> None:
+        """The request has ended."""
+        if request.deadline_s < math.inf:
+            self._deadlines.pop((request.deadline_s, request.arrival_index), None)
+
+    def worker_attached(self) -> None:
+        self._no_worker_since_s = None
+
+    def no_worker(self, now_s: float) -> None:
+        """No worker takes requests now."""
+        if self._no_worker_since_s is None:
+            self._no_worker_since_s = now_s
+
+    def late(self, now_s: float) -> Iterator[tuple[Request, Rejection]]:
+        """The requests that are late now, each with the error that it ends with."""
+        for request, message in self._too_late(now_s):
+            yield request, Rejection(CODE_DEADLINE_EXCEEDED, message)
+        limit_s, since_s = self._config.no_worker_timeout_s, self._no_worker_since_s
+        if limit_s <= 0:
+            return
+        if since_s is not None:
+            message = f"no worker is attached: waited for one for {limit_s:g} s"
+            for request in self._queue if limit_s <= now_s - since_s else ():
+                if now_s - request.arrival_s >= limit_s:
+                    yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+            return
+        self._note_unservable(now_s)
+        for request in self._queue if self._unservable_since_s else ():
+            if now_s - self._unservable_since_s.get(request.arrival_index, now_s) >= limit_s:
+                message = (
+                    f"no attached worker can hold {request.max_total_tokens} tokens: waited for one for {limit_s:g} s"
+                )
+                yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
+
+    def _note_unservable(self, now_s: float) -> None:
+        """Note since when waiting requests fit no attached worker, because a larger one has left. Looks at the queue
+        only while the attached workers can hold less than earlier workers could."""
+        workers = [worker for worker in self._workers.values() if not worker.draining]
+        most = max((worker.pool_tokens for worker in workers), default=0)
+        serves_loras = any(worker.registration.max_loras for worker in workers)
+        self._most_pool_tokens = max(self._most_pool_tokens, most)
+        self._served_loras |= serves_loras
+        before, self._unservable_since_s = self._unservable_since_s, {}
+        if most == self._most_pool_tokens and serves_loras == self._served_loras:
+            return
+        for request in self._queue:
+            if not any(worker.can_ever_hold(request) for worker in workers):
+                self._unservable_since_s[request.arrival_index] = before.get(request.arrival_index, now_s)
+
+    def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
+        due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
+        for (deadline_s, _), request in due:
+            yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
+        for request in self._queue.hopeless(now_s):
+            left_s = request.deadline_s - now_s
+            late = f"deadline_s: {left_s:.1f} s are left, which is too little"
+            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
+        if (limit_s := self._config.waiting_timeout_s) > 0:
+            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue)
+            message = f"queue: waited for more than {limit_s:g} s"
+            yield from ((request, message) for request in oldest if request.history.started_s is None)
+        if (limit_s := self._config.running_timeout_s) > 0:
+            running = [request for worker in self._workers.values() for request in worker.running.values()]
+            if self._workers:  # without any worker, the request cannot end, whatever it does
+                running += self._queue
+            message = f"request: ran for more than {limit_s:g} s"
+            yield from ((request, message) for request in running if request.history.ran_s(now_s) > limit_s)

@@ -1,0 +1,167 @@
+"""Stage one of a step: the policies decide what one worker's next step runs, and which sequences are preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
+from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.views import Paused, Running
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.decision import OutOfBlocks
+from scheduler_svc.core.workers.state import WorkerState
+
+# Reasons for rejecting a waiting request that preempting another sequence can remove.
+ROOM = ("slots", "capacity", "blocks")
+# Pauses of one worker between two tokens. Without a limit, a policy could pause every sequence it admits, for ever.
+MAX_PAUSES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Decider:
+    life: Lifecycle
+
+    def decide(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """Schedule the next step of `worker`; it may be empty. `waiting` gives the requests that the step may admit, in
+        order.
+
+        Returns None if a sequence was preempted: its blocks come back with the next exchange, and then the step is
+        scheduled again. Raises whatever a policy raises.
+        """
+        step = self._apply_policies(worker, policies, waiting, now_s)
+        if step is not None and (torn := self._torn_samples(worker, policies, step)):
+            # Admit only the requests before the first torn group: a later request would take the room that it needs.
+            before = partial(takewhile, lambda request: id(request.samples) not in torn)
+            step = self._apply_policies(worker, policies, lambda: before(waiting()), now_s)
+        if step is None or self._preempt_for_waiting(worker, policies, step):
+            return None
+        self._expect_progress(worker, step)
+        return step
+
+    def decide_retry(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        """As decide(), for a step that retries suspects only. It is not checked for progress, and preempts no sequence
+        for a waiting request."""
+        return self._apply_policies(worker, policies, waiting, now_s)
+
+    def _apply_policies(
+        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
+    ) -> Step | None:
+        worker.allocating_tokens = 0
+        shares = policies.batch.shares_in_step
+        over_budget = partial(self.life.budgets.exceeded, worker)
+        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
+        try:
+            policies.capacity.begin(step)
+            policies.batch.schedule(step)
+            step._close()
+        except OutOfBlocks as lack:
+            self._make_room(worker, policies, step, lack.shortfall_blocks)
+            return None
+        except Paused as paused:
+            worker.num_pauses += 1
+            if worker.num_pauses > MAX_PAUSES:
+                times = f"{worker.num_pauses} times without a token in between"
+                raise PolicyError(f"capacity: running sequences were paused {times}") from None
+            for victims in self._units(worker, policies, step, step._own_all(paused.victims)):
+                self._preempt_unit(worker, victims, policies)
+            return None
+        return step
+
+    @staticmethod
+    def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
+        """Groups of samples (by id) that the step tears: it resumes some swapped-out samples of a prompt and not the
+        others. Only in mode "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so
+        a group may need more blocks than the pool has. Therefore, if no sequence runs on the worker, the step may
+        resume a part of a group."""
+        if not (worker.host.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
+            return set()
+        back = {admission.request.arrival_index for admission in step._decision().admissions}
+        ids = {True: set[int](), False: set[int]()}
+        for request in worker.host.swapped.values():
+            if request.samples:
+                ids[request.arrival_index in back].add(id(request.samples))
+        return ids[True] & ids[False]
+
+    @staticmethod
+    def _expect_progress(worker: WorkerState, step: Step) -> None:
+        """Raise PolicyError if the worker is idle, a request could run, and the policies give no reason why it does
+        not."""
+        if not step.is_empty or worker.in_flight or step.preempted:
+            return
+        if step.running or not (step.rejected or next(step.waiting(), None) is None):
+            raise PolicyError("batch: the step is empty, though a request could run, and no reason is given")
+
+    def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
+        """Preempt until the shortfall is covered. This is an estimate: another sequence may still use a victim's shared
+        blocks.
+
+        A sequence that runs alone and still has no room holds some blocks twice: its own, and equal ones that were
+        stored before. It is preempted itself. When it comes back it shares the stored blocks, and then it fits.
+        """
+        if worker.parked:
+            return  # parked beams are freed first: a fork without its parent computes a few tokens again
+        victims = step._own_all(policies.preemption.victims(step))
+        if not victims and len(step.running) > 1:
+            raise PolicyError("preemption: the policy names no victim")
+        if len(victims) >= len(step.running):
+            victims.pop()
+        if not victims and not worker.in_flight:
+            victims = list(step.running)
+        for unit in self._units(worker, policies, step, victims):
+            for victim in unit:
+                # the blocks that the victim needed for this step are not needed either
+                shortfall_blocks -= victim.num_blocks + step._growth_of(victim)
+            self._preempt_unit(worker, unit, policies)
+            if shortfall_blocks <= 0:
+                break
+
+    @staticmethod
+    def _units(worker: WorkerState, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
+        """The victims one by one. In mode "auto", each victim takes all running samples of its prompt along (a sequence
+        group of vLLM V0), unless nothing would be left to run."""
+        left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
+        for victim in victims:
+            if victim.slot not in left:
+                continue  # it was preempted with its group
+            samples, unit = left[victim.slot][1], [victim]
+            if samples and policies.preemption.mode == "auto":
+                group = [sequence for sequence, of in left.values() if of is samples]
+                unit = group[::-1] if len(group) < len(left) else unit
+            for sequence in unit:
+                del left[sequence.slot]
+            yield unit
+
+    def _preempt_for_waiting(self, worker: WorkerState, policies: Policies, step: Step) -> bool:
+        """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and admits
+        nothing, so that there is progress in between."""
+        refused = any(reason in ROOM for _, reason, _ in step._rejected)
+        if not (refused and worker.num_further) or step.num_admissions or step.preempted:
+            return False
+        victims = step._own_all(policies.preemption.for_waiting(step))
+        if len(victims) >= len(step.running):
+            victims = victims[:-1]
+        for victim in victims:
+            self._preempt_victim(
+                worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request"
+            )
+        return bool(victims)
+
+    def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:
+        requeue, mode = policies.preemption.requeue, policies.preemption.mode
+        for victim in victims:
+            self._preempt_victim(worker, victim, requeue, mode, "gave its blocks to what runs")
+
+    def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
+        request = worker.running[victim.slot]
+        worker.preempted.append(request)
+        self.life.preempt(request, requeue, mode, why)
+        worker.knows_cache = False
