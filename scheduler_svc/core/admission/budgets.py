@@ -11,14 +11,8 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.decision import Admitted
 from scheduler_svc.core.workers.state import WorkerState
+from services.runtime.retry_after import RetryAfter
 
-# Shortest and longest wait that a client is told, in seconds.
-RETRY_AFTER_S = (0.1, 600.0)
-# Refused requests are told to retry one after the other, spread over at most this many seconds. Not all of them retry,
-# and then another request uses their room: a longer spread makes clients wait for nothing.
-MAX_SPREAD_S = 30.0
-# Share of a new measurement in the average.
-RATE_SMOOTHING = 0.3
 # Tenants with a stored rate: those that were active last.
 MAX_RATES = 1024
 
@@ -29,22 +23,17 @@ class Budgets:
 
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that the requests may grow to
-    _taken_tokens: Counter[str | None] = field(default_factory=Counter)  # taken from the queue, by tenant; None: in all
-    _tokens_per_s: dict[str | None, float] = field(default_factory=dict)
-    _measured_s: float | None = None
-    # Tenants that had waiting tokens at every measurement since then. None: any tenant.
-    _waited: set[str | None] = field(default_factory=set)
-    # When there is room for all requests that were refused so far, by tenant. None: refused because of the queue's
-    # limits.
-    _room_s: dict[str | None, float] = field(default_factory=dict)
+    # In tokens, by tenant, the last active at the end. None: of all tenants.
+    _estimates: dict[str | None, RetryAfter] = field(default_factory=dict)
+    _waited: set[str | None] = field(default_factory=set)  # had waiting tokens at the last measurement
+    _touched: set[str | None] = field(default_factory=set)  # since the last measurement
 
     def bind(self, request: Request) -> None:
-        tenant, taken = request.tenant, self._taken_tokens
+        tenant = request.tenant
         self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
         if request.history.started_s is None:  # a request that ran before does not shrink the queue
-            num_tokens = request.num_tokens
-            taken[tenant] = taken.get(tenant, 0) + num_tokens
-            taken[None] = taken.get(None, 0) + num_tokens
+            for name in (tenant, None):
+                self._estimate(name, request.arrival_s).finished(amount=request.num_tokens)
 
     def unbind(self, request: Request) -> None:
         if left := self.tenant_tokens[request.tenant] - request.max_total_tokens:
@@ -83,43 +72,29 @@ class Budgets:
         return None
 
     def measure(self, now_s: float, waiting: Collection[str] = ()) -> None:
-        """Measure the rates. Call it a few times a second, with the tenants that have waiting requests.
-
-        The rate of a tenant that always had waiting requests is averaged, with seconds in which nothing left the queue.
-        For another tenant, the rate is only known to be at least what the tenant took.
-        """
+        """Measure the rates. Call it a few times a second, with the tenants that have waiting requests."""
         names: set[str | None] = {*waiting, *([None] if waiting else [])}
-        if self._measured_s is None:
-            self._measured_s, self._waited = now_s, names
-            self._taken_tokens.clear()
-        elapsed_s = now_s - self._measured_s
-        self._waited &= names
-        if elapsed_s < 1.0:
-            return
-        taken = self._taken_tokens
-        for name in [*taken, *(name for name in self._tokens_per_s if name in self._waited and name not in taken)]:
-            rate = taken[name] / elapsed_s
-            before = self._tokens_per_s.pop(name, rate)
-            change = rate - before if name in self._waited else max(rate - before, 0.0)
-            self._tokens_per_s[name] = before + RATE_SMOOTHING * change
-        while len(self._tokens_per_s) > MAX_RATES:
-            del self._tokens_per_s[next(iter(self._tokens_per_s))]
-        self._room_s = {tenant: room_s for tenant, room_s in self._room_s.items() if room_s > now_s}
-        self._measured_s, self._waited = now_s, names
-        self._taken_tokens.clear()
+        for name in names | self._waited | self._touched:
+            estimate = self._estimates.get(name) or self._estimate(name, now_s)
+            estimate.measure(now_s, waits=name in names)
+        while len(self._estimates) > MAX_RATES:
+            del self._estimates[next(iter(self._estimates))]
+        self._waited = names
+        self._touched.clear()
+
+    def accept(self, request: Request) -> None:
+        """The queue takes the request."""
+        for name in (request.tenant, None):
+            self._estimate(name, request.arrival_s).arrived(request.num_tokens)
 
     def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:
         """Seconds until this many tokens will have left the queue, at the recent rate: the tenant's own rate, or that
-        of all tenants. 1 s if no rate is known.
+        of all tenants. Requests that were refused before come first."""
+        return self._estimate(tenant, now_s).refuse(now_s, amount=num_tokens, excess=excess_tokens)
 
-        Other requests were refused before and will retry too. So the request's own `num_tokens` count after theirs:
-        otherwise all would retry at the same moment, and all but one for nothing.
-        """
-        rate = self._tokens_per_s.get(tenant, 0.0)
-        low, high = RETRY_AFTER_S
-        if not rate:
-            return 1.0
-        first_s = now_s + excess_tokens / rate
-        room_s = max(first_s, min(self._room_s.get(tenant, 0.0) + num_tokens / rate, first_s + MAX_SPREAD_S))
-        self._room_s[tenant] = room_s
-        return min(max(room_s - now_s, low), high)
+    def _estimate(self, name: str | None, now_s: float) -> RetryAfter:
+        """The tenant's estimate, which becomes the last."""
+        self._touched.add(name)
+        estimate = self._estimates.pop(name, None) or RetryAfter(assigned_share=1.0, began_s=now_s)
+        self._estimates[name] = estimate
+        return estimate

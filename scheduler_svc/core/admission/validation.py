@@ -221,6 +221,7 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
         why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
         excess, tenant = queued + tokens - limit, request.tenant
     else:
+        budgets.accept(request)
         return
     retry_after_s = budgets.retry_after_s(excess, tokens, request.arrival_s, tenant)
     raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)

@@ -1,4 +1,4 @@
-"""Admission: how many new requests enter, how many bodies are parsed per event-loop turn, and Retry-After.
+"""Admission: how many new requests enter, and how many bodies are parsed per event-loop turn.
 
 May import `errors`.
 """

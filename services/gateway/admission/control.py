@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import count
 
-from services.gateway.admission.retry_after import RetryAfter
+from services.runtime.retry_after import RetryAfter
 
 # A request keeps its queue position for 1 s while its body arrives. After that it competes again. Otherwise clients
 # that send only a head could take all positions.

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.logprobs import Echo
@@ -32,6 +33,9 @@ from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
 from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
 
+_KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+# A request with one of these headers may already run, and then it needs no position in the queue.
+_MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 _PROMPT = FieldNames(prompt="prompt")
 _CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
 # Limits over all choices of an answer. A log probability takes about 70 bytes.
@@ -42,10 +46,20 @@ _COMPLETION_MAX_TOKENS = 16
 
 def create_app(gateway: Gateway) -> RequestMiddleware:
     """The ASGI application."""
-    routes = [*_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway), *_generation_routes(gateway)]
+    # The most frequent first: each route costs some µs.
+    routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
-    return RequestMiddleware(app)
+
+    def refusal(scope: Scope) -> ApiError | None:
+        kind = _KINDS.get(scope["path"])
+        if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
+            return None
+        if (error := gateway.refusal_if_full()) is not None:
+            gateway.metrics.refused(kind)
+        return error
+
+    return RequestMiddleware(app, refusal)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfter
+from services.runtime.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfter
 
 PER_S = 10 / ASSIGNED_SHARE  # so that the ledger promises ten places a second
 ROUNDING = 1e-9
 
 
 def told(ledger: RetryAfter, now_s: float, count: int) -> list[float]:
-    return [ledger._assign(now_s, PER_S) for _ in range(count)]
+    return [ledger._assign(now_s, PER_S, 1, 1) for _ in range(count)]
 
 
 def advance(ledger: RetryAfter, now_s: float, num_arrivals: int) -> None:
@@ -93,7 +93,7 @@ def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: floa
         was_overbooked = False
         last_s = 0.0
         for _ in range(num_refused):
-            after_s = ledger._assign(now_s, per_s)
+            after_s = ledger._assign(now_s, per_s, 1, 1)
             assert 0 < after_s <= LONGEST_S
             overbooked = ledger.num_expected > ASSIGNED_SHARE * per_s * (LONGEST_S + 1)
             was_overbooked = was_overbooked or overbooked or after_s >= LONGEST_S / 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.admission.retry_after import RetryAfter
+from services.runtime.retry_after import RetryAfter
 
 FULL = 20  # live requests of a full server
 

@@ -25,81 +25,99 @@ _LONGEST_WINDOW_S = _AVERAGED_S = 10.0
 
 
 class RetryAfter:
-    """The rate at which requests finish, and a ledger of the refused clients that are expected in each second.
+    """The rate at which work is taken, and a ledger of the refused work that is expected back in each second.
 
-    It reads no clock; times are seconds of any clock. Not every refused client comes back. A client that is two seconds
-    late is taken as lost. (Retry-After is in whole seconds, so a client may come up to one second after its time.) The
-    ledger then removes the same share from the clients that were told a time before.
+    A gateway counts requests, the scheduler tokens: `amount`. It reads no clock; times are seconds of any clock.
+
+    Not every refused client comes back. A client that is two seconds late is taken as lost. (Retry-After is in whole
+    seconds, so a client may come up to one second after its time.) The ledger then removes the same share from the
+    clients that were told a time before.
 
     Each gateway measures its own share. If several gateways send requests to one scheduler, each gateway counts, and
     offers to refused clients, only the positions that its own requests leave.
     """
 
-    def __init__(self) -> None:
-        # Finished requests per second while the gateway was at its limit; None: not known yet.
+    def __init__(self, assigned_share: float = ASSIGNED_SHARE, began_s: float | None = None) -> None:
+        """`assigned_share`: the share of the rate that refused clients get. `began_s`: the time now, by default that of
+        the first measurement."""
+        self._share = assigned_share
+        # Amount per second while work always waited; None: not known yet.
         self.per_s: float | None = None
         self._num_finished = 0  # in this window
-        self._began_s: float | None = None
+        self._finished_amount = 0.0
+        self._always_waited: bool | None = None  # in this window; None: the caller does not tell
+        self._began_s = began_s
         self._refused = False  # in this window
         # Live requests at the last refusal, and the fewest live requests since the window began.
         self._num_live_at_refusal = 0
         self._fewest_live = math.inf
         self._second = 0  # the clock second of _expected[0]
         self._expected: deque[float] = deque([0.0] * (LONGEST_S + 1))
-        self._num_arrived = 0  # since the last measurement
-        self._came = 0.0  # requests that have come in this second
+        self._arrived = 0.0  # amount since the last measurement
+        self._came = 0.0  # amount that has come in this second
         # The seconds before, newest first: how many clients were expected, and how many of them have not come yet.
         self._late: deque[tuple[float, float]] = deque([(0.0, 0.0)] * _GRACE_SECONDS)
         self._overbooked = 0.0  # where a full ledger has put its last client, from 0 to 1
 
     @property
     def num_expected(self) -> float:
-        """Clients expected in all later seconds."""
+        """The amount that is expected in all later seconds."""
         return sum(self._expected)
 
-    def arrived(self) -> None:
+    def arrived(self, amount: float = 1) -> None:
         """A request was admitted."""
-        self._num_arrived += 1
+        self._arrived += amount
 
-    def finished(self, num_live: int) -> None:
-        """A request was served, and `num_live` requests are left.
+    def finished(self, num_live: float = math.inf, amount: float = 1) -> None:
+        """A request was served (or has left the queue), and `num_live` requests are left.
 
         Do not call this for a cancelled request: many clients that leave at once say nothing about the rate.
         """
         self._num_finished += 1
+        self._finished_amount += amount
         self._fewest_live = min(self._fewest_live, num_live)
 
-    def measure(self, now_s: float) -> None:
-        """Call this a few times a second."""
+    def measure(self, now_s: float, *, waits: bool | None = None) -> None:
+        """Call this a few times a second. `waits`: work waits now. None: as long as the live requests stay above half
+        of those at a refusal."""
         self._advance(now_s)
         if self._began_s is None:
             self._began_s = now_s
+        if waits is not None:
+            self._always_waited = waits and self._always_waited is not False
         elapsed_s = now_s - self._began_s
         if elapsed_s < _WINDOW_S or (self._num_finished < _WINDOW_FINISHED and elapsed_s < _LONGEST_WINDOW_S):
             return
-        rate = self._num_finished / elapsed_s
+        rate = self._finished_amount / elapsed_s
         # Without constant load the window measures the arrival rate. Refused clients come back in waves, and the server
         # may be idle between two waves.
         always_busy = self._refused and self._fewest_live >= self._num_live_at_refusal / 2
+        if self._always_waited is not None:
+            always_busy = self._always_waited
         if self.per_s is None:
             self.per_s = rate or None
         elif always_busy or rate > self.per_s:
             average = self.per_s + (rate - self.per_s) * -math.expm1(-elapsed_s / _AVERAGED_S)
             # The rate less two standard deviations of a Poisson count.
-            at_least = (self._num_finished - 2 * math.sqrt(self._num_finished)) / elapsed_s
+            at_least = rate * (1 - 2 / math.sqrt(max(self._num_finished, 1)))
             self.per_s = average if always_busy else max(average, at_least)
-        self._num_finished, self._fewest_live = 0, math.inf
-        self._began_s, self._refused = now_s, False
+        self._num_finished, self._finished_amount, self._fewest_live = 0, 0.0, math.inf
+        self._began_s, self._refused, self._always_waited = now_s, False, waits
 
-    def refuse(self, now_s: float, num_live: int) -> float:
-        """When a request that is refused now, at `num_live` live requests, should come back. In seconds from now."""
-        self._num_arrived += 1
+    def refuse(self, now_s: float, num_live: int = 0, *, amount: float = 1, excess: float = 1) -> float:
+        """When a request that is refused now, at `num_live` live requests, should come back. In seconds from now.
+
+        `excess`: the amount that has to be taken before there is room for it.
+        """
+        if now_s >= self._second + 2:  # nothing was measured, because no work waited
+            self._advance(now_s)
+        self._arrived += amount
         self._refused, self._num_live_at_refusal = True, num_live
-        return max(self._assign(now_s, self.per_s), _LEAST_S) if self.per_s else _UNKNOWN_S
+        return max(self._assign(now_s, self.per_s, amount, excess), _LEAST_S) if self.per_s else _UNKNOWN_S
 
     def _advance(self, now_s: float) -> None:
-        self._came += self._num_arrived
-        self._num_arrived = 0
+        self._came += self._arrived
+        self._arrived = 0.0
         for _ in range(min(int(now_s) - self._second, LONGEST_S + 1)):
             expected = self._expected.popleft()
             self._expected.append(0.0)
@@ -113,22 +131,22 @@ class RetryAfter:
             self._forget(missing / (group + 1))
         self._second = int(now_s)
 
-    def _assign(self, now_s: float, per_s: float) -> float:
+    def _assign(self, now_s: float, per_s: float, amount: float, excess: float) -> float:
         """A time behind all clients that were told a time before, or in a gap that lost clients leave."""
-        rate = ASSIGNED_SHARE * per_s
+        rate = self._share * per_s
         from_now_s = self._second - now_s
         # The sum runs from the front, always in the same order. So rounding never gives a later client an earlier time.
         before = list(accumulate(self._expected, initial=-min(self._came, self._expected[0])))[1:]
         second = LONGEST_S
         # All later clients must keep their positions: find the first second after which one position is always left.
-        while second and rate * (from_now_s + second) - before[second - 1] >= 1:
+        while second and rate * (from_now_s + second) - before[second - 1] >= excess:
             second -= 1
-        after_s = (before[second] + 1) / rate
+        after_s = (before[second] + excess) / rate
         if second == LONGEST_S or after_s > LONGEST_S:
             self._overbooked = (self._overbooked + _STEP) % 1
             after_s = LONGEST_S * (1 + self._overbooked) / 2
             second = int(after_s - from_now_s)
-        self._expected[min(second, LONGEST_S)] += 1
+        self._expected[min(second, LONGEST_S)] += amount
         return after_s
 
     def _forget(self, share: float) -> None:
