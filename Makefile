@@ -76,6 +76,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/style.py
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' || { echo 'lint: marks of a merge are left' >&2; exit 1; }
 	scripts/proto.sh --check
 	scripts/buf.sh
 

@@ -60,7 +60,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     max_connections: int = Field(
         16384,
         ge=1,
-        description="HTTP connections; one more gets 503 (at most the limit of open files less 256 and gRPC's share)",
+        description="HTTP connections; one more gets 503 (at most what the limit of open files leaves beside gRPC's)",
     )
     max_grpc_connections: int = Field(
         4096,
