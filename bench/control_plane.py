@@ -77,7 +77,7 @@ def decode(running: int, steps: int, seed: int) -> list[Sample]:
     bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
     for _ in range(running):
         bench.send(bench.submission(rng.integers(1, 1 << 29, rng.integers(17, 64)), 10_000))
-    while len(bench.core.queue) or bench.core.workers[bench.worker].prefills:
+    while len(bench.core.queue) or bench.core.workers[bench.worker].batch.prefills:
         bench.run_step()
     for _ in range(WARM_UP):
         bench.run_step()

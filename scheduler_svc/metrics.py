@@ -57,7 +57,7 @@ class SchedulerMetrics(Collector):
         for name, documentation, value in (
             ("num_requests_waiting", "Requests in the queue", len(core.queue)),
             ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens),
-            ("num_requests_running", "Requests that hold a slot", sum(len(w.running) for w in workers)),
+            ("num_requests_running", "Requests that hold a slot", sum(len(w.batch.running) for w in workers)),
             ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
         ):
             gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=labels)

@@ -201,7 +201,7 @@ class ScenarioRun:
                 return ScenarioOutcome(steps, len(steps), self.generated)
 
     def _live(self) -> bool:
-        return any(worker.running or worker.pending_step for worker in self.core.workers.values())
+        return any(worker.batch.running or worker.pending_step for worker in self.core.workers.values())
 
     def _submit(self, step: ScenarioStep) -> None:
         """Queue the requests that have arrived; also in the previous step, if that step was counted only after its
@@ -257,7 +257,8 @@ class ScenarioRun:
                 step.finished.append(name)
 
     def _observe(self, step: ScenarioStep) -> None:
-        order = {request.request_id: i for i, request in enumerate(self.core.workers[self.worker_id].running.values())}
+        running = self.core.workers[self.worker_id].batch.running.values()
+        order = {request.request_id: i for i, request in enumerate(running)}
         step.scheduled.sort(key=lambda scheduled: order.get(scheduled.id, 0))
         for pool in self.cache.pool_counters():
             step.free_blocks, step.cached_blocks = pool.free_blocks, pool.cached_blocks

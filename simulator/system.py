@@ -276,7 +276,7 @@ class LocalSystem:
         queue = self.scheduler.queue
         assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
         for worker in self.scheduler.workers.values():
-            assert not worker.running
+            assert not worker.batch.running
             assert not worker.in_flight
             assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
             assert worker.host.free_blocks == worker.registration.num_host_blocks, "host blocks are still in use"

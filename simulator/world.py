@@ -219,7 +219,7 @@ class World:
         for session in core.sessions.values():
             assert not session.live
         for worker in core.workers.values():
-            busy = [worker.running, worker.in_flight, worker.host.swapped, worker.host.swap_outs]
+            busy = [worker.batch.running, worker.in_flight, worker.host.swapped, worker.host.swap_outs]
             assert not any(busy), f"worker {worker.id} is busy"
             assert worker.available_blocks == worker.num_blocks, "blocks are still in use"
             assert worker.host.free_blocks == worker.registration.num_host_blocks, "host blocks are still in use"

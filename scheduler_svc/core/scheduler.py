@@ -53,6 +53,7 @@ from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
+from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
@@ -233,7 +234,7 @@ class SchedulerCore:
             id=self._next_worker,
             registration=registration,
             window=self.config.window,
-            slots=SlotLedger(min(filter(None, sizes)), registration.block_size),
+            batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
             kept=list(registration.kept),
@@ -474,7 +475,7 @@ class SchedulerCore:
 
     def _release_drained(self) -> None:
         for worker in self.workers.values():
-            if worker.draining and not (worker.released or worker.running or worker.pending_step or worker.in_flight):
+            if worker.draining and worker.is_idle and not worker.released:
                 worker.released = True
                 self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
 

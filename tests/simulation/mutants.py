@@ -28,6 +28,7 @@ from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.emit import Emitter
+from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.swap_space import SwapSpace
@@ -117,14 +118,14 @@ def demotion_lost(patch: Patch) -> None:
 
 
 def slot_not_freed(patch: Patch) -> None:
-    vacate = WorkerState.vacate
+    vacate = Batch.vacate
 
-    def mistaken(self: WorkerState, slot: int) -> Any:
+    def mistaken(self: Batch, slot: int) -> Any:
         request = vacate(self, slot)
         self.frees.remove(slot)
         return request
 
-    patch.setattr(WorkerState, "vacate", mistaken)
+    patch.setattr(Batch, "vacate", mistaken)
 
 
 def tokens_forgotten(patch: Patch) -> None:

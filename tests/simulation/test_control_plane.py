@@ -165,11 +165,11 @@ class Run:
     def running(self) -> list[tuple[int, int, int, bytes]]:
         """Everything that has blocks on a worker: the worker, the slot, the sequence and the blocks."""
         for worker in self.system.scheduler.workers.values():
-            worker.slots.complete_tables()
+            worker.batch.slots.complete_tables()
         return [
             (worker.id, request.held.slot, request.held.sequence, request.held.block_table.tobytes())
             for worker in self.system.scheduler.workers.values()
-            for request in [*worker.running.values(), *worker.parked.values()]
+            for request in [*worker.batch.running.values(), *worker.parked.values()]
         ]
 
     def tend(self) -> None:

@@ -216,7 +216,7 @@ class CacheLink:
             extend, admits = -1, []
             if len(pending_step.decision.growth):
                 extend = len(ops)
-                ops.add().extend.sequences.extend(worker.slots.sequence[pending_step.decision.growth].tolist())
+                ops.add().extend.sequences.extend(worker.batch.slots.sequence[pending_step.decision.growth].tolist())
             if pending_step.decision.shares and pending_step.decision.admissions and pending_step.decision.chunks:
                 self._fill_planned(ops.add().commit, worker, pending_step.decision.chunks)
             for admission in pending_step.decision.admissions:
@@ -267,9 +267,9 @@ class CacheLink:
         """What the step computes of running sequences."""
         commit.planned = True
         for slot, _, size in chunks:
-            commit.sequences.append(int(worker.slots.sequence[slot]))
+            commit.sequences.append(int(worker.batch.slots.sequence[slot]))
             commit.num_new_tokens.append(0)
-            commit.num_computed_tokens.append(worker.prefills[slot].num_planned + size)
+            commit.num_computed_tokens.append(worker.batch.prefills[slot].num_planned + size)
 
     def fill(self, match: MatchOp | RestoredSequence, sequence: int, request: Request) -> None:
         """What the cache needs to know of a sequence, for a match or a restore."""

@@ -46,7 +46,7 @@ class Swaps:
         if not (wanted and computed) or worker.draining:
             return False
         # At most: tokens in flight are dropped, and sampled again when the request is back.
-        return worker.blocks_for(worker.num_tokens(request.held.slot) - 1) <= worker.host.free_blocks
+        return worker.blocks_for(worker.batch.num_tokens(request.held.slot) - 1) <= worker.host.free_blocks
 
     def start(self, worker: WorkerState, request: Request) -> None:
         """The request has left its slot, and the cache knows all its tokens."""

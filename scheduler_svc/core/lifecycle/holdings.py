@@ -91,8 +91,8 @@ class Holdings:
     def park(self, request: Request) -> None:
         """The running request leaves its slot and keeps its blocks."""
         worker = self._workers[request.held.worker]
-        worker.slots.complete_tables()
-        worker.vacate(request.held.slot)
+        worker.batch.slots.complete_tables()
+        worker.batch.vacate(request.held.slot)
         self._unbind(request)
         request.held.worker, request.parent = worker.id, None
         request.held.prompt_is_computed = True
@@ -122,12 +122,12 @@ class Holdings:
 
     def flush_output(self, worker: WorkerState, slot: int) -> None:
         """Complete the request's own record with the tokens in the slot's output buffer."""
-        if tokens := worker.slots.output.flush(slot):
-            worker.running[slot].add_output(tokens)
+        if tokens := worker.batch.slots.output.flush(slot):
+            worker.batch.running[slot].add_output(tokens)
 
     def _leave_slot(self, worker: WorkerState, request: Request) -> None:
         self.flush_output(worker, request.held.slot)
-        worker.vacate(request.held.slot)
+        worker.batch.vacate(request.held.slot)
         request.held.prompt_is_computed = False
         request.parent = None
         del request.held.block_table[:]

@@ -185,7 +185,7 @@ class Lifecycle:
         the worker was lost. `blamed`: requests in the steps that `why` names."""
         for parked in list(worker.parked.values()):
             self._lose_blocks(worker, parked)
-        requests = [*worker.drop_pending_step(), *worker.running.values()]
+        requests = [*worker.drop_pending_step(), *worker.batch.running.values()]
         for request in requests:
             was_in_it = "; it was in that step and is retried apart from others" if request in blamed else ""
             self._lose_blocks(worker, request, why + was_in_it)

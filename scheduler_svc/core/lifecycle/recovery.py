@@ -136,10 +136,10 @@ class Recovery:
 
     def _holders(self, worker: WorkerState) -> Iterator[Request]:
         """All requests with blocks on the worker, with complete records. Notes what the cache will know of each."""
-        worker.slots.complete_tables()
-        for slot, request in worker.running.items():
+        worker.batch.slots.complete_tables()
+        for slot, request in worker.batch.running.items():
             self.life.holdings.flush_output(worker, slot)
-            request.held.num_committed = worker.num_computed_tokens(slot)
+            request.held.num_committed = worker.batch.num_computed_tokens(slot)
             request.held.num_registered = request.num_tokens
             yield request
         yield from worker.parked.values()  # the cache knows all their tokens

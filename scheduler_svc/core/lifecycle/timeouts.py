@@ -97,7 +97,7 @@ class Timeouts:
             message = f"queue: waited for more than {limit_s:g} s"
             yield from ((request, message) for request in oldest if request.history.started_s is None)
         if (limit_s := self._config.running_timeout_s) > 0:
-            running = [request for worker in self._workers.values() for request in worker.running.values()]
+            running = [request for worker in self._workers.values() for request in worker.batch.running.values()]
             if self._workers:  # without any worker, the request cannot end, whatever it does
                 running += self._queue
             message = f"request: ran for more than {limit_s:g} s"

@@ -105,7 +105,7 @@ class Step(StepView):
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
         self._spend(self.num_decoding)
         self._decodes = None
-        growing = self._worker.growing_slots()
+        growing = self._worker.batch.growing_slots()
         if len(growing):
             self._grow(growing)
 
@@ -124,7 +124,7 @@ class Step(StepView):
             self._decodes.append(slot)
         else:
             self._chunks[slot] = num_tokens
-            self._computing.add(self._worker.running[slot], sequence.num_computed_tokens + num_tokens)
+            self._computing.add(self._worker.batch.running[slot], sequence.num_computed_tokens + num_tokens)
             self._credit_of = None
         missing = self.blocks_for(sequence.num_computed_tokens + num_tokens) - sequence.num_blocks
         if missing > 0:
@@ -256,7 +256,7 @@ class Step(StepView):
 
     def _decision(self) -> Decision:
         """For the planner. It contains the requests themselves, which policies must not see."""
-        generation = self._worker.slots.generation
+        generation = self._worker.batch.slots.generation
         match self._growth:
             case []:
                 growth = NONE
@@ -291,8 +291,8 @@ class Step(StepView):
 
     def _own(self, sequence: Running) -> Running:
         worker, slot = self._worker, sequence.slot if isinstance(sequence, Running) else -1
-        request = worker.running.get(slot)
-        if request is None or request is not sequence._request or slot in worker.finishing:
+        request = worker.batch.running.get(slot)
+        if request is None or request is not sequence._request or slot in worker.batch.finishing:
             raise PolicyError(f"{sequence!r} is no running sequence of this step")
         return Running(worker, slot, request)
 

@@ -104,12 +104,12 @@ class StepView:
         self._over_budget = over_budget
         self._order = order
         self._now_s = now_s
-        self._num_running = len(worker.running)
+        self._num_running = len(worker.batch.running)
         self._preempted = tuple(map(view_of, worker.preempted))
         self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
-        self._num_free_slots = worker.slots.num_free
+        self._num_free_slots = worker.batch.slots.num_free
         self._growth = []
         self._decodes = []
         self._chunks = {}
@@ -173,7 +173,7 @@ class StepView:
     @property
     def max_num_seqs(self) -> int:
         """Slots of the worker, free or not."""
-        return self._worker.slots.num_slots
+        return self._worker.batch.slots.num_slots
 
     @property
     def num_running(self) -> int:
@@ -183,7 +183,7 @@ class StepView:
     @property
     def num_departed(self) -> int:
         """Sequences that ever left this worker."""
-        return self._worker.num_departed
+        return self._worker.batch.num_departed
 
     @property
     def preempted(self) -> Sequence[RequestView]:
@@ -217,20 +217,20 @@ class StepView:
         """Sequences that can run, in order of admission. Costs time in proportion to their number; a steady step need
         not read it."""
         if self._running is None:
-            worker, over = self._worker, self._worker.finishing
-            self._running = tuple(Running(worker, slot, r) for slot, r in worker.running.items() if slot not in over)
+            running, over = self._worker.batch.running, self._worker.batch.finishing
+            self._running = tuple(Running(self._worker, slot, running[slot]) for slot in running if slot not in over)
         return self._running
 
     @property
     def prefills(self) -> list[Running]:
         """Running sequences with known tokens that are not computed, in order of admission."""
         worker = self._worker
-        return [Running(worker, slot, worker.running[slot]) for slot in worker.prefills]
+        return [Running(worker, slot, worker.batch.running[slot]) for slot in worker.batch.prefills]
 
     @property
     def num_decoding(self) -> int:
         """Running sequences that want one token."""
-        return self._worker.num_decoding
+        return self._worker.batch.num_decoding
 
     @property
     def num_swapped(self) -> int:
@@ -303,15 +303,15 @@ class StepView:
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: tokens that it may still generate. [num_running]"""
-        return self._worker.remaining_new_tokens()
+        return self._worker.batch.remaining_new_tokens()
 
     def promised_blocks(self) -> int:
         """Blocks that the running sequences still take if they generate as many tokens as they may."""
-        return self._worker.promised_blocks()
+        return self._worker.batch.promised_blocks()
 
     def growth_blocks(self) -> int:
         """Blocks that all decoding sequences take for their next token."""
-        return len(self._worker.growing_slots())
+        return len(self._worker.batch.growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
         """Whether another request is just computing the first block of this request that is not on the device, or
@@ -335,7 +335,7 @@ class StepView:
         if self._prefilling is None:
             worker = self._worker
             self._prefilling = PrefixIndex(worker.block_size)
-            for request in map(worker.running.__getitem__, worker.prefills):
+            for request in map(worker.batch.running.__getitem__, worker.batch.prefills):
                 self._prefilling.add(request, request.num_tokens)
         return self._prefilling
 

@@ -37,17 +37,17 @@ class Running:
     @property
     def is_decoding(self) -> bool:
         """Whether only its last token is left to compute, so that each step computes one token."""
-        return self._slot not in self._worker.prefills
+        return self._slot not in self._worker.batch.prefills
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output."""
-        return self._worker.num_tokens(self._slot)
+        return self._worker.batch.num_tokens(self._slot)
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that are computed, or will be by the steps in flight."""
-        prefill = self._worker.prefills.get(self._slot)
+        prefill = self._worker.batch.prefills.get(self._slot)
         return prefill.num_planned if prefill else self.num_tokens - 1
 
     @property
@@ -63,4 +63,4 @@ class Running:
     @property
     def num_blocks(self) -> int:
         """Device blocks that it holds. Some may be shared with other sequences."""
-        return int(self._worker.slots.capacity[self._slot]) // self._worker.block_size
+        return int(self._worker.batch.slots.capacity[self._slot]) // self._worker.block_size

@@ -36,7 +36,7 @@ class WorkerView:
         """Read the worker's state. A round sees many workers and finds most of them full, so slow values are read only
         when they are asked for, before anything is added to them."""
         worker = self._worker
-        self._read_at = worker.steps_sent, worker.num_departed
+        self._read_at = worker.steps_sent, worker.batch.num_departed
         self._free_slots = worker.free_slots
         self._rows = worker.num_rows
         self._free_blocks: int | None = None
@@ -100,7 +100,7 @@ class WorkerView:
     @property
     def max_num_seqs(self) -> int:
         """Slots."""
-        return self._worker.slots.num_slots
+        return self._worker.batch.slots.num_slots
 
     @property
     def max_batched_tokens(self) -> int:
@@ -141,8 +141,8 @@ class WorkerView:
             return matched
         if self._placed is None:
             self._placed = PrefixIndex(worker.block_size)
-            for slot in worker.prefills:
-                self._placed.add(worker.running[slot], worker.running[slot].num_tokens)
+            for slot in worker.batch.prefills:
+                self._placed.add(worker.batch.running[slot], worker.batch.running[slot].num_tokens)
             for admission in worker.pending_step.decision.admissions if worker.pending_step else ():
                 self._placed.add(admission.request, admission.request.num_tokens)
         if not len(self._placed):
@@ -166,7 +166,7 @@ class WorkerView:
     @property
     def _is_outdated(self) -> bool:
         """Whether the worker has been sent a step, or a sequence has left it, since the view was read."""
-        return self._read_at != (self._worker.steps_sent, self._worker.num_departed)
+        return self._read_at != (self._worker.steps_sent, self._worker.batch.num_departed)
 
     def _has_room(self, request: Request) -> bool:
         worker = self._worker

@@ -82,7 +82,8 @@ class Decider:
         others. Only in mode "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so
         a group may need more blocks than the pool has. Therefore, if no sequence runs on the worker, the step may
         resume a part of a group."""
-        if not (worker.host.swapped and policies.preemption.mode == "auto" and (worker.running or worker.in_flight)):
+        runs = worker.batch.running or worker.in_flight
+        if not (worker.host.swapped and policies.preemption.mode == "auto" and runs):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}
         ids = {True: set[int](), False: set[int]()}
@@ -128,7 +129,7 @@ class Decider:
     def _units(worker: WorkerState, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
         """The victims one by one. In mode "auto", each victim takes all running samples of its prompt along (a sequence
         group of vLLM V0), unless nothing would be left to run."""
-        left = {sequence.slot: (sequence, worker.running[sequence.slot].samples) for sequence in step.running}
+        left = {sequence.slot: (sequence, worker.batch.running[sequence.slot].samples) for sequence in step.running}
         for victim in victims:
             if victim.slot not in left:
                 continue  # it was preempted with its group
@@ -144,7 +145,7 @@ class Decider:
         """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and admits
         nothing, so that there is progress in between."""
         refused = any(reason in ROOM for _, reason, _ in step._rejected)
-        if not (refused and worker.num_further) or step.num_admissions or step.preempted:
+        if not (refused and worker.batch.num_further) or step.num_admissions or step.preempted:
             return False
         victims = step._own_all(policies.preemption.for_waiting(step))
         if len(victims) >= len(step.running):
@@ -161,7 +162,7 @@ class Decider:
             self._preempt_victim(worker, victim, requeue, mode, "gave its blocks to what runs")
 
     def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
-        request = worker.running[victim.slot]
+        request = worker.batch.running[victim.slot]
         worker.preempted.append(request)
         self.life.preempt(request, requeue, mode, why)
         worker.knows_cache = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
 from scheduler_svc.core.workers.decision import PlannedAdmission
 from scheduler_svc.core.workers.state import WorkerState, new_plan
-from scheduler_svc.core.workers.steps import PendingStep, Prefill, PrefillChunk, StepInFlight
+from scheduler_svc.core.workers.steps import PendingStep, StepInFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Emitter:
             assert response is not None, "growth needs an exchange"
             self._grow(worker, pending_step, response, extend, plan)
         self._choose_decodes(worker, decision.decodes, plan)
-        generation = worker.slots.generation
+        generation = worker.batch.slots.generation
         lost = pending_step.decision.shares and self._has_lost(worker, pending_step)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, admits, strict=True):
@@ -59,7 +58,7 @@ class Emitter:
     @staticmethod
     def _has_lost(worker: WorkerState, pending_step: PendingStep) -> bool:
         """Whether a sequence that the step computes tokens for has ended since the step was scheduled."""
-        generation = worker.slots.generation
+        generation = worker.batch.slots.generation
         ended = any(admission.request.phase is Phase.ENDED for admission in pending_step.decision.admissions)
         return ended or any(generation[slot] != gen for slot, gen, _ in pending_step.decision.chunks)
 
@@ -72,32 +71,23 @@ class Emitter:
         plan: StepPlan,
     ) -> None:
         slots, blocks = pending_step.decision.growth, response.results[extend].extend.block_ids
-        if worker.slots.num_releases != pending_step.num_releases:
+        if worker.batch.slots.num_releases != pending_step.num_releases:
             # A sequence that ended during the exchange was freed together with its new block.
-            alive = worker.slots.generation[slots] == pending_step.decision.growth_generations
+            alive = worker.batch.slots.generation[slots] == pending_step.decision.growth_generations
             slots, blocks = slots[alive], np.frombuffer(blocks, np.int32)[alive].tobytes()
         packed_slots = slots.astype(np.int32).tobytes()
         plan.grow_slots, plan.grow_blocks = packed_slots, blocks
-        worker.grow(slots)
-        worker.slots.note_growth(packed_slots, blocks)
+        worker.batch.grow(slots)
+        worker.batch.slots.note_growth(packed_slots, blocks)
 
     def _choose_decodes(self, worker: WorkerState, chosen: list[int] | None, plan: StepPlan) -> None:
-        """Hold the decoding sequences that were not chosen, and resume the chosen ones. A step without decodes does
-        neither."""
+        """Pause the decoding sequences that were not chosen. A step without decodes pauses and resumes none."""
         if chosen == []:
-            plan.skip_decodes = worker.num_decoding > 0
+            plan.skip_decodes = worker.batch.num_decoding > 0
             return
-        wanted = None if chosen is None else set(chosen)
-        resumed = [slot for slot in worker.held if wanted is None or slot in wanted]
-        held = []
-        if wanted is not None:
-            held = [slot for slot in worker.slots.decode_rows().slots.tolist() if slot not in wanted]
-        for slot in held:
-            worker.hold(slot)
-        for slot in resumed:
-            worker.resume(slot)
-        if held or resumed:
-            plan.hold_slots = packed(held)
+        paused, resumed = worker.batch.choose_decodes(chosen)
+        if paused or resumed:
+            plan.hold_slots = packed(paused)
             plan.resume_slots = packed(resumed)
 
     def _fill_slot(
@@ -114,15 +104,10 @@ class Emitter:
         if granted is None or request.phase is Phase.ENDED:
             return  # the caller requeues the request, or frees its blocks
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
-        slot = worker.slots.occupy(request, self.publisher.index_of(request), len(block_table) // 4)
+        slot = worker.batch.start(request, self.publisher.index_of(request), block_table, num_cached_tokens)
         request.advance(Event.GRANT)
-        request.held.worker, request.held.slot = worker.id, slot
-        request.held.block_table = array("i", block_table)
         if request.history.cached_tokens is None:
             request.history.cached_tokens = num_cached_tokens
-        worker.running[slot] = request
-        worker.num_further += request.is_further_sequence
-        worker.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         # The cache may hold more of the prompt now than when the step was scheduled.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
         if request.held.swapped_on:
@@ -146,9 +131,9 @@ class Emitter:
 
     def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int]) -> bool:
         """Record the rows as in flight. Returns whether there are any."""
-        slots = worker.slots
+        slots = worker.batch.slots
         rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
-        chunks = [self._chunk(worker, slot, size) for slot, size in sizes.items()]
+        chunks = [worker.batch.chunk(slot, size) for slot, size in sizes.items()]
         if not (len(rows) or chunks):
             self._withdraw(worker, plan)
             return False
@@ -160,51 +145,25 @@ class Emitter:
         step = StepInFlight(
             step=plan.step,
             rows=rows,
-            decode_step=worker.decode_step,
+            decode_step=worker.batch.decode_step,
             num_releases=slots.num_releases,
             chunks=tuple(chunks),
             num_sampled=sampled,
             new_tokens=sum(sizes.values()),
-            context_tokens=rows.base_tokens + len(rows) * worker.decode_step,
+            context_tokens=rows.base_tokens + len(rows) * worker.batch.decode_step,
         )
         worker.in_flight.append(step)
         if len(rows):
-            self._advance_decodes(worker)
+            worker.batch.advance_decodes()
         for chunk in chunks:
-            self._advance_prefill(worker, chunk)
+            # The cache hears of it at once: a request that is admitted next runs later, when the blocks are written.
+            self.cache.add_commit(worker.batch.running[chunk.slot].held.sequence, b"", chunk.num_computed)
+            worker.batch.advance_prefill(chunk)
         return True
-
-    def _chunk(self, worker: WorkerState, slot: int, size: int) -> PrefillChunk:
-        prefill = worker.prefills[slot]
-        return PrefillChunk(slot, int(worker.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
-
-    def _advance_decodes(self, worker: WorkerState) -> None:
-        step = worker.decode_step
-        worker.decode_step += 1
-        if worker.last_steps.is_due(step):
-            for slot in worker.last_steps.due(step, worker.slots).tolist():
-                worker.finish_sending(slot)
-            worker.last_steps.discard(step)
-
-    def _advance_prefill(self, worker: WorkerState, chunk: PrefillChunk) -> None:
-        """The cache hears of the commit at once. A request that is admitted next runs in a later step, when the blocks
-        are written."""
-        request = worker.running[chunk.slot]
-        request.held.num_committed = chunk.num_computed
-        self.cache.add_commit(request.held.sequence, b"", chunk.num_computed)
-        worker.prefills[chunk.slot].num_planned = chunk.num_computed
-        if not chunk.samples:
-            return
-        del worker.prefills[chunk.slot]
-        if chunk.num_tokens + 1 < worker.running[chunk.slot].max_total_tokens:
-            worker.begin_decoding(chunk.slot, chunk.num_tokens + 1)
-        else:
-            worker.finish_sending(chunk.slot)
 
     def _withdraw(self, worker: WorkerState, plan: StepPlan) -> None:
         """Undo the plan: every sequence in it has ended since."""
         worker.steps_sent -= 1
-        worker.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
-        for slot in np.frombuffer(plan.hold_slots, np.int32).tolist():
-            worker.resume(slot)
+        worker.batch.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
+        worker.batch.resume(np.frombuffer(plan.hold_slots, np.int32).tolist())
         assert not plan.new_sequences, "a new sequence has something to run"

@@ -71,7 +71,7 @@ class StepExchanges:
         """Whether the exchange would carry only commits, and a question follows soon anyway: the last token of a
         sequence is in flight, and then its slot is free for a waiting request. The commits go with that question."""
         waits = self._cache.has_only_commits and len(self._life.queue) > 0
-        return waits and any(worker.finishing and not worker.draining for worker in self._workers.values())
+        return waits and any(worker.batch.finishing and not worker.draining for worker in self._workers.values())
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         """The cache has answered an exchange: its pending steps become plans."""

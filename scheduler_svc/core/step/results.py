@@ -58,7 +58,7 @@ class ResultReader:
     def _decodes(
         self, worker: WorkerState, step: StepInFlight, tokens: Tokens, failed: Failures, logprobs: Logprobs
     ) -> int:
-        slots, rows = worker.slots, step.rows
+        slots, rows = worker.batch.slots, step.rows
         if not len(rows):
             return 0
         if failed:
@@ -77,12 +77,12 @@ class ResultReader:
             self.publisher.tokens(rows.session, sessions, handles, tokens)
             for slot in occupied.tolist() if logprobs else ():
                 if slot in logprobs:
-                    self.publisher.score(worker.running[slot], logprobs[slot])
+                    self.publisher.score(worker.batch.running[slot], logprobs[slot])
             self._check_ends(worker, occupied, tokens)
         return len(occupied)
 
     def _check_ends(self, worker: WorkerState, rows: Slots, tokens: Tokens) -> None:
-        slots = worker.slots
+        slots = worker.batch.slots
         ended = set()
         for eos in worker.eos_token_ids:
             stopped = tokens == eos
@@ -92,16 +92,16 @@ class ResultReader:
             by_slot = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
             ended |= {slot for slot, stops in slots.extra_stops.items() if by_slot.get(slot) in stops}
         for slot in sorted(ended):
-            self.life.end(worker.running[slot], FINISH_REASON_STOP)
-        for slot in sorted(worker.finishing - ended):
+            self.life.end(worker.batch.running[slot], FINISH_REASON_STOP)
+        for slot in sorted(worker.batch.finishing - ended):
             if slots.has_all_tokens(slot):
-                self.life.end(worker.running[slot], FINISH_REASON_LENGTH)
+                self.life.end(worker.batch.running[slot], FINISH_REASON_LENGTH)
 
     def _prompt_scores(self, worker: WorkerState, step: StepInFlight, result: StepResult) -> None:
         scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
         for chunk in step.chunks if scores else ():
-            if chunk.slot in scores and worker.slots.generation[chunk.slot] == chunk.generation:
-                self.publisher.prompt_scores(worker.running[chunk.slot], scores[chunk.slot])
+            if chunk.slot in scores and worker.batch.slots.generation[chunk.slot] == chunk.generation:
+                self.publisher.prompt_scores(worker.batch.running[chunk.slot], scores[chunk.slot])
 
     def _prefills(
         self,
@@ -117,9 +117,9 @@ class ResultReader:
         new: list[tuple[int, int, int]] = []  # session, handle, token
         for chunk in step.chunks:
             token = next(sampled) if chunk.samples else None
-            if worker.slots.generation[chunk.slot] != chunk.generation:
+            if worker.batch.slots.generation[chunk.slot] != chunk.generation:
                 continue
-            request = worker.running[chunk.slot]
+            request = worker.batch.running[chunk.slot]
             if chunk.slot in failed:
                 self._fail(request, failed[chunk.slot])
                 continue
@@ -131,7 +131,7 @@ class ResultReader:
             if request.group is not None:
                 self.groups.report(request, logprobs.get(chunk.slot))
                 continue
-            new.append((int(worker.slots.session[chunk.slot]), request.handle, token))
+            new.append((int(worker.batch.slots.session[chunk.slot]), request.handle, token))
             self._first_token(worker, chunk.slot, request, token, logprobs)
         if new:
             sessions, handles, first = zip(*new, strict=True)
@@ -146,7 +146,7 @@ class ResultReader:
             request.prompt_is_scored()
         if slot in logprobs:
             self.publisher.score(request, logprobs[slot])
-        ends_at_eos = token in worker.eos_token_ids and worker.slots.stops_at_eos[slot]
+        ends_at_eos = token in worker.eos_token_ids and worker.batch.slots.stops_at_eos[slot]
         if ends_at_eos or token in request.extra_stop_ids:
             self.life.end(request, FINISH_REASON_STOP)
         elif request.num_tokens >= request.max_total_tokens:
@@ -155,7 +155,7 @@ class ResultReader:
     def _fail_rows(self, worker: WorkerState, rows: Slots, failed: Failures) -> None:
         for slot in rows.tolist():
             if slot in failed:
-                self._fail(worker.running[slot], failed[slot])
+                self._fail(worker.batch.running[slot], failed[slot])
 
     def _fail(self, request: Request, error: RowError) -> None:
         if error.code:  # the request asks for something impossible; its KV is valid

@@ -77,7 +77,7 @@ class Rounds:
             if step is None:
                 if worker.parked:
                     self._groups.give_up_blocks(worker)
-                elif not worker.running:  # the sequence ran alone and was preempted itself
+                elif not worker.batch.running:  # the sequence ran alone and was preempted itself
                     self._cache.unpins[worker.id] = None
                 awaiting_cache.append(worker)  # a sequence was preempted; its blocks come back with the exchange
                 return
@@ -85,7 +85,7 @@ class Rounds:
                 continue
             if members:
                 retry_groups.pause(worker)
-                if not worker.running:
+                if not worker.batch.running:
                     self._groups.give_up_blocks(worker)
                 may_retry = False
             elif not (may_retry and retry_groups.has_group_for(worker)):
@@ -120,7 +120,7 @@ class Rounds:
                 self._watch_progress(decision)
             return preempted  # then schedule again: perhaps only the preempted sequences can run
         self._refusals, worker.asked_for_pins = 0, False
-        pending_step = PendingStep(worker.id, decision, worker.slots.num_releases)
+        pending_step = PendingStep(worker.id, decision, worker.batch.slots.num_releases)
         if len(decision.growth) or decision.admissions:
             for admission in decision.admissions:
                 why = self._step_scheduler.bound(admission.request, worker.id) if len(self._workers) > 1 else ""
@@ -135,9 +135,9 @@ class Rounds:
         """Ask the cache to release the worker's pins if they may be what a request waits for: no sequence runs on the
         worker, some of its blocks are in use all the same, and a request was rejected for want of blocks. Returns
         whether the cache is asked. The next step may then admit the request."""
-        busy = worker.running or worker.in_flight or worker.pending_step or worker.parked
         lacks_blocks = any(reason in ("capacity", "blocks") for _, reason, _ in step.rejected)
-        if busy or not lacks_blocks or worker.asked_for_pins or worker.available_blocks == worker.num_blocks:
+        blocks_in_use = worker.available_blocks < worker.num_blocks and not worker.parked
+        if not (worker.is_idle and lacks_blocks and blocks_in_use) or worker.asked_for_pins:
             return False
         worker.asked_for_pins = True
         self._cache.unpins[worker.id] = None
@@ -146,7 +146,7 @@ class Rounds:
     def _watch_progress(self, decision: Decision) -> None:
         """Nothing runs on any worker, and the policies still admit no request. After `stuck_decisions` decisions per
         worker the first request fails, so that it does not block the others for ever."""
-        idle = not any(w.running or w.in_flight or w.pending_step for w in self._workers.values())
+        idle = all(worker.is_idle for worker in self._workers.values())
         if not (idle and decision.rejected and len(self._life.queue)):
             return
         if sum(self._groups.give_up_blocks(worker) for worker in self._workers.values()):

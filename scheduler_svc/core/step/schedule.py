@@ -84,9 +84,9 @@ class StepScheduler:
     def must_ask(self, worker: WorkerState, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. A step that admits, grows or preempts needs the cache's
         answer to everything that happened before. A step in which every sequence just goes on needs no answer."""
-        room = worker.slots.num_free > 0 or self._looks_past_slots
+        room = worker.batch.slots.num_free > 0 or self._looks_past_slots
         may_admit = len(self.queue) > 0 and room and not worker.draining
-        if not (may_admit or worker.preempted or worker.prefills or worker.held or worker.may_grow):
+        if not (may_admit or worker.preempted or worker.batch.prefills or worker.batch.paused or worker.batch.may_grow):
             return False
         if not cache.idle:
             return True

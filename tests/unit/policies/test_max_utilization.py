@@ -171,7 +171,7 @@ def test_with_all_slots_taken_the_waiting_requests_are_not_looked_at(monkeypatch
 
     monkeypatch.setattr(MaxUtilization, "begin", counted)
     system.run_for(50)
-    assert len(next(iter(system.scheduler.workers.values())).running) == 8
+    assert len(next(iter(system.scheduler.workers.values())).batch.running) == 8
 
     def count(items: Any) -> Any:
         for item in items:

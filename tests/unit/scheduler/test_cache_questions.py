@@ -84,7 +84,7 @@ def test_a_worker_that_just_goes_on_does_not_wait_for_the_blocks_of_another() ->
     sampling = SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
     for handle in (1, 2):
         system.submit("s", handle, [handle, *range(10, 15)], sampling)
-    while any(link.prefills or not link.running for link in system.scheduler.workers.values()):
+    while any(link.batch.prefills or not link.batch.running for link in system.scheduler.workers.values()):
         system.move(*system.moves()[0])
     system.submit("s", 3, [3, *range(10, 15)], sampling)
     while not (system.to_cache and system.to_cache[0].ops[-1].HasField("admit")):

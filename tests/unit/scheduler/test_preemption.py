@@ -32,9 +32,9 @@ def with_one_of_two_running() -> tuple[LocalSystem, Request, Request]:
     for handle in (1, 2):
         system.submit("s", handle, [9] * 6, PARAMS)
     [worker] = system.scheduler.workers.values()
-    while not worker.running:
+    while not worker.batch.running:
         system.move(*system.moves()[0])
-    [runs], [waits] = worker.running.values(), system.scheduler.queue
+    [runs], [waits] = worker.batch.running.values(), system.scheduler.queue
     return system, runs, waits
 
 
@@ -64,9 +64,9 @@ def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> No
     [worker] = system.scheduler.workers.values()
     seen = 0
     while moves := system.moves():
-        for slot in worker.prefills:
-            if worker.num_tokens(slot) == 90:
-                assert worker.remaining_new_tokens()[list(worker.running).index(slot)] == 10
+        for slot in worker.batch.prefills:
+            if worker.batch.num_tokens(slot) == 90:
+                assert worker.batch.remaining_new_tokens()[list(worker.batch.running).index(slot)] == 10
                 seen += 1
         system.move(*moves[0])
     assert seen > 2
@@ -77,7 +77,8 @@ def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> No
 )
 def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bool, member: bool, suits: bool) -> None:
     host = SwapSpace(free_blocks=1)
-    worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, num_tokens=lambda _: 5, host=host)
+    batch = SimpleNamespace(num_tokens=lambda _: 5)
+    worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, batch=batch, host=host)
     held = Held(worker=1, slot=0, prompt_is_computed=computed)
     request = SimpleNamespace(held=held, is_member=member, is_one_of_several=False)
     swaps: Any = SimpleNamespace(workers={1: worker})
@@ -88,7 +89,8 @@ def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bo
 def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: str) -> None:
     samples = object()
     of = {0: None, 1: samples, 2: samples, 3: None}
-    worker = SimpleNamespace(running={slot: SimpleNamespace(samples=one) for slot, one in of.items()})
+    running = {slot: SimpleNamespace(samples=one) for slot, one in of.items()}
+    worker = SimpleNamespace(batch=SimpleNamespace(running=running))
     sequences = [SimpleNamespace(slot=slot) for slot in of]
     policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))
     step: Any = SimpleNamespace(running=sequences)
@@ -106,10 +108,10 @@ def test_a_draining_worker_is_released_when_nothing_runs_there_any_more(seed: in
     for handle in range(4):
         system.submit("s", handle, [handle] * 11, PARAMS)
     [worker] = system.scheduler.workers.values()
-    while not worker.running:
+    while not worker.batch.running:
         system.move(*rng.choice(system.moves()))
     system.scheduler.worker_drain(end.id)
-    while worker.running:
+    while worker.batch.running:
         assert not end.released
         system.move(*rng.choice(system.moves()))
     system.poll()

@@ -55,7 +55,7 @@ def begin(system: LocalSystem, num_moves: int = 30, **changes: int) -> WorkerEnd
 
 
 def running(system: LocalSystem) -> list[Request]:
-    return [request for worker in system.scheduler.workers.values() for request in worker.running.values()]
+    return [request for worker in system.scheduler.workers.values() for request in worker.batch.running.values()]
 
 
 def finish(system: LocalSystem, but: int = 0) -> Client:

@@ -63,7 +63,7 @@ def test_samples_that_hold_every_slot_make_way_for_other_requests(num_blocks: in
         submit_samples(system, 1 + 16 * request, 16, 200)
     play(system, 100 * num_workers, rng)
     workers = system.scheduler.workers.values()
-    assert num_blocks < 4000 or all(len(worker.running) == SLOTS for worker in workers)
+    assert num_blocks < 4000 or all(len(worker.batch.running) == SLOTS for worker in workers)
     others = range(1000, 1008)
     for handle in others:
         system.submit("s", handle, [handle] * 9, SHORT)
@@ -82,7 +82,7 @@ def test_a_request_always_keeps_one_sequence() -> None:
     (worker,) = system.scheduler.workers.values()
     while 1 not in client.endings:
         system.move(*system.moves()[0])
-        assert any(request.handle < 100 for request in worker.running.values()), "the samples have stopped"
+        assert any(request.handle < 100 for request in worker.batch.running.values()), "the samples have stopped"
     system.run()
     assert len(client.endings) == 116
     system.assert_at_rest()

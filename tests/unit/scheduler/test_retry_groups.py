@@ -55,7 +55,7 @@ def fail(system: LocalSystem, end: WorkerEnd, message: str = "E: no") -> None:
 
 def suspects(system: LocalSystem) -> list[Request]:
     scheduler = system.scheduler
-    running = [request for worker in scheduler.workers.values() for request in worker.running.values()]
+    running = [request for worker in scheduler.workers.values() for request in worker.batch.running.values()]
     return [request for request in [*scheduler.queue, *running] if request.is_suspect]
 
 

@@ -165,7 +165,7 @@ def test_two_workers_share_the_work(system: LocalSystem, client: Client) -> None
     for handle in range(1, 5):
         system.submit("s", handle, [9, handle], params(30))
     system.run_for(30)
-    rows = [len(worker.running) for worker in system.scheduler.workers.values()]
+    rows = [len(worker.batch.running) for worker in system.scheduler.workers.values()]
     assert (sum(rows), min(rows) > 0) == (4, True)
     system.run()
     assert len(client.endings) == 4

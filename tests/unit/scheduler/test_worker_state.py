@@ -9,6 +9,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.state import WorkerState
 from simulator.system import LocalSystem
@@ -21,10 +22,10 @@ def request(arrival_index: int) -> Request:
 
 def test_a_refusal_holds_until_a_sequence_leaves() -> None:
     registration = WorkerRegistration(num_blocks=8, block_size=4, max_num_seqs=2, max_batched_tokens=16)
-    worker = WorkerState(1, registration, window=2, slots=SlotLedger(2, 4), available_blocks=8)
+    worker = WorkerState(1, registration, window=2, batch=Batch(SlotLedger(2, 4)), available_blocks=8)
     worker.refuse(request(1))
     assert worker.has_refused(request(1))
-    worker.num_departed += 1
+    worker.batch.num_departed += 1
     assert not worker.has_refused(request(1))
     worker.refuse(request(2))
     worker.refuse(request(3))
@@ -41,8 +42,8 @@ def test_a_sequence_with_all_its_blocks_takes_no_more() -> None:
     [worker] = system.scheduler.workers.values()
     promised = []
     while moves := system.moves():
-        if worker.running:
-            slot = next(iter(worker.running))
-            promised.append((int(worker.slots.capacity[slot]), worker.promised_blocks()))
+        if worker.batch.running:
+            slot = next(iter(worker.batch.running))
+            promised.append((int(worker.batch.slots.capacity[slot]), worker.batch.promised_blocks()))
         system.move(*moves[0])
     assert set(promised) == {(8, 1), (12, 0)}

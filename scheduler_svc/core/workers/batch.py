@@ -1,0 +1,182 @@
+"""The sequences that run on one worker: which of them prefill, which decode, which are paused."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.arrays import Slots
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.slots import SlotLedger
+from scheduler_svc.core.workers.step_timers import StepTimers
+from scheduler_svc.core.workers.steps import Prefill, PrefillChunk
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A running sequence prefills, then decodes in every step until its last token is in flight. It is paused while a
+    policy leaves it out. Steps in flight count as run."""
+
+    slots: SlotLedger
+    running: dict[int, Request] = field(default_factory=dict)  # by slot, in order of admission
+    prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
+    paused: dict[int, int] = field(default_factory=dict)  # of decoding sequences: tokens by slot
+    finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; to be freed by a plan
+    frees: list[int] = field(default_factory=list)  # slots that the worker has not been told to free yet
+    decode_step: int = 0  # number of the next decode step
+    num_departed: int = 0  # sequences that ever left the worker
+    num_further: int = 0  # running sequences with Request.is_further_sequence
+    _last_steps: StepTimers = field(default_factory=StepTimers)
+
+    # ── reads ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_decoding(self) -> int:
+        """Decoding sequences, paused ones included."""
+        return len(self.slots.decode_rows()) + len(self.paused)
+
+    def num_tokens(self, slot: int) -> int:
+        """Tokens of the slot's sequence after the steps in flight."""
+        if (prefill := self.prefills.get(slot)) is not None:
+            return prefill.num_tokens
+        return self.paused.get(slot) or int(self.slots.base[slot]) + self.decode_step
+
+    def num_computed_tokens(self, slot: int) -> int:
+        """Of the known tokens of the slot's request, those that are computed after the steps in flight. The last token
+        may still be uncomputed."""
+        if (prefill := self.prefills.get(slot)) is not None:
+            return prefill.num_planned
+        num_known = self.running[slot].num_tokens
+        return num_known if slot in self.finishing else min(num_known, self.num_tokens(slot) - 1)
+
+    def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
+        """For each running sequence: tokens that it may still generate, without those in flight. [running]"""
+        slots = np.fromiter(self.running, np.int64, len(self.running))
+        tokens = self.slots.base[slots] + self.decode_step
+        for i, slot in enumerate(slots.tolist() if self.prefills or self.paused or self.finishing else ()):
+            if slot in self.finishing:
+                tokens[i] = self.slots.max_total[slot]
+            elif slot in self.prefills or slot in self.paused:
+                tokens[i] = self.num_tokens(slot)
+        left: npt.NDArray[np.int64] = np.maximum(self.slots.max_total[slots] - tokens, 0)
+        return left
+
+    def promised_blocks(self) -> int:
+        """Blocks that the running sequences still take if they generate as many tokens as they may."""
+        slots, size = np.fromiter(self.running, np.int64, len(self.running)), self.slots.block_size
+        total_blocks = -(-self.slots.max_total[slots] // size)
+        return int(np.maximum(total_blocks - self.slots.capacity[slots] // size, 0).sum())
+
+    @property
+    def context_tokens(self) -> int:
+        """Known tokens of the running sequences: what a step attends to that runs all of them."""
+        rows = self.slots.decode_rows()
+        tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.paused.values())
+        return tokens + sum(prefill.num_tokens for prefill in self.prefills.values())
+
+    @property
+    def may_grow(self) -> bool:
+        return len(self.growing_slots()) > 0
+
+    def growing_slots(self) -> Slots:
+        """Slots that need one more block before all of them decode again."""
+        slots = self.slots
+        due = slots.block_boundaries.due(self.decode_step, slots.base, slots.capacity)
+        if not self.paused:
+            return due
+        paused = [slot for slot, num_tokens in self.paused.items() if slots.capacity[slot] < num_tokens]
+        return np.concatenate((due, np.array(paused, np.intp)))
+
+    # ── a sequence's way through the batch ───────────────────────────────────────────────────────────────────────────
+
+    def start(self, request: Request, session_index: int, block_table: bytes, num_cached_tokens: int) -> int:
+        """The request runs from now on, in a free slot. Returns the slot. `block_table`: packed int32."""
+        slot = self.slots.occupy(request, session_index, len(block_table) // 4)
+        request.held.slot, request.held.block_table = slot, array("i", block_table)
+        self.running[slot] = request
+        self.num_further += request.is_further_sequence
+        self.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
+        return slot
+
+    def chunk(self, slot: int, size: int) -> PrefillChunk:
+        """The next `size` tokens of the slot's prefill, as a row of a step."""
+        prefill = self.prefills[slot]
+        return PrefillChunk(slot, int(self.slots.generation[slot]), prefill.num_planned + size, prefill.num_tokens)
+
+    def advance_prefill(self, chunk: PrefillChunk) -> None:
+        """The chunk is in flight. After its last chunk, the sequence decodes."""
+        self.prefills[chunk.slot].num_planned = chunk.num_computed
+        self.running[chunk.slot].held.num_committed = chunk.num_computed
+        if not chunk.samples:
+            return
+        del self.prefills[chunk.slot]
+        if chunk.num_tokens + 1 < self.running[chunk.slot].max_total_tokens:
+            self._begin_decoding(chunk.slot, chunk.num_tokens + 1)
+        else:
+            self.finish_sending(chunk.slot)
+
+    def advance_decodes(self) -> None:
+        """A step with all decoding sequences, except paused ones, is in flight."""
+        step = self.decode_step
+        self.decode_step += 1
+        if self._last_steps.is_due(step):
+            for slot in self._last_steps.due(step, self.slots).tolist():
+                self.finish_sending(slot)
+            self._last_steps.discard(step)
+
+    def choose_decodes(self, chosen: list[int] | None) -> tuple[list[int], list[int]]:
+        """Pause the decoding sequences that were not chosen, and resume the chosen ones. None chooses all. Returns the
+        slots that were paused and those that were resumed."""
+        wanted = None if chosen is None else set(chosen)
+        resumed = [slot for slot in self.paused if wanted is None or slot in wanted]
+        paused = []
+        if wanted is not None:
+            paused = [slot for slot in self.slots.decode_rows().slots.tolist() if slot not in wanted]
+        for slot in paused:
+            self.paused[slot] = self.num_tokens(slot)
+            self.slots.stop_decoding(slot, self.decode_step)
+        self.resume(resumed)
+        return paused, resumed
+
+    def resume(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._begin_decoding(slot, self.paused.pop(slot))
+
+    def _begin_decoding(self, slot: int, num_tokens: int) -> None:
+        """The slot decodes from the next decode step on. `num_tokens` includes the token that is being sampled now."""
+        slots, step = self.slots, self.decode_step
+        slots.start_decoding(slot, num_tokens, step)
+        last_step = int(slots.max_total[slot]) - 1 - num_tokens + step
+        self._last_steps.add(last_step, [slot], [int(slots.decode_epoch[slot])])
+
+    def grow(self, slots: Slots) -> None:
+        """Each slot gets one block (a slot in prefill may occur several times). A decoding slot needs its block for the
+        next decode step."""
+        if self.slots.block_boundaries.grown(slots, self.decode_step):
+            self.slots.capacity[slots] += self.slots.block_size
+        else:
+            np.add.at(self.slots.capacity, slots, self.slots.block_size)
+
+    def finish_sending(self, slot: int) -> None:
+        """The last token of the slot is in flight: no later plan contains the slot."""
+        self.slots.stop_decoding(slot, self.decode_step)
+        self.finishing.add(slot)
+        self.frees.append(slot)
+
+    def vacate(self, slot: int) -> Request:
+        """The slot's sequence leaves the worker. Results in flight for it are dropped."""
+        request = self.running.pop(slot)
+        self.prefills.pop(slot, None)
+        self.paused.pop(slot, None)
+        if slot in self.finishing:
+            self.finishing.remove(slot)
+        else:
+            self.frees.append(slot)
+        self.slots.release(slot, self.decode_step)
+        self.num_departed += 1
+        self.num_further -= request.is_further_sequence
+        request.held.slot = -1
+        return request
