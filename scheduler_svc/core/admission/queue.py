@@ -178,7 +178,7 @@ class WaitingQueue:
 
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
-            event(request.view or view_of(request))
+            event(view_of(request))
         except Exception as error:  # a policy's error costs no request
             self.reorder(self._fallback(error))
 

@@ -115,7 +115,7 @@ class Lifecycle:
             if request.group.root.history.started_s is None:
                 self.timeline.event(request.group.root, "running", "its beams", self.now_s)
             request.group.root.history.started_s = request.history.started_s
-        apart = ", apart from others" if request.is_suspect else ""
+        apart = ", separately" if request.is_suspect else ""
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
 
     def refused(self, request: Request) -> None:
@@ -178,7 +178,7 @@ class Lifecycle:
     def unpark(self, request: Request) -> None:
         """Free a parked beam: no other beam forks from it any more, or its blocks are needed."""
         if request.phase is Phase.PARKED:
-            self._withdraw(request)
+            self._take_out(request)
 
     def evacuate(self, worker: WorkerState, why: str, blamed: Collection[Request] = ()) -> list[Request]:
         """Take every live request off a lost worker, with all its known tokens. Their sequences are dropped. `why`: how
@@ -187,7 +187,7 @@ class Lifecycle:
             self._lose_blocks(worker, parked)
         requests = [*worker.drop_pending_step(), *worker.batch.running.values()]
         for request in requests:
-            was_in_it = "; it was in that step and is retried apart from others" if request in blamed else ""
+            was_in_it = "; it was in that step and is retried separately" if request in blamed else ""
             self._lose_blocks(worker, request, why + was_in_it)
         return sorted(requests, key=lambda request: request.arrival_index)
 
@@ -233,8 +233,8 @@ class Lifecycle:
         if request.group is not None:
             request = request.group.root
             for member in self._members_of(request):
-                self._withdraw(member)
-        self._withdraw(request)
+                self._take_out(member)
+        self._take_out(request)
         self.timeouts.remove(request)
         if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
             self._output_length.add(request.num_output_tokens)
@@ -257,7 +257,7 @@ class Lifecycle:
         parked = [request for worker in self._workers.values() for request in worker.parked.values()]
         return [*root.group.members, *(request for request in parked if request.group is root.group)]
 
-    def _withdraw(self, request: Request) -> None:
+    def _take_out(self, request: Request) -> None:
         """Take the request out of its phase, and free everything it holds."""
         if request.phase is Phase.ENDED:
             return

@@ -170,7 +170,7 @@ class RequestTimeline:
         detail) and looked at none. `at_limit`: the skipped tenants, and how many tokens of each run. `without_grammar`:
         the requests with a grammar that the worker still prepares."""
         self.decisions += 1
-        self._passed_over(worker, at_limit, now_s)
+        self._note_at_limit(worker, at_limit, now_s)
         before, top = self._last.get(worker, (0, None))
         preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
         for request, reason, detail in itertools.chain(rejected, preparing):
@@ -196,7 +196,7 @@ class RequestTimeline:
         top.span.detail, top.span.last, top.span.to_s = detail, self.decisions, now_s
         self._last[worker] = self.decisions, top
 
-    def _passed_over(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
+    def _note_at_limit(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
         if not (at_limit or worker in self._at_limit):
             return
         before = self._at_limit.pop(worker, {})

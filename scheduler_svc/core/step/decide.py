@@ -152,14 +152,14 @@ class Decider:
             victims = victims[:-1]
         for victim in victims:
             self._preempt_victim(
-                worker, victim, policies.preemption.requeue, "recompute", "gave way to a waiting request"
+                worker, victim, policies.preemption.requeue, "recompute", "preempted for a waiting request"
             )
         return bool(victims)
 
     def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:
         requeue, mode = policies.preemption.requeue, policies.preemption.mode
         for victim in victims:
-            self._preempt_victim(worker, victim, requeue, mode, "gave its blocks to what runs")
+            self._preempt_victim(worker, victim, requeue, mode, "preempted to free blocks for running sequences")
 
     def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]

@@ -135,7 +135,7 @@ class Emitter:
         rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
         chunks = [worker.batch.chunk(slot, size) for slot, size in sizes.items()]
         if not (len(rows) or chunks):
-            self._withdraw(worker, plan)
+            self._undo(worker, plan)
             return False
         if chunks:
             plan.prefill_slots = packed(chunk.slot for chunk in chunks)
@@ -161,7 +161,7 @@ class Emitter:
             worker.batch.advance_prefill(chunk)
         return True
 
-    def _withdraw(self, worker: WorkerState, plan: StepPlan) -> None:
+    def _undo(self, worker: WorkerState, plan: StepPlan) -> None:
         """Undo the plan: every sequence in it has ended since."""
         worker.steps_sent -= 1
         worker.batch.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()

@@ -62,9 +62,9 @@ class StepExchanges:
         no worker waits for the cache, the next exchange asks instead."""
         if not len(self._life.queue):
             return []
-        lets_in = any(pending_step.decision.admissions for _, pending_step in pending_steps)
-        asks = bool(awaiting_cache) or self._candidates_due or (bool(pending_steps) and not lets_in)
-        self._candidates_due = lets_in and not asks
+        admits = any(pending_step.decision.admissions for _, pending_step in pending_steps)
+        asks = bool(awaiting_cache) or self._candidates_due or (bool(pending_steps) and not admits)
+        self._candidates_due = admits and not asks
         return self._step_scheduler.candidates(self._workers, now_s) if asks else []
 
     def _is_about_to_ask(self) -> bool:

@@ -199,17 +199,17 @@ class StepScheduler:
                 if limited and self._budgets.waits_for_tenant(request):
                     self.at_limit[request.tenant] = tenant_tokens[request.tenant]
                     continue
-                passed_over = _waits_for_another(request) or not worker.can_ever_hold(request)
+                skipped = _waits_for_another(request) or not worker.can_ever_hold(request)
                 if not worker.has_grammar(request):
                     worker.want_grammar(request)
                     self.without_grammar.append(request)
-                    passed_over = True
-                taken = False if passed_over else takes(request)
+                    skipped = True
+                taken = False if skipped else takes(request)
                 if taken is None:
                     return
                 if taken:
                     yield request
-                if limited and queue.is_aside(request) != (passed_over or not worker.adapters.fit(request)):
+                if limited and queue.is_aside(request) != (skipped or not worker.adapters.fit(request)):
                     self._doubtful.append(request)
 
         return waiting

@@ -195,3 +195,12 @@ def test_the_scheduler_names_the_tenant() -> None:
         system.run()
     (worker,) = system.cache.workers.values()
     assert {name: share.num_blocks for name, share in worker.device.shares.tenants.items()} == {"t": 10}
+
+
+def test_of_two_tenants_with_equal_priority_the_first_one_keeps_the_retention() -> None:
+    cache = link(num_blocks=40)
+    stored(cache, 1, prompt(1, 4), retention=[(0, 0, 90, 0)], tenant="first")
+    stored(cache, 2, prompt(1, 4), retention=[(0, 0, 90, 0)], tenant="second")
+    assert (retained_blocks(cache, "first"), retained_blocks(cache, "second")) == (4, 0)
+    stored(cache, 3, prompt(1, 4), retention=[(0, 0, 91, 0)], tenant="second")
+    assert (retained_blocks(cache, "first"), retained_blocks(cache, "second")) == (0, 4)

@@ -18,6 +18,7 @@ from scheduler_svc.policies.order.priority import Priority
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
+from tests.unit.scheduler.test_placement import submit_at_once
 
 TWO_STAGE = {"batch": "two-stage", "preemption": "last-in"}
 ORDERS = ["fcfs", "priority", "lof", "deadline", "random", "fair", "lpm", "hrrn"]
@@ -184,3 +185,19 @@ def test_with_all_slots_taken_the_waiting_requests_are_not_looked_at(monkeypatch
     system.run_for(60)
     assert len(looks) >= 15
     assert sorted(looks)[len(looks) // 2] <= 2  # the first request, once for capacity and once for the batch
+
+
+@pytest.mark.parametrize("capacity", ["guaranteed-no-evict", "max-utilization"])
+def test_equal_prompts_start_together_if_only_their_last_token_is_to_be_computed(capacity: str) -> None:
+    """Both prompts are cached to their end; the block of the last token is copied for each, so waiting saves none."""
+    worker = Recorder(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=64)
+    system = LocalSystem(policies=build(choose("", {**TWO_STAGE, "capacity": capacity})))
+    system.attach(worker)
+    system.open("s", window=1 << 20)
+    submit_at_once(system, [[9] * 8])
+    system.run()
+    num_plans = len(worker.plans)
+    submit_at_once(system, [[9] * 8, [9] * 8], first=2)
+    system.run()
+    later = [StepPlan.FromString(plan) for plan in worker.plans[num_plans:]]
+    assert max(len(plan.new_sequences) for plan in later) == 2

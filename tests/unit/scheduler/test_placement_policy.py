@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from scheduler_svc.core.step import schedule
+from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -219,3 +220,12 @@ def test_a_policy_is_not_asked_while_one_worker_is_attached() -> None:
 def test_prefix_first_is_a_choice_by_name() -> None:
     policies = build(choose("", {"placement": "prefix-first"}, {"row_cost_tokens": 3}))
     assert policies.placement.row_cost_tokens == 3  # type: ignore[attr-defined]
+
+
+def test_a_round_is_over_when_a_worker_schedules_for_the_second_time() -> None:
+    system = LocalSystem()
+    for worker in (Recorder(), Recorder()):
+        system.attach(worker)
+    first, second = system.scheduler.workers.values()
+    placement = Placement([first, second], LastWorker())
+    assert [placement.turn_of(worker) for worker in (first, second, first)] == [True, True, False]

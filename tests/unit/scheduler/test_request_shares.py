@@ -123,7 +123,7 @@ def test_a_preempted_sequence_says_so_and_is_not_computed_again() -> None:
     system.submit("s", 1000, [7] * 9, SHORT)
     system.run()
     spans = [span for handle in range(1, 17) for span in system.scheduler.timeline.explain(f"s-{handle}", 1.0) or ()]
-    assert [span.detail for span in spans if span.reason == "preempted"] == ["gave way to a waiting request"]
+    assert [span.detail for span in spans if span.reason == "preempted"] == ["preempted for a waiting request"]
     assert system.cache.counters.prefix_query_tokens < 16 * 9 + 9 + 1
 
 
