@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
-from paceline.v1.inference_pb2 import SchedulerStatus, SessionOpened, SessionRequest, Submission
+from paceline.v1.inference_pb2 import SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     GrammarPrepared,
     Heartbeat,
@@ -45,6 +45,7 @@ from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.status import Status
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.step.exchange import StepExchanges
@@ -88,8 +89,6 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = 1
         self._step_times = FleetStepTimes()
-        self._told: SchedulerStatus | None = None
-        self._told_full = False
         self._cache = CacheLink(epoch)
         budgets = Budgets(config)
         output_length = OutputLength()
@@ -123,6 +122,7 @@ class SchedulerCore:
             self._retry_groups,
         )
         self._results = ResultReader(self.life, self._publisher, self._groups)
+        self._status = Status(config, self.workers, self.sessions, self.queue, self._cache)
         self._note_outage()
 
     @property
@@ -160,7 +160,7 @@ class SchedulerCore:
             raise invalid("response_window", "must be at least 1")
         session = self._publisher.open(session_id, window)
         session.opened = SessionOpened(epoch=self.epoch, fence=self.fence)
-        session.status = self._status()
+        session.status = self._status.now(self.limits)
 
     def close_session(self, session_id: str) -> None:
         """The gateway is gone, and so are its requests."""
@@ -342,14 +342,9 @@ class SchedulerCore:
             self._outbox.failures.append(Failure(worker.id, why, retried, poisoned.request_id if poisoned else ""))
         self._workers_changed()
 
-    @property
-    def _has_worker(self) -> bool:
-        """Whether a worker is attached that takes requests."""
-        return not all(worker.draining for worker in self.workers.values())
-
     def _workers_changed(self) -> None:
         self._step_scheduler.fleet_changed()
-        if self._has_worker:
+        if self._status.has_worker:
             self.life.timeouts.worker_attached()
         if self.workers:
             first = next(iter(self.workers.values())).registration
@@ -365,41 +360,15 @@ class SchedulerCore:
                     self.life.ask_all_matches()  # in the model's namespace
             self._groups.model_known(self.limits)
         self._note_outage()
-        self._announce()
+        self._status.announce(self.limits)
 
     def _note_outage(self) -> None:
         if not self._cache.connected:
             self.timeline.out("no-cache", "the cache does not answer", self.life.now_s)
-        elif not self._has_worker:
+        elif not self._status.has_worker:
             self.timeline.out("no-worker", "none is attached", self.life.now_s)
         else:
             self.timeline.out("", "", self.life.now_s)
-
-    def _announce(self) -> None:
-        """Tell the sessions if the status has changed."""
-        status = self._status()
-        self._told_full = status.full
-        if status != self._told:
-            self._told = status
-            for session in self.sessions.values():
-                session.status = status
-
-    def _status(self) -> SchedulerStatus:
-        active = [worker for worker in self.workers.values() if not worker.draining]
-        model = None
-        if self.limits:
-            model = type(self.limits.model)()
-            model.CopyFrom(self.limits.model)
-            model.max_model_len = self.limits.max_total_tokens
-        full = not queue_credit(self.queue, self.config)
-        ready = bool(active) and self._cache.connected and not full
-        return SchedulerStatus(
-            num_workers=len(active),
-            ready=ready,
-            model=model,
-            full=full,
-            no_worker_timeout_s=self.config.no_worker_timeout_s,
-        )
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -441,7 +410,7 @@ class SchedulerCore:
     def tick(self, now_s: float) -> None:
         """To be called a few times a second."""
         self.life.now_s = now_s
-        if not self._has_worker:
+        if not self._status.has_worker:
             self.life.timeouts.no_worker(now_s)
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
@@ -449,7 +418,7 @@ class SchedulerCore:
             if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
                 self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id))
-        self._announce()
+        self._status.announce(self.limits)
 
     def poll(self, now_s: float) -> Outbox:
         """Plan whatever can be planned. Returns everything to send."""
@@ -460,8 +429,8 @@ class SchedulerCore:
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
         credit = queue_credit(self.queue, self.config)
-        if (not credit) != self._told_full:  # at once, because gateways refuse requests by it
-            self._announce()
+        if (not credit) != self._status.told_full:  # at once, because gateways refuse requests by it
+            self._status.announce(self.limits)
         for session in self.sessions.values():
             session.queue_credit = credit
             while (message := session.next_message()) is not None:

@@ -415,7 +415,7 @@ def test_seconds_in_which_nothing_leaves_the_queue_count_while_a_request_waits()
 def test_with_a_full_queue_the_scheduler_is_not_ready() -> None:
     system, _ = system_with(max_queued_requests=1)
     system.submit("s", 1, [9], params(4))
-    assert system.scheduler._status().full
-    assert not system.scheduler._status().ready
+    assert system.scheduler._status.now(None).full
+    assert not system.scheduler._status.now(None).ready
     system.run()
-    assert system.scheduler._status().ready
+    assert system.scheduler._status.now(None).ready
