@@ -247,8 +247,15 @@ def _check_tree(
     indexes = {memory.index for worker in workers.values() for memory in (worker.device, worker.host)}
     running = [sequence for worker in workers.values() for sequence in worker.sequences.values()]
     for top in _tops(tree, running):
+        _check_points(top)
         for node in subtree(top):
+            _check_points(node)
             _check_node(node, top, tree, indexes)
+
+
+def _check_points(node: PrefixNode) -> None:
+    for point in (node.points or {}).values():
+        _require(bool(point.waiting) and all(point.waiting.values()), "a subscription point is empty")
 
 
 def _check_node(node: PrefixNode, root: PrefixNode, tree: PrefixTree, indexes: set[int]) -> None:
