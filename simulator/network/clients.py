@@ -1,9 +1,9 @@
 """The clients of a simulated Paceline: they ask, read, lose patience or their gateway, and come back for the rest.
 
-A client comes back to the other gateway as real clients do (docs/reliability.md, "Resuming a stream"). It brings the
-tokens that it has, to continue after them (the Python gRPC client). Or it brings its key, for the answer from its
-beginning (it skips what it has), or for the copy that still runs there (HTTP). The copy that it has left may go on for
-a while, so its request has two or more copies, and the client reads the newest. All copies are checked, read or not.
+A client comes back to the other gateway as real clients do (docs/resuming.md). It brings the tokens that it has, to
+continue after them (the Python gRPC client). Or it brings its key, for the answer from its beginning (it skips what it
+has), or for the copy that still runs there (HTTP). The copy that it has left may go on for a while, so its request has
+two or more copies, and the client reads the newest. All copies are checked, read or not.
 """
 
 from __future__ import annotations

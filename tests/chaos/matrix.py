@@ -3,7 +3,7 @@
 python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--seed 1] [--out FILE]
 
 `--cells`: only those that these words name, as worker, SIGKILL, decode. Another seed asks for other tokens, and draws
-others. Pauses go to FILE.json, their table, as it stands in docs/reliability.md, to FILE.md.
+others. Pauses go to FILE.json, their table to FILE.md. docs/reliability-measurements.md sums it up.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ python -m tests.chaos.soak --minutes 30 [--clients 8] [--seed 1] [--out FILE]
 Status 1 if a token was wrong, lost or doubled, a client got an error or lost its connection though its gateway was no
 victim, a block was still used at rest, a process has grown, or a service did not come back. Traffic rests before some
 of the faults that end the cache or the scheduler, and blocks are counted. In the last fifth nothing is ended. Totals go
-to FILE.json; a sentence of them and the table of moments, for docs/reliability.md, to FILE.md.
+to FILE.json; a sentence of them and the table of moments to FILE.md. docs/reliability-measurements.md sums them up.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tup
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The totals, for docs/reliability.md."""
+    """The totals, in one sentence."""
     sizes = ", ".join(
         f"{name} {one['first_mib']:.0f} / {one['second_mib']:.0f} ({one['life_s'] / 60:.0f} min)"
         for name, one in result["memory"].items()
