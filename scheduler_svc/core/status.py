@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.v1.inference_pb2 import SchedulerStatus
 from scheduler_svc.core.admission.queue import WaitingQueue
@@ -13,22 +14,15 @@ from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState
 
 
+@dataclass(slots=True, eq=False)
 class Status:
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        workers: Mapping[int, WorkerState],
-        sessions: Mapping[str, Session],
-        queue: WaitingQueue,
-        cache: CacheLink,
-    ) -> None:
-        self._config = config
-        self._workers = workers
-        self._sessions = sessions
-        self._queue = queue
-        self._cache = cache
-        self._told: SchedulerStatus | None = None
-        self.told_full = False
+    _config: SchedulerConfig
+    _workers: Mapping[int, WorkerState]
+    _sessions: Mapping[str, Session]
+    _queue: WaitingQueue
+    _cache: CacheLink
+    _told: SchedulerStatus | None = field(default=None, init=False)
+    told_full: bool = field(default=False, init=False)
 
     @property
     def has_worker(self) -> bool:

@@ -7,7 +7,9 @@ and the blocks that the cache has granted, and Swaps notes host blocks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 from paceline.v1.cache_pb2 import WorkerMatch
 from scheduler_svc.core.admission.budgets import Budgets
@@ -19,26 +21,19 @@ from scheduler_svc.core.requests.request import PrefixMatch, Request
 from scheduler_svc.core.workers.state import WorkerState
 
 
+@dataclass(slots=True, eq=False)
 class Holdings:
     """Binds requests to workers, and releases what they hold. The caller changes the phase, after the release."""
 
-    def __init__(
-        self,
-        queue: WaitingQueue,
-        budgets: Budgets,
-        cache: CacheLink,
-        workers: dict[int, WorkerState],
-        swaps: Swaps,
-        partial_reuse: bool,
-    ) -> None:
-        self._queue = queue
-        self._budgets = budgets
-        self._cache = cache
-        self._workers = workers
-        self._swaps = swaps
-        self._partial_reuse = partial_reuse
-        self._matched: dict[int, Request] = {}  # by sequence: requests that the cache was asked to match
-        self._sequences = itertools.count(1)
+    _queue: WaitingQueue
+    _budgets: Budgets
+    _cache: CacheLink
+    _workers: dict[int, WorkerState]
+    _swaps: Swaps
+    _partial_reuse: bool
+    # by sequence: requests that the cache was asked to match
+    _matched: dict[int, Request] = field(default_factory=dict, init=False)
+    _sequences: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
 
     # ── the sequence at the cache ────────────────────────────────────────────────────────────────────────────────────
 

@@ -6,6 +6,7 @@ A step that needs nothing from the cache becomes a plan at once. Any other step 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
@@ -20,26 +21,16 @@ from scheduler_svc.core.workers.state import PendingSteps, WorkerState
 from scheduler_svc.core.workers.steps import PendingStep
 
 
+@dataclass(slots=True, eq=False)
 class StepExchanges:
-    def __init__(
-        self,
-        workers: dict[int, WorkerState],
-        cache: CacheLink,
-        step_scheduler: StepScheduler,
-        emitter: Emitter,
-        life: Lifecycle,
-        groups: BeamGroups,
-        send: Callable[[int, WorkerServiceLinkResponse], None],
-    ) -> None:
-        """`send` takes a worker's id and a message to it."""
-        self._workers = workers
-        self._cache = cache
-        self._step_scheduler = step_scheduler
-        self._emitter = emitter
-        self._life = life
-        self._groups = groups
-        self._send = send
-        self._candidates_due = False
+    _workers: dict[int, WorkerState]
+    _cache: CacheLink
+    _step_scheduler: StepScheduler
+    _emitter: Emitter
+    _life: Lifecycle
+    _groups: BeamGroups
+    _send: Callable[[int, WorkerServiceLinkResponse], None]  # takes the id of a worker and a message to it
+    _candidates_due: bool = field(default=False, init=False)
 
     def next(
         self, pending_steps: PendingSteps, awaiting_cache: list[WorkerState], now_s: float

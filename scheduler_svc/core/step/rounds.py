@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.faults.retry_groups import RetryGroups
@@ -23,27 +25,17 @@ from scheduler_svc.core.workers.state import PendingSteps, WorkerState
 from scheduler_svc.core.workers.steps import PendingStep
 
 
+@dataclass(slots=True, eq=False)
 class Rounds:
-    def __init__(
-        self,
-        workers: dict[int, WorkerState],
-        cache: CacheLink,
-        step_scheduler: StepScheduler,
-        decider: Decider,
-        exchanges: StepExchanges,
-        life: Lifecycle,
-        groups: BeamGroups,
-        retry_groups: RetryGroups,
-    ) -> None:
-        self._workers = workers
-        self._cache = cache
-        self._step_scheduler = step_scheduler
-        self._decider = decider
-        self._exchanges = exchanges
-        self._life = life
-        self._groups = groups
-        self._retry_groups = retry_groups
-        self._refusals = 0  # refusals in a row while the system is idle
+    _workers: dict[int, WorkerState]
+    _cache: CacheLink
+    _step_scheduler: StepScheduler
+    _decider: Decider
+    _exchanges: StepExchanges
+    _life: Lifecycle
+    _groups: BeamGroups
+    _retry_groups: RetryGroups
+    _refusals: int = field(default=0, init=False)  # refusals in a row while the system is idle
 
     def plan(self, now_s: float) -> CacheServiceLinkRequest | None:
         """Schedule a step for every worker with credit. Returns the next exchange for the cache, if there is one."""
