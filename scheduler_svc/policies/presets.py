@@ -1,4 +1,4 @@
-"""Combinations of policies: ours, and some that behave as a known system does. docs/presets.md says how each was
+"""Combinations of policies: ours, and some that behave as a known system does. docs/preset-checks.md says how each was
 checked."""
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ How a scenario becomes SGLang's settings:
   max_num_seqs         the rows of the request table (max_running_requests)
 Requests may stop early as far as SGLang knows (`ignore_eos` is not set): otherwise it would reserve all that they may
 generate, and `new_token_ratio` would play no part. The token that ends them never comes.
-Three things are set so that less has to be excused (docs/presets.md): before each step the queue is put back
+Three things are set so that less has to be excused (docs/preset-checks.md): before each step the queue is put back
 into the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort
 left; lpm ranks a request by what it can reuse; and prefill_decode_interval_min_bs is 1.
 

@@ -1,7 +1,7 @@
 """Our `sglang` and `sglang-lpm` presets beside SGLang's own scheduler, step by step, on random workloads.
 
 Every step must schedule the same requests with the same numbers of tokens, find the same of them cached, retract the
-same requests and finish the same ones. One thing is excused (docs/presets.md): the caches may hold different
+same requests and finish the same ones. One thing is excused (docs/preset-checks.md): the caches may hold different
 things, after SGLang has evicted, retracted, or replaced blocks that were computed twice. So where the decisions differ,
 the state before the step must differ too, in the blocks that can be had or in what is cached of a request that waits,
 and one of these three must have happened. There the comparison of that run ends; a run in which the states agree is

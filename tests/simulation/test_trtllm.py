@@ -1,7 +1,7 @@
 """The trtllm-* presets against TensorRT-LLM's own test scenarios (the
 numbers are its rows).
 
-docs/presets.md lists the rows that are left out, and why.
+docs/preset-checks.md lists the rows that are left out, and why.
 """
 
 from __future__ import annotations

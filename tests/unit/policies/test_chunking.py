@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.policies.batch.two_stage import equal_progress, first_come
+from scheduler_svc.policies.batch.two_stage import TwoStage, equal_progress, first_come
 
 NO_LIMIT = 10_000
 Share = Callable[[list[int], int, int, int], list[int]]
@@ -56,3 +56,8 @@ def test_both(
 def test_they_differ(lengths: list[int], equal: list[list[int]], first: list[list[int]]) -> None:
     assert positions(equal_progress, lengths, 5, 30, NO_LIMIT, 2) == equal
     assert positions(first_come, lengths, 5, 30, NO_LIMIT, 2) == first
+
+
+def test_prompts_are_chunked_first_come_unless_equal_progress_is_chosen() -> None:
+    assert TwoStage().share_out is first_come
+    assert TwoStage(chunking="equal-progress").share_out is equal_progress
