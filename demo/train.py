@@ -41,7 +41,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     ids: torch.Tensor
     weights: torch.Tensor
 
@@ -83,12 +83,12 @@ def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     return model
 
 
-def pad(rows: list[Encoded], pad_id: int) -> Batch:
+def pad(rows: list[Encoded], pad_id: int) -> TrainingBatch:
     """Padding goes to the right, where causal attention never sees it."""
     width = max(len(row.ids) for row in rows)
     ids = [row.ids + [pad_id] * (width - len(row.ids)) for row in rows]
     weights = [row.weights + [0.0] * (width - len(row.weights)) for row in rows]
-    return Batch(torch.tensor(ids), torch.tensor(weights))
+    return TrainingBatch(torch.tensor(ids), torch.tensor(weights))
 
 
 def curriculum_cap(step: int, steps: int) -> float:
@@ -96,7 +96,7 @@ def curriculum_cap(step: int, steps: int) -> float:
     return 0.25 + min(1.0, max(0.0, (step / steps - 0.05) / 0.45))
 
 
-def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[Batch]:
+def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[TrainingBatch]:
     """`plan.steps` batches of about `plan.batch_tokens` tokens, each of examples of similar length."""
     rng = random.Random(f"train {plan.seed}")
     pad_id = token_id(tokenizer, EOS)
@@ -118,7 +118,7 @@ def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[Batch]:
             yield pad(rows, pad_id)
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+def loss_of(model: LlamaForCausalLM, batch: TrainingBatch) -> torch.Tensor:
     """Weighted mean cross-entropy; logits are made only where they count."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1]
     weights = batch.weights[:, 1:]
