@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
+
+MAX_NAMED_IN_ERROR = 8
 
 
 class Code(IntEnum):
@@ -31,3 +34,10 @@ class LinkError(Exception):
 
 class InvariantError(AssertionError):
     """The core's state contradicts itself. This is a bug of the core."""
+
+
+def named_sequences(sequence_ids: Sequence[int]) -> str:
+    """Names sequences in an error message: the first few, and how many more there are."""
+    named = ", ".join(map(str, sequence_ids[:MAX_NAMED_IN_ERROR]))
+    more = len(sequence_ids) - MAX_NAMED_IN_ERROR
+    return f"sequences {named}" + (f" and {more} more" if more > 0 else "")

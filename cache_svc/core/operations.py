@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cache_svc.core.counters import CacheCounters
-from cache_svc.core.errors import Code, OpError
+from cache_svc.core.errors import Code, OpError, named_sequences
 from cache_svc.core.messages import add_matches
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
 from cache_svc.core.request_metadata import NO_METADATA, read_metadata
@@ -28,7 +28,6 @@ from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 MAX_NUM_BLOCKS = 2**31 - 1  # block ids are int32 in messages
-MAX_NAMED_IN_ERROR = 8
 
 
 class Operations:
@@ -216,7 +215,7 @@ class Operations:
         sequence_ids = op.sequences[:]
         unknown = [sequence_id for sequence_id in sequence_ids if sequence_id not in self.waiting]
         if unknown:
-            raise OpError(Code.NOT_FOUND, f"not waiting: {_named(unknown)}; nothing is reported")
+            raise OpError(Code.NOT_FOUND, f"not waiting: {named_sequences(unknown)}; nothing is reported")
         for sequence_id in sequence_ids:
             self._asked[sequence_id] = op.always or self._asked.get(sequence_id, False)
 
@@ -360,10 +359,10 @@ class Operations:
         admitted, waiting, swapped = self.admitted, self.waiting, self.swapped
         unknown = [s for s in sequence_ids if s not in admitted and s not in waiting and s not in swapped]
         if unknown:
-            raise OpError(Code.NOT_FOUND, f"not known: {_named(unknown)}; nothing was freed")
+            raise OpError(Code.NOT_FOUND, f"not known: {named_sequences(unknown)}; nothing was freed")
         if len(set(sequence_ids)) != len(sequence_ids):
             twice = [s for s, count in Counter(sequence_ids).items() if count > 1]
-            raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {_named(twice)}; nothing was freed")
+            raise OpError(Code.INVALID_ARGUMENT, f"named more than once: {named_sequences(twice)}; nothing was freed")
         self._let_go(sequence_ids, op.discard)
 
     def _let_go(self, sequence_ids: list[int], discard: bool = False) -> None:
@@ -393,9 +392,3 @@ class Operations:
             return [self.admitted[sequence_id] for sequence_id in sequence_ids]
         except KeyError as missing:
             raise self._is_not(missing.args[0], "admitted, or swapped out") from None
-
-
-def _named(sequence_ids: list[int]) -> str:
-    named = ", ".join(map(str, sequence_ids[:MAX_NAMED_IN_ERROR]))
-    more = len(sequence_ids) - MAX_NAMED_IN_ERROR
-    return f"sequences {named}" + (f" and {more} more" if more > 0 else "")

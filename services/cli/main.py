@@ -118,7 +118,7 @@ def bench(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands: dict[str, Callable[[list[str]], int]] = {
-        "up": lambda rest: lazily("services.cli.up", rest),
+        "up": lambda rest: lazily("services.cli.up.main", rest),
         "serve": serve_command,
         "worker": worker,
         "policy": lambda rest: lazily("services.cli.policy", rest),

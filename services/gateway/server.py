@@ -64,51 +64,17 @@ async def serve(
     """
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)
-    session = SchedulerSession(
-        settings.scheduler,
-        model_name=settings.model_name,
-        max_live=settings.max_live_requests,
-        wait_s=settings.scheduler_wait_s,
-        ping_timeout_s=settings.ping_timeout_s,
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-        difference=model.own.difference,
-    )
+    session = _make_session(settings, model)
     gateway = _make_gateway(settings, model, session)
-    app = CORSMiddleware(
-        create_app(gateway),
-        allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
-    http_server = HttpServer(
-        app,
-        settings.host,
-        settings.port,
-        max_connections=settings.max_connections,
-        max_per_client=settings.max_connections_per_client,
-        other_connections=_grpc_connections(settings),
-        head_timeout_s=settings.head_timeout_s,
-        send_timeout_s=settings.send_timeout_s,
-    )
+    http_server = _make_http_server(settings, gateway)
     http_port = await http_server.start()
-    grpc_server = _grpc_server(settings, gateway)
-    front = InferenceService(gateway)
-    grpc_server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    grpc_server = _make_grpc_server(settings, gateway)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    ticking = [
-        asyncio.create_task(work)
-        for work in (
-            _tick(gateway.requests),
-            _watch_loop(gateway.metrics),
-            _trim_at_rest(gateway.bodies),
-            http_server.watch(),
-        )
-    ]
+    periodic = _start_periodic_work(gateway, http_server)
     try:
         grpc_port = await grpc_server.start()
-        background = [*ticking, *session.start()]
+        background = [*periodic, *session.start()]
         http = f"{settings.host}:{http_port}"
         _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name)
         if on_ready is not None:
@@ -123,7 +89,7 @@ async def serve(
 
         await _beside(background, until_drained())
     finally:
-        for task in ticking:
+        for task in periodic:
             task.cancel()
         gateway.parser.close()
         await session.close()
@@ -132,25 +98,47 @@ async def serve(
         await gateway.builder.close()
 
 
-def _grpc_connections(settings: GatewaySettings) -> int:
-    """At most how many there are. They leave most of the files that the process may open to HTTP."""
+def _max_grpc_connections(settings: GatewaySettings) -> int:
+    """The limit leaves to HTTP most of the files that the process may open."""
     open_files = max_open_files()
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 
 
-def _grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
+def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
-    options = transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES)
-    return GrpcServer(
+    server = GrpcServer(
         settings.host,
         settings.grpc_port,
         [
-            *options,
+            *transport_options(max_receive_bytes=gateway.max_body_bytes, lookahead_bytes=_LOOKAHEAD_BYTES),
             ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_S)),
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
-            ("grpc.max_allowed_incoming_connections", _grpc_connections(settings)),
+            ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
+    )
+    front = InferenceService(gateway)
+    server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    return server
+
+
+def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer:
+    app = CORSMiddleware(
+        create_app(gateway),
+        allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+    return HttpServer(
+        app,
+        settings.host,
+        settings.port,
+        max_connections=settings.max_connections,
+        max_per_client=settings.max_connections_per_client,
+        other_connections=_max_grpc_connections(settings),
+        head_timeout_s=settings.head_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
     )
 
 
@@ -178,6 +166,18 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
     return _ReadModel(files, tokenizer, OwnModel(settings.model, files.vocab_size, dtype, identity))
 
 
+def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSession:
+    return SchedulerSession(
+        settings.scheduler,
+        model_name=settings.model_name,
+        max_live=settings.max_live_requests,
+        wait_s=settings.scheduler_wait_s,
+        ping_timeout_s=settings.ping_timeout_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        difference=model.own.difference,
+    )
+
+
 def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: SchedulerSession) -> Gateway:
     builder = RequestBuilder(
         model.tokenizer, model.files, worker_model=lambda: session.model, max_model_len=settings.max_model_len
@@ -195,6 +195,12 @@ def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: Schedul
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
     )
+
+
+def _start_periodic_work(gateway: Gateway, http_server: HttpServer) -> list[asyncio.Task[None]]:
+    """The tasks end only when they are cancelled."""
+    work = _tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()
+    return [asyncio.create_task(each) for each in work]
 
 
 async def _beside(background: Sequence[asyncio.Task[Any]], work: Coroutine[Any, Any, object]) -> None:
@@ -231,7 +237,7 @@ async def _trim_at_rest(bodies: Bodies) -> None:
         before = freed
 
 
-async def _watch_loop(metrics: GatewayMetrics) -> None:
+async def _watch_lag(metrics: GatewayMetrics) -> None:
     while True:
         began_s = time.perf_counter()
         await asyncio.sleep(_WATCH_S)

@@ -17,7 +17,7 @@ import numpy as np
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Submission
 from scheduler_svc.core.lifecycle.beam_groups import make_search
-from services.gateway.engine.session_core import LiveRequest
+from services.gateway.engine.live_request import LiveRequest
 from simulator.network.gateway_party import GatewayParty
 from simulator.network.network import Network, Party
 from simulator.schedule import NUM_GATEWAYS, ClientScript

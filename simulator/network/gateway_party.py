@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.v1.inference_pb2 import SessionResponse
-from services.gateway.engine.session_core import LiveRequest, SessionCore
+from services.gateway.engine.live_request import LiveRequest
+from services.gateway.engine.session_core import SessionCore
 from services.runtime.fence import StaleScheduler
 from simulator.network.network import Network, Party, SimulatedConnection
 from simulator.network.parties import RETRY_S, TICK_S, Dial, follow

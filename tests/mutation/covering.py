@@ -18,6 +18,7 @@ MODULES = (
     "scheduler_svc/policies/**/*.py",
     "cache_svc/core/**/*.py",
     "gpu_worker/steps/slots.py",
+    "services/gateway/engine/live_request.py",
     "services/gateway/engine/session_core.py",
     "services/client/continuation.py",
 )

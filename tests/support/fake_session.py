@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.engine.live_request import LiveRequest
 from services.gateway.engine.request import GenerateJob
 from services.gateway.engine.sequence_run import SequenceRun
-from services.gateway.engine.session_core import LiveRequest
 from services.gateway.telemetry.metrics import GatewayMetrics
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP

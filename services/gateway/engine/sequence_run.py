@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.engine.live_request import LiveRequest
 from services.gateway.engine.request import GenerateJob
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.engine.session_core import LiveRequest
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, from_scheduler, is_final
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics

@@ -12,14 +12,8 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.engine.session_core import (
-    MISMATCH_RETRY_S,
-    NO_METADATA,
-    LiveRequest,
-    SessionCore,
-    SessionFull,
-    SessionProtocolError,
-)
+from services.gateway.engine.live_request import NO_METADATA, LiveRequest
+from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
 from services.gateway.errors import ApiError, Gone
 from services.runtime.fence import StaleScheduler
 from services.runtime.leaders import find_leader

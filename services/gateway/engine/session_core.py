@@ -12,12 +12,12 @@ again together with the tokens that have arrived. So generation continues after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.admission.control import AdmissionControl
+from services.gateway.engine.live_request import ABORTED, NO_METADATA, LiveRequest
 from services.gateway.engine.scores import Score, prompt_scores_of, score_of
 from services.runtime.fence import Fence
 
@@ -27,7 +27,6 @@ _MAX_HANDLE = 2**32 - 1
 MISMATCH_RETRY_S = 5.0
 # A SessionRequest stays far below the message limit of 16 MiB, however many requests are submitted again at once.
 _MAX_REQUEST_BYTES = 4 * 2**20
-_ABORTED = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ABORT)
 
 
 class SessionProtocolError(Exception):
@@ -36,40 +35,6 @@ class SessionProtocolError(Exception):
 
 class SessionFull(Exception):
     """More live requests than the gateway may hold."""
-
-
-NO_METADATA = inference_pb2.Submission()  # never changed
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One request at the scheduler, as the gateway sees it.
-
-    `tokens`: all output that has arrived, over all attempts. The consumer sets `wake`, which is called on news.
-    `metadata`: a submission with the fields that do not change from attempt to attempt; the deadline counts from
-    `submitted_s`.
-    """
-
-    handle: int
-    request_id: str
-    prompt_token_ids: bytes
-    sampling: common_pb2.SamplingParams
-    # Tokens that end the sequence when sampled: stop tokens and, unless ignored, end-of-sequence tokens.
-    final_tokens: frozenset[int]
-    submitted_s: float
-    metadata: inference_pb2.Submission = field(default_factory=inference_pb2.Submission)
-    beam: inference_pb2.BeamOptions | None = None
-    # How often the request was submitted; `sent`: whether on the current stream.
-    attempt: int = 0
-    sent: bool = False
-    cancelled: bool = False
-    tokens: list[int] = field(default_factory=list)
-    # One per token, if the sampling asks for log probabilities.
-    scores: list[Score] = field(default_factory=list)
-    # By position, for all prompt tokens but the first. Complete with the first output token, if the sampling asks.
-    prompt_scores: dict[int, Score] = field(default_factory=dict)
-    ending: inference_pb2.Ending | None = None
-    wake: Callable[[], None] | None = None
 
 
 class SessionCore:
@@ -169,7 +134,7 @@ class SessionCore:
         if delivered:
             request.tokens += delivered
             request.scores += [Score(0.0)] * len(delivered) if sampling.logprobs else []
-            request.ending = _ended_unseen(request)
+            request.ending = request.unseen_ending()
             if request.ending is not None:
                 return request
         self._now_s = now_s
@@ -190,7 +155,7 @@ class SessionCore:
         if self.connected and request.sent:
             self._cancels.append(request.handle)
         else:
-            self._end(request, _ABORTED)
+            self._end(request, ABORTED)
 
     def tick(self, now_s: float) -> list[LiveRequest]:
         """Fail the requests that have waited too long for a scheduler, and return them."""
@@ -232,7 +197,7 @@ class SessionCore:
         ended = []
         for request in list(self._live.values()):
             request.sent = False
-            ending = _ended_unseen(request)
+            ending = request.unseen_ending()
             if ending is not None:
                 self._end(request, ending)
                 ended.append(request)
@@ -363,46 +328,14 @@ class SessionCore:
         budget_bytes = _MAX_REQUEST_BYTES
         while self._unsent and budget_bytes > 0:
             request = self._unsent.pop(next(iter(self._unsent)))
-            request.attempt += 1
-            if request.tokens:
-                request.sampling.prompt_logprobs = False  # they have arrived
-            request.sent = True
-            output = np.asarray(request.tokens, "<i4").tobytes() if request.tokens else b""
-            submission = inference_pb2.Submission(
-                handle=request.handle,
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                output_token_ids=output,
-                sampling=request.sampling,
-                accepted_before=request.attempt > 1,
-                beam=request.beam,
-            )
-            submission.MergeFrom(request.metadata)
-            submission.deadline_s = self._deadline_left_s(request)
+            submission = request.next_submission(self._now_s)
             budget_bytes -= submission.ByteSize()
             yield submission
-
-    def _deadline_left_s(self, request: LiveRequest) -> float:
-        if not request.metadata.deadline_s:
-            return 0.0
-        return max(request.metadata.deadline_s - (self._now_s - request.submitted_s), 0.001)
 
     def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
         request.ending = ending
         del self._live[request.handle]
         self._unsent.pop(request.handle, None)
-
-
-def _ended_unseen(request: LiveRequest) -> inference_pb2.Ending | None:
-    """The ending of a request that has nothing left to generate."""
-    tokens = request.tokens
-    if request.cancelled:
-        return _ABORTED
-    if tokens and tokens[-1] in request.final_tokens:
-        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_STOP)
-    if len(tokens) >= request.sampling.max_tokens:
-        return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)
-    return None
 
 
 def _unavailable(message: str, retry_after_s: float = 0.0) -> inference_pb2.Ending:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -31,13 +32,6 @@ _REST_S = 75.0
 # would make the kernel discard the answer. After a large read the next read waits: a connection drops 25 to 128 MB/s.
 _LINGER_S = 5.0
 _LARGE_READ_BYTES, _DROP_PAUSE_S = 64 * 1024, 0.002
-_REASONS = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
 _REQUEST_LINE = re.compile(rb"(?!PRI )[A-Z-]{1,20}( |$)")  # PRI: HTTP/2
 _CONTINUE = b"HTTP/1.1 100 "  # precedes the answer: the client may send its body
 _HEAD_END = re.compile(rb"\n\r?\n")
@@ -277,7 +271,7 @@ class HttpConnection(asyncio.Protocol):
             self._is_feeding = False
 
     def _resume(self) -> None:
-        if self._is_paused:
+        if self._is_paused and not self.transport.is_closing():
             self._is_paused = False
             self.transport.resume_reading()
 
@@ -286,11 +280,7 @@ class HttpConnection(asyncio.Protocol):
         if num_bytes >= _LARGE_READ_BYTES and not self.transport.is_closing():
             self._is_paused = True
             self.transport.pause_reading()
-            self._loop.call_later(_DROP_PAUSE_S, self._read_on)
-
-    def _read_on(self) -> None:
-        if not self.transport.is_closing():
-            self._resume()
+            self._loop.call_later(_DROP_PAUSE_S, self._resume)
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
@@ -313,7 +303,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_closing = True
         with contextlib.suppress(OSError):  # no data has come yet
             os.read(self._sock.fileno(), _LARGE_READ_BYTES)  # else a close would make the kernel discard the answer
-        self.transport.write(whole_answer(error, [("connection", "close")]))
+        self.transport.write(_last_answer(error))
         self.transport.close()
 
     def _reject(self) -> None:
@@ -323,7 +313,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer instead of the app, and close. An answer that has begun is cut off."""
         has_answer = self._started if self._is_called else self._body_bytes > 0
         if not self.is_closing and not has_answer:
-            self.transport.write(whole_answer(error, [("connection", "close")]))
+            self.transport.write(_last_answer(error))
         self._body_bytes = math.inf  # unknown
         self.close()
 
@@ -397,9 +387,9 @@ class Edge:
         await self._app(scope, read, write)
 
 
-def whole_answer(error: ApiError, headers: Sequence[tuple[str, str]]) -> bytes:
-    """The bytes of an error answer."""
+def _last_answer(error: ApiError) -> bytes:
+    """An error answer, after which the connection is closed."""
     body = orjson.dumps(error.body())
-    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
-    head = f"HTTP/1.1 {error.status} {_REASONS[error.status]}\r\ncontent-type: application/json\r\n{lines}"
+    status = f"{error.status} {HTTPStatus(error.status).phrase}"
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return b"%scontent-length: %d\r\n\r\n%s" % (head.encode(), len(body), body)

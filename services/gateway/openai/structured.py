@@ -55,10 +55,11 @@ class StructuredOutputs(_Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_what_says_nothing(cls, value: Any) -> Any:
+    def _drop_null_and_false(cls, value: Any) -> Any:
+        """A field that is null or false is the same as an absent one."""
         if not isinstance(value, dict):
             return value
-        return {name: said for name, said in value.items() if said is not None and said is not False}
+        return {name: given for name, given in value.items() if given is not None and given is not False}
 
     def structure(self) -> Structure:
         """The structure of the output. Raises ApiError 400."""

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from services.cli.restarts import MAX_EARLY_DEATHS, STABLE_S, Restarts, describe_exit
+from services.cli.up.restarts import MAX_EARLY_DEATHS, STABLE_S, Restarts, describe_exit
 from services.runtime.exit_status import CONFIGURATION_ERROR, NO_MEMORY, REFUSED, RESTART
 
 KILLED = -signal.SIGKILL

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.up import CannotServe, Child, Stack, UpSettings, lines_of, own_command, pick_port
+from services.cli.up.child import Child, lines_of
+from services.cli.up.plan import environment, plan
+from services.cli.up.ports import CannotServe, Ports, pick_port
+from services.cli.up.screen import Screen, own_command
+from services.cli.up.settings import UpSettings
 from services.runtime.settings import load_settings
 from tests.support.ports import free_port
 
@@ -32,9 +36,19 @@ def busy() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def stack(*argv: str) -> tuple[Stack, io.StringIO]:
-    out = io.StringIO()
-    return Stack(load_settings(UpSettings, argv, prog="paceline up"), Console(file=out, width=80)), out
+class Up:
+    """The parts of one `paceline up` that need no process."""
+
+    def __init__(self, *argv: str) -> None:
+        self.settings = load_settings(UpSettings, argv, prog="paceline up")
+        self.ports = Ports(self.settings)
+        self.plan = plan(self.settings, self.ports, is_terminal=False)
+        self.out = io.StringIO()
+        self.screen = Screen(Console(file=self.out, width=80))
+
+    def show(self, model: str) -> str:
+        self.screen.show_server(self.settings, self.ports, model)
+        return self.out.getvalue()
 
 
 def flags(child: Child) -> dict[str, str]:
@@ -42,29 +56,29 @@ def flags(child: Child) -> dict[str, str]:
 
 
 async def test_services_start_in_order_and_know_one_another() -> None:
-    plan = stack("--port", "0", "--workers", "2")[0].plan()
-    assert [child.name for child in plan] == ["cache", "scheduler", "worker-1", "worker-2", "gateway"]
-    cache, scheduler, worker, _, gateway = map(flags, plan)
+    children = Up("--port", "0", "--workers", "2").plan
+    assert [child.name for child in children] == ["cache", "scheduler", "worker-1", "worker-2", "gateway"]
+    cache, scheduler, worker, _, gateway = map(flags, children)
     assert scheduler["--cache"] == f"127.0.0.1:{cache['--port']}"
     assert worker["--scheduler"] == gateway["--scheduler"] == f"127.0.0.1:{scheduler['--port']}"
     assert len({cache["--port"], scheduler["--port"], gateway["--port"], gateway["--grpc-port"]}) == 4
 
 
 async def test_flags_reach_the_services_that_take_them() -> None:
-    plan = stack("--port", "0", "--model", "/m", "--block-size", "8", "--threads", "1", "--window", "1",
+    children = Up("--port", "0", "--model", "/m", "--block-size", "8", "--threads", "1", "--window", "1",
                  "--max-model-len", "64", "--num-blocks", "9", "--dtype", "float32", "--load-format", "dummy",
-                 "--log-level", "debug")[0].plan()  # fmt: skip
-    _, scheduler, worker, gateway = map(flags, plan)
+                 "--log-level", "debug").plan  # fmt: skip
+    _, scheduler, worker, gateway = map(flags, children)
     chosen = {"--model": "/m", "--block-size": "8", "--threads": "1", "--num-blocks": "9", "--dtype": "float32"}
     assert {**worker, **chosen, "--load-format": "dummy", "--max-model-len": "64"} == worker
     assert {**gateway, "--model": "/m", "--max-model-len": "64"} == gateway
     assert scheduler["--window"] == "1"
-    assert all(flags(child)["--log-level"] == "debug" for child in plan)
+    assert all(flags(child)["--log-level"] == "debug" for child in children)
 
 
 async def test_what_was_not_chosen_is_left_to_the_service() -> None:
     """So that `worker.block_size` in the file, or PACELINE_WORKER_BLOCK_SIZE, holds under `up` too."""
-    _, scheduler, worker, gateway = map(flags, stack("--port", "0")[0].plan())
+    _, scheduler, worker, gateway = map(flags, Up("--port", "0").plan)
     for name in ("--block-size", "--dtype", "--load-format", "--threads", "--num-blocks", "--model", "--max-model-len"):
         assert name not in worker
         assert name not in gateway
@@ -74,41 +88,40 @@ async def test_what_was_not_chosen_is_left_to_the_service() -> None:
 async def test_the_configuration_file_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.yaml").write_text("up: {workers: 3}\nworker: {block_size: 8}\n")
     monkeypatch.chdir(tmp_path)
-    running, _ = stack("--port", "0", "--config", "c.yaml")
-    assert [child.service for child in running.plan()].count("worker") == 3
-    assert running.environment()["PACELINE_CONFIG"] == str(tmp_path / "c.yaml")
-    assert "PACELINE_CONFIG" not in stack("--port", "0")[0].environment()
+    running = Up("--port", "0", "--config", "c.yaml")
+    assert [child.service for child in running.plan].count("worker") == 3
+    assert environment(running.settings)["PACELINE_CONFIG"] == str(tmp_path / "c.yaml")
+    assert "PACELINE_CONFIG" not in environment(Up("--port", "0").settings)
 
 
 async def test_only_the_gateway_listens_to_the_world() -> None:
-    running, out = stack("--port", "0", "--host", "0.0.0.0")
-    hosts = {child.service: flags(child)["--host"] for child in running.plan()}
+    running = Up("--port", "0", "--host", "0.0.0.0")
+    hosts = {child.service: flags(child)["--host"] for child in running.plan}
     assert hosts == {"cache": "127.0.0.1", "scheduler": "127.0.0.1", "worker": "127.0.0.1", "gateway": "0.0.0.0"}
-    running.show("m")
-    assert "http://127.0.0.1:" in out.getvalue()
-    assert "0.0.0.0" not in out.getvalue()
+    shown = running.show("m")
+    assert "http://127.0.0.1:" in shown
+    assert "0.0.0.0" not in shown
 
 
 async def test_metrics_have_fixed_ports_and_are_printed() -> None:
     """Those of `serve` by default: scheduler, cache, then each worker."""
     assert UpSettings.model_fields["metrics_port"].default == 9101
     first = free_ports_in_a_row(4)
-    running, out = stack("--port", "0", "--workers", "2", "--metrics-port", str(first))
-    ports = {child.name: flags(child).get("--metrics-port") for child in running.plan()}
+    running = Up("--port", "0", "--workers", "2", "--metrics-port", str(first))
+    ports = {child.name: flags(child).get("--metrics-port") for child in running.plan}
     names = ["scheduler", "cache", "worker-1", "worker-2"]
     assert ports == {name: str(first + i) for i, name in enumerate(names)} | {"gateway": None}
-    running.show("m")
     urls = [f"http://127.0.0.1:{first + i}/metrics" for i in range(4)]
-    shown = dict(line.split() for line in out.getvalue().splitlines() if line.endswith("/metrics"))
-    assert shown == dict(zip(names, urls, strict=True)) | {"gateway": f"{running.url}/metrics"}
+    shown = dict(line.split() for line in running.show("m").splitlines() if line.endswith("/metrics"))
+    assert shown == dict(zip(names, urls, strict=True)) | {"gateway": f"{running.ports.url}/metrics"}
 
 
 async def test_a_metrics_port_that_is_taken_is_refused_or_replaced(busy: int) -> None:
     with pytest.raises(CannotServe, match=f"--metrics-port: 127.0.0.1:{busy} cannot be used"):
-        stack("--port", "0", "--metrics-port", str(busy))
+        Up("--port", "0", "--metrics-port", str(busy))
     with pytest.raises(CannotServe, match="--metrics-port: cache would get port 65536; 65535 is the highest"):
-        stack("--port", "0", "--metrics-port", "65535", "--workers", "0")
-    chosen = stack("--port", "0", "--metrics-port", "0")[0].metrics_ports
+        Up("--port", "0", "--metrics-port", "65535", "--workers", "0")
+    chosen = Up("--port", "0", "--metrics-port", "0").ports.metrics
     assert len({*chosen.values()}) == 3
 
 
@@ -127,11 +140,11 @@ def free_ports_in_a_row(count: int) -> int:
 
 
 async def test_a_line_of_a_child_stays_one_line_in_a_pipe() -> None:
-    running, out = stack("--port", "0")
-    child = running.plan()[0]
-    running.say_of(child, '{"message": "' + "x" * 300 + ' [bold]"}')
-    assert out.getvalue().count("\n") == 1
-    assert "[bold]" in out.getvalue()
+    running = Up("--port", "0")
+    child = running.plan[0]
+    running.screen.relay(child, '{"message": "' + "x" * 300 + ' [bold]"}')
+    assert running.out.getvalue().count("\n") == 1
+    assert "[bold]" in running.out.getvalue()
 
 
 async def test_all_that_a_child_says_is_read_however_long_its_lines() -> None:
@@ -145,16 +158,20 @@ async def test_all_that_a_child_says_is_read_however_long_its_lines() -> None:
 
 
 async def test_the_commands_it_prints_can_be_copied() -> None:
-    running, out = stack("--port", "0")
-    running.show("paceline-demo")
-    (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
-    assert worker.endswith(f"paceline worker --scheduler 127.0.0.1:{running.scheduler_port}")
+    running = Up("--port", "0")
+    (worker,) = [line for line in running.show("paceline-demo").splitlines() if "paceline worker" in line]
+    assert worker.endswith(f"paceline worker --scheduler 127.0.0.1:{running.ports.scheduler}")
+
+
+def test_without_workers_it_says_that_nothing_is_computed() -> None:
+    said = "nothing is computed until a worker joins"
+    assert said in Up("--port", "0", "--workers", "0").show("m")
+    assert said not in Up("--port", "0", "--workers", "1").show("m")
 
 
 async def test_one_more_worker_serves_the_same_model() -> None:
-    running, out = stack("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8")
-    running.show("c")
-    (worker,) = [line for line in out.getvalue().splitlines() if "paceline worker" in line]
+    running = Up("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8")
+    (worker,) = [line for line in running.show("c").splitlines() if "paceline worker" in line]
     assert worker.endswith(" --model '/a b/c' --load-format dummy --block-size 8")
 
 
@@ -177,13 +194,13 @@ def test_a_busy_port_that_was_asked_for_is_an_error(busy: int) -> None:
 async def test_a_variable_asks_for_a_port_too(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_UP_PORT", str(busy))
     with pytest.raises(CannotServe, match="--port"):
-        stack()
+        Up()
 
 
 async def test_one_port_cannot_be_asked_for_twice() -> None:
     port = str(free_port())
     with pytest.raises(CannotServe, match="--grpc-port"):
-        stack("--port", port, "--grpc-port", port)
+        Up("--port", port, "--grpc-port", port)
 
 
 @pytest.mark.parametrize(
@@ -199,18 +216,18 @@ async def test_services_write_json_where_no_person_reads_or_it_is_asked_for(
     terminal: bool, asked: list[str], told: str
 ) -> None:
     settings = load_settings(UpSettings, ["--port", "0", *asked], prog="paceline up")
-    plan = Stack(settings, Console(file=io.StringIO(), force_terminal=terminal)).plan()
-    assert {flags(child)["--log-format"] for child in plan} == {told}
+    children = plan(settings, Ports(settings), is_terminal=terminal)
+    assert {flags(child)["--log-format"] for child in children} == {told}
 
 
 async def test_a_json_line_of_a_service_stays_one_that_a_program_can_read() -> None:
-    running, out = stack("--port", "0")
+    running = Up("--port", "0")
     line = json.dumps(
         {"timestamp": "2026-01-02T03:04:05Z", "service": "cache", "message": "[red]a :x: " + "long " * 50}
     )
     line = line.replace(": ", ":", 1)
-    running.say_of(running.plan()[0], line)
-    running.say_of(running.plan()[0], "plain words")
-    first, second = out.getvalue().splitlines()
+    running.screen.relay(running.plan[0], line)
+    running.screen.relay(running.plan[0], "plain words")
+    first, second = running.out.getvalue().splitlines()
     assert first == line
     assert second.split(maxsplit=1) == ["cache", "plain words"]

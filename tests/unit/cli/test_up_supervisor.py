@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import pytest
 from rich.console import Console
 
-from services.cli import up
-from services.cli.up import Child, Stack, UpSettings
-from services.cli.watchdog import HealthState
+from services.cli.up import supervisor
+from services.cli.up.child import Child
+from services.cli.up.health import GatewayProbe, HealthState
+from services.cli.up.plan import plan
+from services.cli.up.ports import Ports
+from services.cli.up.screen import Screen
+from services.cli.up.settings import UpSettings
+from services.cli.up.supervisor import Supervisor
 from services.runtime.exit_status import NO_MEMORY, REFUSED
 from services.runtime.settings import load_settings
 
@@ -22,26 +26,44 @@ TOO_LARGE = f"echo 'paceline worker: m does not fit into memory'; exit {NO_MEMOR
 REFUSED_BY_MODEL = f"echo 'paceline worker: model: the scheduler serves a, not b'; exit {REFUSED}"
 
 
-class ShellStack(Stack):
-    """Runs a script in place of each service; counts the starts."""
+class Shell(Child):
+    """Runs a script in place of the service; counts the starts."""
+
+    script = FOREVER
+    starts = 0
+
+    async def spawn(self, environment: Mapping[str, str]) -> None:
+        self.starts += 1
+        self.process = await asyncio.create_subprocess_exec(
+            "sh", "-c", self.script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+
+
+class OtherWorkers(GatewayProbe):
+    """Of a gateway that is ready if workers of other machines serve."""
+
+    def __init__(self, *, serve: bool) -> None:
+        super().__init__("")
+        self.serve = serve
+
+    def is_ready(self) -> bool:
+        return self.serve
+
+
+class ShellStack(Supervisor):
+    """Children that are scripts."""
 
     def __init__(self, scripts: dict[str, str], workers: int, *, others_serve: bool) -> None:
         self.out = io.StringIO()
         settings = load_settings(UpSettings, ["--port", "0", "--workers", str(workers)], prog="paceline up")
-        super().__init__(settings, Console(file=self.out, width=300))
-        self.scripts = scripts
-        self.others_serve = others_serve
-        self.starts: dict[str, int] = {}
-
-    async def _spawn(self, child: Child) -> None:
-        self.starts[child.name] = self.starts.get(child.name, 0) + 1
-        child.process = await asyncio.create_subprocess_exec(
-            "sh", "-c", self.scripts.get(child.name, FOREVER),
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-
-    def _ready(self) -> bool:
-        return self.others_serve
+        self.shells = {
+            child.name: Shell(child.name, child.service, [], child.grpc)
+            for child in plan(settings, Ports(settings), is_terminal=False)
+        }
+        for name, script in scripts.items():
+            self.shells[name].script = script
+        screen = Screen(Console(file=self.out, width=300))
+        super().__init__([*self.shells.values()], settings, OtherWorkers(serve=others_serve), screen)
 
     def said(self, words: str) -> bool:
         return words in self.out.getvalue()
@@ -52,7 +74,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_CONFIG", raising=False)
     sleep = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
-    monkeypatch.setattr(up, "check_health", lambda target: _answers())
+    monkeypatch.setattr(supervisor, "check_health", lambda target: _answers())
 
 
 async def _answers() -> HealthState:
@@ -77,14 +99,14 @@ async def test_a_worker_that_is_killed_three_times_before_it_is_ready_ends_it_al
     reason = await until_over(stack)
     assert reason.startswith("worker-1 was killed by signal 9 (SIGKILL): the kernel ")
     assert "out of memory" in reason
-    assert stack.starts["worker-1"] == 3
+    assert stack.shells["worker-1"].starts == 3
     assert stack.said("out of memory; starts again in 0.1 s"), "the first death says it, too"
 
 
 async def test_a_model_that_does_not_fit_ends_it_all_at_the_first_try() -> None:
     stack = ShellStack({"worker-1": TOO_LARGE}, 1, others_serve=False)
     assert await until_over(stack) == "worker-1 ended with status 4: m does not fit into memory"
-    assert stack.starts["worker-1"] == 1
+    assert stack.shells["worker-1"].starts == 1
 
 
 @pytest.mark.parametrize(("script", "starts"), [(REFUSED_BY_MODEL, 1), (KILLED, 3)])
@@ -93,7 +115,7 @@ async def test_a_worker_stays_down_while_another_one_serves(script: str, starts:
     await stack.start()
     try:
         await until(lambda: stack.said("it stays down"))
-        assert stack.starts["worker-2"] == starts
+        assert stack.shells["worker-2"].starts == starts
         assert not stack.failure.done()
         assert all(not child.stays_down for child in stack.children if child.name != "worker-2")
     finally:
@@ -115,14 +137,3 @@ async def test_of_the_last_worker_it_says_why_it_ends() -> None:
     stack = ShellStack({"worker-1": REFUSED_BY_MODEL, "worker-2": TOO_LARGE}, 2, others_serve=False)
     assert (await until_over(stack)).startswith("worker-")
     assert stack.said("it stays down"), "the first one"
-
-
-def test_without_workers_it_says_that_nothing_is_computed(tmp_path: Path) -> None:
-    async def shown(workers: int) -> str:
-        stack = ShellStack({}, workers, others_serve=False)
-        stack.show("m")
-        return stack.out.getvalue()
-
-    said = "nothing is computed until a worker joins"
-    assert said in asyncio.run(shown(0))
-    assert said not in asyncio.run(shown(1))

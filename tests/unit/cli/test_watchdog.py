@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.watchdog import PROBE_EVERY_S, PROBE_TIMEOUT_S, HealthState, Watchdog, check_health
+from services.cli.up.health import PROBE_TIMEOUT_S, HealthState, check_health
+from services.cli.up.watchdog import PROBE_EVERY_S, Watchdog
 from services.runtime.rpc import GrpcServer
 
 TAKES_S = PROBE_EVERY_S + PROBE_TIMEOUT_S
@@ -44,7 +45,7 @@ async def test_any_health_status_counts_as_an_answer(serving: bool, monkeypatch:
     port = await server.start()
     server.set_serving(serving)
     with monkeypatch.context() as patch:
-        patch.setattr("services.cli.watchdog.PROBE_TIMEOUT_S", 30.0)
+        patch.setattr("services.cli.up.health.PROBE_TIMEOUT_S", 30.0)
         assert await check_health(f"127.0.0.1:{port}") is (HealthState.SERVING if serving else HealthState.ANSWERS)
     await server.stop(0)
     assert await check_health(f"127.0.0.1:{port}") is HealthState.SILENT

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.v1.common_pb2 import RetentionRange
-from services.gateway.engine.session_core import (
-    LiveRequest,
-    SessionCore,
-    SessionFull,
-    SessionProtocolError,
-)
+from services.gateway.engine.live_request import LiveRequest
+from services.gateway.engine.session_core import SessionCore, SessionFull, SessionProtocolError
 from services.runtime.fence import StaleScheduler
 
 LENGTH, ABORT = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_ABORT

@@ -1,0 +1,114 @@
+"""`paceline up`: runs the four services as processes of this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from services.cli.servers import Announcement, announced
+from services.cli.up.health import GatewayProbe, HealthState, check_health, listens
+from services.cli.up.plan import plan
+from services.cli.up.ports import LOOPBACK, CannotServe, Ports
+from services.cli.up.screen import Screen
+from services.cli.up.settings import UpSettings
+from services.cli.up.supervisor import Supervisor
+from services.runtime.service import run_service
+from services.runtime.settings import load_settings
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status."""
+    settings = load_settings(UpSettings, argv, prog="paceline up")
+    console = Console(stderr=False)
+    problem: list[str] = []
+
+    async def body(stop: asyncio.Event) -> None:
+        if (reason := await run(settings, stop, console)) is not None:
+            problem.append(reason)
+
+    run_service(body)
+    for reason in problem:
+        print(f"paceline up: {reason}", file=sys.stderr)
+    return 1 if problem else 0
+
+
+async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> str | None:
+    """Serve until `stop`. Returns the reason if serving is impossible."""
+    try:
+        ports = Ports(settings)
+    except CannotServe as error:
+        return str(error)
+    with _announced(settings, ports, console) as announcement:
+        return await _serve(settings, ports, stop, console, announcement)
+
+
+async def _serve(
+    settings: UpSettings, ports: Ports, stop: asyncio.Event, console: Console, announcement: Announcement | None
+) -> str | None:
+    screen = Screen(console)
+    children = plan(settings, ports, is_terminal=console.is_terminal)
+    supervisor = Supervisor(children, settings, GatewayProbe(ports.url), screen)
+    failed = supervisor.failure
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        with console.status("starting", spinner="dots") as screen.status:
+            await supervisor.start()
+            ready = asyncio.create_task(_wait_ready(supervisor, ports))
+            await _first(ready, stopped, failed)
+        if ready.done():
+            if announcement is not None:
+                announcement.rename(ready.result())
+            screen.show_server(settings, ports, ready.result())
+            await _first(stopped, failed)
+        else:
+            ready.cancel()
+    finally:
+        console.print("stopping: running requests get to end" if not failed.done() else "stopping")
+        await supervisor.stop()
+        stopped.cancel()
+    return failed.result() if failed.done() else None
+
+
+@contextlib.contextmanager
+def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator[Announcement | None]:
+    """Announce the server to other commands of this machine. A read-only folder is no error."""
+    scheduler = ports.scheduler_address
+    with contextlib.ExitStack() as stack:
+        found = announced(ports.http, settings.served_model_name, scheduler, ports.cache_address)
+        try:
+            announcement = stack.enter_context(found)
+        except OSError as error:
+            console.print(f"other commands need --scheduler {scheduler}: no state file ({error})", markup=False)
+            announcement = None
+        yield announcement
+
+
+async def _wait_ready(supervisor: Supervisor, ports: Ports) -> str:
+    """Wait until the gateway can serve, and return the model's name. Reports each service that becomes ready."""
+    pending = {
+        "cache": (LOOPBACK, ports.cache),
+        "scheduler": (LOOPBACK, ports.scheduler),
+        "gateway": (ports.address, ports.http),
+    }
+    by_name = {child.name: child for child in supervisor.children}
+    gateway, workers = supervisor.gateway, supervisor.workers
+    while True:
+        for name, (host, port) in list(pending.items()):
+            if await listens(host, port):
+                del pending[name]
+                supervisor.note_ready(by_name[name], f"{host}:{port}")
+        if not pending and (not workers or await asyncio.to_thread(gateway.is_ready)):
+            for worker in workers:
+                if await check_health(worker.grpc) is HealthState.SERVING:
+                    supervisor.note_ready(worker)
+            return await asyncio.to_thread(gateway.model_name)
+        await asyncio.sleep(0.1)
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,47 @@
+"""The plan of `paceline up`: which services it starts, with which flags and which environment."""
+
+from __future__ import annotations
+
+import os
+
+from services.cli.parent import PARENT_ENV
+from services.cli.up.child import Child
+from services.cli.up.ports import LOOPBACK, Ports, worker_names
+from services.cli.up.settings import UpSettings
+from services.runtime.settings import CONFIG_ENV
+
+
+def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child]:
+    """The services, in the order of their start. `is_terminal`: a person reads the output of `up`."""
+    s = settings
+    common = ["--log-level", s.log_level, "--drain-s", str(s.drain_s)]
+    # The services write to a pipe, and only `up` knows whether it writes to a terminal.
+    common += ["--log-format", "human" if s.log_format == "auto" and is_terminal else s.log_format]
+
+    def inside(name: str) -> list[str]:
+        return [*common, "--host", LOOPBACK, "--metrics-port", str(ports.metrics[name])]
+
+    dial = ["--scheduler", ports.scheduler_address]
+    cache = [*inside("cache"), "--port", str(ports.cache)]
+    scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
+    scheduler += s.flags("window", "preset")
+    worker = [*dial, *s.flags("model", "load_format", "dtype", "block_size", "num_blocks")]
+    worker += s.flags("host_gib", "max_model_len", "threads")
+    gateway = [*common, *dial, "--host", s.host, "--port", str(ports.http), "--grpc-port", str(ports.grpc)]
+    gateway += s.flags("model", "served_model_name", "max_model_len", "dtype")
+    return [
+        Child("cache", "cache", cache, ports.cache_address),
+        Child("scheduler", "scheduler", scheduler, ports.scheduler_address),
+        *[
+            Child(name, "worker", [*inside(name), *worker, "--port", str(port)], f"{LOOPBACK}:{port}")
+            for name, port in zip(worker_names(s.workers), ports.workers, strict=True)
+        ],
+        Child("gateway", "gateway", gateway, f"{ports.address}:{ports.grpc}"),
+    ]
+
+
+def environment(settings: UpSettings) -> dict[str, str]:
+    """The environment of the services."""
+    file = settings.config_file
+    config = {CONFIG_ENV: os.path.abspath(file)} if file else {}
+    return {**os.environ, **config, PARENT_ENV: str(os.getpid())}

@@ -1,0 +1,81 @@
+"""What `paceline up` shows to its user."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from services.cli.servers import running_servers
+from services.cli.up.child import Child
+from services.cli.up.ports import Ports
+from services.cli.up.settings import UpSettings
+
+# A worker's output line while it reads weights.
+LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
+BAR_CHARACTERS = 30
+COLOURS = {"cache": "cyan", "scheduler": "magenta", "worker": "green", "gateway": "blue"}
+
+
+class Screen:
+    """The output of `up`: its own lines, and those of its children."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.status: Status | None = None  # the progress line of the start, on a terminal
+
+    def say(self, child: Child, line: str) -> None:
+        """Show a line about the child."""
+        self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False, soft_wrap=True)
+
+    def relay(self, child: Child, line: str) -> None:
+        """Show a line of the child. On a terminal, the progress of a load is a bar. A JSON line names its service, and
+        stays unchanged for programs."""
+        if line.startswith('{"timestamp":'):
+            self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+            return
+        loading = LOADING.match(line)
+        if loading is None or self.status is None or not self.console.is_terminal:
+            self.say(child, escape(line))
+            return
+        done = BAR_CHARACTERS * int(loading["percent"]) // 100
+        bar = f"[green]{'━' * done}[/][dim]{'━' * (BAR_CHARACTERS - done)}[/]"
+        self.status.update(f"{child.name}: loading {bar} {loading['percent']} % of {loading['mib']} MiB")
+
+    def show_server(self, settings: UpSettings, ports: Ports, model: str) -> None:
+        """Show how to use the server, which serves now."""
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is 3 + 4?"}]})
+        self.console.print(
+            f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{ports.url}/v1[/]", highlight=False
+        )
+        self.console.print(f"  gRPC at {ports.address}:{ports.grpc}. Try:\n", highlight=False)
+        example = f"curl {ports.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+        self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
+        self.console.print("  Metrics:", highlight=False)
+        for name, url in ports.metrics_urls().items():
+            self.console.print(f"    {name:<10} {url}", highlight=False, soft_wrap=True)
+        if settings.workers == 0:
+            said = "No worker was started: nothing is computed until a worker joins."
+            self.console.print(f"  [yellow]{said}[/]", highlight=False)
+        # The settings that the scheduler requires to be equal.
+        same = settings.flags("model", "load_format", "dtype", "block_size", "max_model_len")
+        more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
+        self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
+        if len(running_servers()) > 1:
+            line = f"  Other servers run here: paceline policy, cache and explain need --server {ports.http}."
+            self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
+
+
+def own_command(script: str) -> str:
+    """The command that starts this program again. A new shell's PATH may not contain this environment."""
+    if os.path.basename(script) != "paceline":
+        return "paceline"
+    relative = os.path.relpath(script)
+    return relative if os.sep in relative and not relative.startswith(os.pardir) else script
