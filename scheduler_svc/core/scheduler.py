@@ -45,7 +45,7 @@ from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.status import Status
+from scheduler_svc.core.status import StatusReport
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.step.exchange import StepExchanges
@@ -122,7 +122,7 @@ class SchedulerCore:
             self._retry_groups,
         )
         self._results = ResultReader(self.life, self._publisher, self._groups)
-        self._status = Status(config, self.workers, self.sessions, self.queue, self._cache)
+        self._status = StatusReport(config, self.workers, self.sessions, self.queue, self._cache)
         self._note_outage()
 
     @property

@@ -15,7 +15,7 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 @dataclass(slots=True, eq=False)
-class Status:
+class StatusReport:
     _config: SchedulerConfig
     _workers: Mapping[int, WorkerState]
     _sessions: Mapping[str, Session]

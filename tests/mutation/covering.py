@@ -96,7 +96,7 @@ class Covering:
 
 def main(file: str) -> int:
     root = Path.cwd()
-    measured = coverage.Coverage(data_file=None, include=[str(path) for path in modules(root)])
+    measured = coverage.Coverage(data_file=None, config_file=False, include=[str(path) for path in modules(root)])
     contexts = Contexts(measured)
     measured.start()
     status = pytest.main(["-q", "-p", "no:cacheprovider", *TESTS], plugins=[contexts])
