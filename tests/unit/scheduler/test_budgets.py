@@ -419,3 +419,8 @@ def test_with_a_full_queue_the_scheduler_is_not_ready() -> None:
     assert not system.scheduler._status.now(None).ready
     system.run()
     assert system.scheduler._status.now(None).ready
+
+
+def test_the_smallest_limit_of_a_tenant_is_one_token() -> None:
+    assert Budgets(SchedulerConfig(tenant_max_running_tokens=1)).limits_tenants
+    assert not Budgets(SchedulerConfig()).limits_tenants

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import pytest
 
+from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step import schedule
 from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
@@ -229,3 +231,20 @@ def test_a_round_is_over_when_a_worker_schedules_for_the_second_time() -> None:
     first, second = system.scheduler.workers.values()
     placement = Placement([first, second], LastWorker())
     assert [placement.turn_of(worker) for worker in (first, second, first)] == [True, True, False]
+
+
+def test_a_worker_that_was_sent_a_step_in_the_round_is_looked_at_again() -> None:
+    system = LocalSystem()
+    for worker in (Recorder(), Recorder()):
+        system.attach(worker)
+    first, second = system.scheduler.workers.values()
+    first.available_blocks = second.available_blocks = 400
+    placement = Placement([first, second], LastWorker())
+    assert placement.place(request_of(1)) is second
+    second.steps_sent += 1
+    second.available_blocks = 0
+    assert placement.place(request_of(2)) is first, "the step took all blocks"
+
+
+def request_of(number: int) -> Request:
+    return Request(number, "s", number, str(number), bytes(16), bytearray(), SamplingParams(max_tokens=4), 0.0)
