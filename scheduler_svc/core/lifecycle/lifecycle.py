@@ -111,10 +111,10 @@ class Lifecycle:
         request.history.has_run = True
         if request.history.started_s is None:
             request.history.started_s = self.now_s
-        if request.group is not None:
-            if request.group.root.history.started_s is None:
-                self.timeline.event(request.group.root, "running", "its beams", self.now_s)
-            request.group.root.history.started_s = request.history.started_s
+        if request.is_member:
+            if request.root.history.started_s is None:
+                self.timeline.event(request.root, "running", "its beams", self.now_s)
+            request.root.history.started_s = request.history.started_s
         apart = ", separately" if request.is_suspect else ""
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
 

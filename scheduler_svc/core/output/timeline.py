@@ -174,8 +174,7 @@ class RequestTimeline:
         before, top = self._last.get(worker, (0, None))
         preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
         for request, reason, detail in itertools.chain(rejected, preparing):
-            known = request if request.group is None else request.group.root
-            record = self._live.get(known.arrival_index)
+            record = self._live.get(request.root.arrival_index)
             if record is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
         if not (rejected or closed):
@@ -183,8 +182,7 @@ class RequestTimeline:
             return
         if rejected:
             (request, reason, _), detail = rejected[0], ""
-            known = request if request.group is None else request.group.root
-            arrival_index, name = known.arrival_index, known.request_id
+            arrival_index, name = request.root.arrival_index, request.root.request_id
         else:
             assert closed is not None
             arrival_index, name, (reason, detail) = 0, "", closed

@@ -106,9 +106,14 @@ class Request:
         self.scores_prompt = self.sampling.prompt_logprobs = False
 
     @property
+    def root(self) -> Request:
+        """The client's request that it belongs to: itself, unless it is a beam."""
+        return self if self.group is None else self.group.root
+
+    @property
     def is_member(self) -> bool:
         """Whether it is a beam: part of a client's request, not the client's request itself."""
-        return self.group is not None and self.group.root is not self
+        return self.root is not self
 
     @property
     def is_further_sequence(self) -> bool:

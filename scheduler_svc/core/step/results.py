@@ -125,9 +125,8 @@ class ResultReader:
                 continue
             if token is None:
                 continue
-            of_client = request if request.group is None else request.group.root
-            if of_client.history.first_token_s is None:
-                of_client.history.first_token_s = now_s
+            if request.root.history.first_token_s is None:
+                request.root.history.first_token_s = now_s
             if request.group is not None:
                 self.groups.report(request, logprobs.get(chunk.slot))
                 continue
