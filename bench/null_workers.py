@@ -36,21 +36,21 @@ class Rows:
 
     def __init__(self, num_slots: int) -> None:
         self.decoding = np.zeros(num_slots, bool)
-        self.held = np.zeros(num_slots, bool)
+        self.paused = np.zeros(num_slots, bool)
         self.missing = np.zeros(num_slots, np.int64)
 
     def sampled(self, plan: StepPlan) -> int:
         """Applies the plan; returns how many tokens its step samples."""
         if plan.free_slots:
             freed = np.frombuffer(plan.free_slots, np.int32)
-            self.decoding[freed] = self.held[freed] = False
+            self.decoding[freed] = self.paused[freed] = False
         for sequence in plan.new_sequences:
             self.missing[sequence.slot] = len(sequence.token_ids) // 4 - sequence.num_cached_tokens
-        if plan.hold_slots:
-            self.held[np.frombuffer(plan.hold_slots, np.int32)] = True
+        if plan.pause_slots:
+            self.paused[np.frombuffer(plan.pause_slots, np.int32)] = True
         if plan.resume_slots:
-            self.held[np.frombuffer(plan.resume_slots, np.int32)] = False
-        count = 0 if plan.skip_decodes else int(np.count_nonzero(self.decoding & ~self.held))
+            self.paused[np.frombuffer(plan.resume_slots, np.int32)] = False
+        count = 0 if plan.skip_decodes else int(np.count_nonzero(self.decoding & ~self.paused))
         if plan.prefill_slots:
             slots = np.frombuffer(plan.prefill_slots, np.int32)
             self.missing[slots] -= np.frombuffer(plan.prefill_tokens, np.int32)

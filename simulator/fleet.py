@@ -98,7 +98,7 @@ class TimedWorker:
         self._known = np.zeros(MAX_NUM_SEQS, np.int64)  # tokens of the sequence, sampled ones included
         self._computed = np.zeros(MAX_NUM_SEQS, np.int64)
         self._decodes = np.zeros(MAX_NUM_SEQS, bool)
-        self._held = np.zeros(MAX_NUM_SEQS, bool)
+        self._paused = np.zeros(MAX_NUM_SEQS, bool)
 
     def registration(self) -> WorkerRegistration:
         return WorkerRegistration(
@@ -120,7 +120,7 @@ class TimedWorker:
     def run(self, plan: StepPlan) -> tuple[StepResult, float]:
         if plan.free_slots:
             freed = _ints(plan.free_slots)
-            self._decodes[freed] = self._held[freed] = False
+            self._decodes[freed] = self._paused[freed] = False
         for new in plan.new_sequences:
             slot = new.slot
             self._numbers[slot] = int(new.request_id)
@@ -128,12 +128,12 @@ class TimedWorker:
             self._lengths[slot] = new.sampling.seed
             self._known[slot] = len(new.token_ids) // 4
             self._computed[slot] = new.num_cached_tokens
-            self._decodes[slot] = self._held[slot] = False
-        if plan.hold_slots:
-            self._held[_ints(plan.hold_slots)] = True
+            self._decodes[slot] = self._paused[slot] = False
+        if plan.pause_slots:
+            self._paused[_ints(plan.pause_slots)] = True
         if plan.resume_slots:
-            self._held[_ints(plan.resume_slots)] = False
-        decoding = np.flatnonzero(self._decodes & ~self._held) if not plan.skip_decodes else np.empty(0, np.int64)
+            self._paused[_ints(plan.resume_slots)] = False
+        decoding = np.flatnonzero(self._decodes & ~self._paused) if not plan.skip_decodes else np.empty(0, np.int64)
         context = int(self._known[decoding].sum())
         self._computed[decoding] += 1
         sampling, prompt_tokens, pairs = decoding, 0, 0

@@ -78,7 +78,7 @@ class ScenarioSlot:
     name: str
     remaining: int  # tokens to compute before it samples
     cached: int
-    held: bool = False
+    paused: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -99,17 +99,17 @@ class NullWorker:
         for new in plan.new_sequences:
             cached = new.num_cached_tokens
             self.slot_states[new.slot] = ScenarioSlot(new.request_id, len(new.token_ids) // 4 - cached, cached)
-        for slot in _ints(plan.hold_slots):
-            self.slot_states[slot].held = True
+        for slot in _ints(plan.pause_slots):
+            self.slot_states[slot].paused = True
         for slot in _ints(plan.resume_slots):
-            self.slot_states[slot].held = False
+            self.slot_states[slot].paused = False
         decodes = (
             [] if plan.skip_decodes else sorted(s for s, slot_state in self.slot_states.items() if slot_state.decodes)
         )
         scheduled = [
             Scheduled(self.slot_states[slot].name, 1, 0, "decode")
             for slot in decodes
-            if not self.slot_states[slot].held
+            if not self.slot_states[slot].paused
         ]
         num_sampled = len(scheduled)
         for slot, tokens in zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True):

@@ -91,7 +91,7 @@ class ToySequence:
     num_prompt: int
     hashes: list[int]  # of every prefix: hashes[i] covers tokens[: i + 1]
     has_sampled: bool = False
-    held: bool = False
+    paused: bool = False
     cache_salt: str = ""
 
     def append(self, token: int) -> None:
@@ -166,15 +166,15 @@ class ToyWorker:
             self._fill_slot(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
             self._at(slot, "grown").table.append(block)
-        for slot in _ints(plan.hold_slots):
-            sequence = self._at(slot, "held")
-            self._expect(sequence.has_sampled and not sequence.held, f"slot {slot} cannot be held")
-            sequence.held = True
+        for slot in _ints(plan.pause_slots):
+            sequence = self._at(slot, "paused")
+            self._expect(sequence.has_sampled and not sequence.paused, f"slot {slot} cannot be paused")
+            sequence.paused = True
         for slot in _ints(plan.resume_slots):
             sequence = self._at(slot, "resumed")
-            self._expect(sequence.held, f"slot {slot} is resumed, but not on hold")
-            sequence.held = False
-        decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled and not self.slots[slot].held]
+            self._expect(sequence.paused, f"slot {slot} is resumed, but not paused")
+            sequence.paused = False
+        decodes = [slot for slot in sorted(self.slots) if self.slots[slot].has_sampled and not self.slots[slot].paused]
         if plan.skip_decodes:
             decodes = []
         chunks = list(zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True))

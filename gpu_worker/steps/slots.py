@@ -68,7 +68,7 @@ class SlotBuffers:
     limits: SlotLimits
     occupied: Bools = field(init=False)
     decoding: Bools = field(init=False)  # all tokens but the last are computed, and the last one was sampled here
-    held: Bools = field(init=False)  # a decoding slot that takes part in no step until it is resumed
+    paused: Bools = field(init=False)  # a decoding slot that takes part in no step until it is resumed
     num_tokens: Int32s = field(init=False)  # known tokens, including sampled ones
     num_computed: Int32s = field(init=False)  # tokens with KV in the blocks
     num_prompt: Int32s = field(init=False)
@@ -94,7 +94,7 @@ class SlotBuffers:
         """A new link: no slot has a sequence."""
         slots = self.limits.max_num_seqs
         longest_blocks = -(-self.limits.max_model_len // self.limits.block_size)
-        self.occupied, self.decoding, self.held = (np.zeros(slots, np.bool_) for _ in range(3))
+        self.occupied, self.decoding, self.paused = (np.zeros(slots, np.bool_) for _ in range(3))
         self.num_tokens, self.num_computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.num_prompt, self.num_blocks = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
@@ -129,12 +129,12 @@ class SlotBuffers:
             self._add_sequence(sequence)
         if plan.grow_slots or plan.grow_blocks:
             self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
-        if plan.hold_slots:
-            self._hold(unpack(plan.hold_slots, "hold_slots"), True)
+        if plan.pause_slots:
+            self._pause(unpack(plan.pause_slots, "pause_slots"), True)
         if plan.resume_slots:
-            self._hold(unpack(plan.resume_slots, "resume_slots"), False)
+            self._pause(unpack(plan.resume_slots, "resume_slots"), False)
         return self._rows(
-            np.flatnonzero(self.decoding & ~self.held if not plan.skip_decodes else []).astype(np.int32),
+            np.flatnonzero(self.decoding & ~self.paused if not plan.skip_decodes else []).astype(np.int32),
             unpack(plan.prefill_slots, "prefill_slots"),
             unpack(plan.prefill_tokens, "prefill_tokens"),
             moves,
@@ -154,7 +154,7 @@ class SlotBuffers:
         self._check_occupied(slots, "free_slots")
         if len(np.unique(slots)) != len(slots):
             raise ProtocolViolation("free_slots names a slot twice")
-        self.occupied[slots] = self.decoding[slots] = self.held[slots] = False
+        self.occupied[slots] = self.decoding[slots] = self.paused[slots] = False
         self.history.free(slots)
         for slot in slots.tolist():
             self.request_ids.pop(slot, None)
@@ -163,12 +163,12 @@ class SlotBuffers:
             self.scored_prompts.pop(slot, None)
             self.banned.pop(slot, None)
 
-    def _hold(self, slots: Int32s, held: bool) -> None:
-        what = "hold_slots" if held else "resume_slots"
+    def _pause(self, slots: Int32s, paused: bool) -> None:
+        what = "pause_slots" if paused else "resume_slots"
         self._check_occupied(slots, what)
-        if not self.decoding[slots].all() or (self.held[slots] == held).any() or len(np.unique(slots)) != len(slots):
+        if not self.decoding[slots].all() or (self.paused[slots] == paused).any() or len(np.unique(slots)) != len(slots):
             raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
-        self.held[slots] = held
+        self.paused[slots] = paused
 
     def _add_sequence(self, sequence: NewSequence) -> None:
         slot, limits = sequence.slot, self.limits
