@@ -166,7 +166,11 @@ class SlotBuffers:
     def _pause(self, slots: Int32s, paused: bool) -> None:
         what = "pause_slots" if paused else "resume_slots"
         self._check_occupied(slots, what)
-        if not self.decoding[slots].all() or (self.paused[slots] == paused).any() or len(np.unique(slots)) != len(slots):
+        if (
+            not self.decoding[slots].all()
+            or (self.paused[slots] == paused).any()
+            or len(np.unique(slots)) != len(slots)
+        ):
             raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
         self.paused[slots] = paused
 
