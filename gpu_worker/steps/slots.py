@@ -167,7 +167,7 @@ class SlotBuffers:
         what = "hold_slots" if held else "resume_slots"
         self._check_occupied(slots, what)
         if not self.decoding[slots].all() or (self.held[slots] == held).any() or len(np.unique(slots)) != len(slots):
-            raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
+            raise ProtocolViolation(f"{what}: not every slot of {slots.tolist()} is decoding and changes by it")
         self.held[slots] = held
 
     def _add_sequence(self, sequence: NewSequence) -> None:
