@@ -38,16 +38,16 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/serve.stamp
 	@$(INSTALL) '.[dev]'
 	@touch $@
 
-# Without it the tests that need it are skipped, and say so.
+# Without FlashInfer, its contract tests are skipped, and say so.
 $(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
 	@echo 'setup: fetching the Python side of FlashInfer for its contract tests'
 	@scripts/flashinfer_api.sh $(VENV)/flashinfer-api || echo 'setup: it could not be fetched' >&2
 
-# Likewise.
+# Without etcd, the tests of two schedulers are skipped, and say so.
 $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 	@scripts/etcd.sh $(VENV)/etcd || echo 'setup: the tests of two schedulers are skipped' >&2
 
-# In the order of their names: what kills processes takes longest, and is not left to the end (as xdist would).
+# In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -76,7 +76,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/style.py
-	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' || { echo 'lint: marks of a merge are left' >&2; exit 1; }
+	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' || { echo 'lint: conflict markers are left' >&2; exit 1; }
 	scripts/proto.sh --check
 	scripts/buf.sh
 
@@ -103,7 +103,7 @@ bench: setup
 bench-gpu:
 	python3 -m bench.gpu $(ARGS)
 
-# Our presets against the systems that they are named after, which get environments of their own.
+# Compares our presets with the systems that they are named after, which run in environments of their own.
 peer-test: setup
 	tests/peer/env.sh vllm
 	PEER_SGLANG_PYTHON=$$(tests/peer/env.sh sglang) $(BIN)/python -m pytest tests/peer $(ARGS)

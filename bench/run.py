@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
     parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
-    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="where their environments are")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="folder of the peers' environments")
     parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -1,7 +1,7 @@
 """Train the demo model from scratch on one CPU thread: `python -m demo.train --seed 0`.
 
 Everything follows from the seed: the examples, their order and the initial weights. The same seed on the same torch
-build and processor gives the same file; elsewhere floating point differs a little, and `demo.score` is the judge.
+build and processor gives the same file. Elsewhere floating point differs a little; `demo.score` rates the result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TrainingBatch:
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
     """A Llama with head_dim 64 (what GPU attention kernels are built for) and grouped queries.
 
-    `initializer_range` is three times the usual 0.02: at this width attention then starts to copy several times sooner.
+    `initializer_range` is three times the usual 0.02. At this width attention then learns to copy several times faster.
     """
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -92,7 +92,7 @@ def pad(rows: list[Encoded], pad_id: int) -> TrainingBatch:
 
 
 def curriculum_cap(step: int, steps: int) -> float:
-    """The highest level by this step. Copying is found sooner on short text; the end goes beyond what is scored."""
+    """The highest level at this step. Copying is learned sooner on short text; the last levels exceed the scored."""
     return 0.25 + min(1.0, max(0.0, (step / steps - 0.05) / 0.45))
 
 

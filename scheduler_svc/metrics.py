@@ -33,15 +33,15 @@ class SchedulerMetrics(Collector):
         """Metrics of this scheduler, without a model label."""
         core, election = self._server.core, self._server.election
         counters = core.counters
-        yield _gauge("is_master", "Whether it schedules (1), or stands by (0)", election is None or election.epoch > 0)
-        yield _gauge("epoch", "Of this scheduler, higher than those before it; 0 while it stands by", core.epoch)
+        yield _gauge("is_master", "1: leader, 0: standby", election is None or election.epoch > 0)
+        yield _gauge("epoch", "This leader's epoch, higher than all earlier ones; 0 on a standby", core.epoch)
         yield _gauge("num_workers", "Workers attached", len(core.workers))
         for name, documentation, value in (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of such steps that were retried", counters.retried),
             ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
-            ("restored_requests", "Requests that went on when the cache was lost", counters.restored),
-            ("refused_claims", "Of these, requests that a new cache did not take over", counters.refused_restores),
+            ("restored_requests", "Requests that survived a cache loss", counters.restored),
+            ("refused_claims", "Restore entries that a new cache refused", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),
             ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
             ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),

@@ -1,5 +1,5 @@
-"""A planner that needs no results: every request has so many tokens to compute and so many to sample, so the plans of a
-whole run are known in advance, and two steps can be in flight as they are behind a scheduler."""
+"""Plans a whole run in advance: each request has a fixed number of tokens to compute and to sample. So the planner
+needs no results, and two steps can be in flight, as with a scheduler."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Load:
         self._step = 0
 
     def steps(self, concurrency: int) -> Iterator[PlannedStep]:
-        """Until all have ended; at most `concurrency` run at the same time. The last one frees the slots that are
-        left and computes nothing. NoRoom."""
+        """Plans until every request has ended; at most `concurrency` requests run at the same time. The last plan only
+        frees slots. Raises NoRoom."""
         while self._waiting or self._running or self._ended:
             yield self._next(concurrency)
 
@@ -118,7 +118,7 @@ class Load:
         return grown
 
     def _chunks(self, budget_tokens: int) -> dict[int, int]:
-        """By slot: how many tokens of its prompt are computed now."""
+        """By slot: the prompt tokens that this step computes."""
         chunks = {}
         for slot, running in self._running.items():
             left = running.request.prompt_tokens - running.computed

@@ -1,10 +1,10 @@
 """What one client with very large requests, or very many connections, costs the others.
 
 The demo model behind the real services on this machine. Three well-behaved clients stream short completions while a
-process of its own attacks (`--attack KIND`). Written down are the others' time to first token (TTFT) and gaps between
-tokens (ITL) beside each attack, in turns with no attack; the gateway's resident memory around 80 gRPC calls of
-almost 16 MB; how a client at another address fares beside 17,000 connections that ask nothing; and how long 6,000
-connections that ask at the same moment wait for their 429.
+process of its own attacks (`--attack KIND`). The report has: the well-behaved clients' time to first token (TTFT) and
+gaps between tokens (ITL) during each attack and without it, in turns; the gateway's resident memory around 80 gRPC
+calls of almost 16 MB; the response time for a client at another address during 17,000 idle connections; and the time
+until 6,000 requests at the same moment get their 429.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HOST, OTHER_HOST = "127.0.0.1", "127.0.0.2"
 SECONDS, VICTIMS, OUTPUT_TOKENS, ATTACKERS = 6.0, 3, 48, 4
 CALLS, CALL_BYTES = 80, 15_900_000
 HALF_OPEN, AT_ONCE = 17_000, 6_000
-REOPEN_S = 20.0  # a connection that was closed
+REOPEN_S = 20.0  # after which a half-open connection that was closed is opened again
 SETTLE_S = 5.0
 MIB = 2**20
 
@@ -144,7 +144,7 @@ ATTACKS = {"half open": half_open, "calls": calls}
 
 
 class Attack:
-    """A process of an attack. A context: it has begun on entry."""
+    """An attack in a process of its own. As a context manager it waits until the attack has begun."""
 
     def __init__(self, kind: str, port: int) -> None:
         self._command = [sys.executable, "-m", "bench.overload.heavy_clients", "--attack", kind, "--port", str(port)]
@@ -156,7 +156,7 @@ class Attack:
         return self
 
     def counts(self, *, end: bool = True) -> dict[str, int]:
-        """What it counted; with `end` that is now."""
+        """The counts of the attack. `end`: end the attack first."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if end:
@@ -262,8 +262,8 @@ def many_connections(stack: Stack) -> dict[str, Any]:
 
 
 async def lean_refusals(port: int, *, connected: bool) -> list[tuple[int, float]]:
-    """Status and milliseconds of AT_ONCE requests at the same moment, over connections that are there, or are made for
-    it."""
+    """Status and milliseconds of AT_ONCE requests at the same moment. `connected`: over connections made before;
+    otherwise over new ones."""
     loop, request = asyncio.get_running_loop(), completion(random.Random(1), 400)
     made: list[Connection] = []
     saw: list[tuple[int, float]] = []
@@ -353,7 +353,7 @@ def measure(parts: list[str]) -> dict[str, Any]:
             stack = Stack(Path(folder))
             stack.worker_flags = ["--threads", "1", "--log-level", "warning"]
             stack.gateway_flags = ["--log-level", "warning"]
-            if part == "grpc_memory":  # else none of the messages would be taken
+            if part == "grpc_memory":  # the default limit refuses these messages
                 stack.gateway_flags += ["--max-body-bytes", str(16 * MIB)]
             if part == "refusals":
                 stack.scheduler_flags = ["--max-queued-requests", "8", "--max-num-seqs", "4"]
@@ -366,11 +366,11 @@ def measure(parts: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--attack", choices=[*bodies(), *ATTACKS], help="be this attacker")
+    parser.add_argument("--attack", choices=[*bodies(), *ATTACKS], help="run this attack; without it, measure")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--part", choices=sorted(PARTS), nargs="+", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "heavy_clients.json")
-    parser.add_argument("--name", default="after", help="of the column in the file; others are kept")
+    parser.add_argument("--name", default="after", help="name of the column to write; other columns of the file stay")
     options = parser.parse_args()
     raise_file_limit()
     if options.attack:

@@ -1,7 +1,7 @@
 """A worker with steps that take longer than their computation: `python -m bench.overload.slow_worker serve worker ...`.
 
-Several workers on a machine of few cores take each other's CPU, so no placement could make them faster together. This
-worker computes a step as it is and then sleeps, as if a device of its own had the work.
+Workers on a machine with few cores share the CPU, so no placement can make them faster together. This worker computes a
+step and then sleeps, as if it had a device of its own.
 """
 
 from __future__ import annotations

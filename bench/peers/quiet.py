@@ -1,4 +1,4 @@
-"""Measure without the garbage collector: ours and the peers, which import this in environments of their own."""
+"""Measures without the garbage collector. Our benchmarks and the peers, in their own environments, import this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """What is there is set aside, and no collection falls into the measurement."""
+    """Freezes all existing objects, and prevents collections during the measurement."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""SGLang's prefix caches at the calls of cache_work.py; jobs of sglang_bench.py, in its environment.
+"""Runs the workload of cache_work.py on SGLang's prefix caches, as jobs of sglang_bench.py in SGLang's environment.
 
 rust    UnifiedRadixCache on its Rust tree, what a server runs by default
 python  the same on its Python tree
@@ -35,7 +35,7 @@ TREES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 
 class Allocator:
-    """Counts what is given back to it. So SGLang's figures are without the free list's time, and ours are with it."""
+    """Counts freed blocks and does no more. So SGLang's figures leave out the time of a free list; ours include it."""
 
     device = torch.device("cpu")
     freed = 0
@@ -114,7 +114,7 @@ def cache_memory(core: str, block_size: int, sequences: int, seed: int) -> float
 
 
 def cache_workers(core: str, block_size: int, sequences: int, times: int, seed: int) -> Samples:
-    """One tree a worker, asked one after another."""
+    """One tree per worker; each match asks all trees in turn."""
     work = Work(sequences, times, seed)
     holders = work.holders()
     caches = [SGLangCache(core, block_size) for _ in range(WORKERS)]

@@ -11,7 +11,7 @@ class CacheCounters:
 
     exchanges: int = 0
     evicted_blocks: int = 0  # of devices
-    evicted_host_blocks: int = 0  # also those for which a block above found no room on the host
+    evicted_host_blocks: int = 0  # also blocks dropped because the host had no room for the block before them
     # Of sequences admitted on workers with prefix caching: their tokens, and how many of these were reused.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0

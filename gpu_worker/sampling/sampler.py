@@ -1,5 +1,5 @@
 """From logits to tokens. A step that no row needs costs nothing: an all-greedy batch is one max. The host never waits
-for the device, because it decides only by what it knows of the requests (`SamplingRows`), and never by a result.
+for the device: it decides by the requests' parameters (`SamplingRows`), never by a result on the device.
 
 The order is that of vLLM V1 (its Sampler's documentation). The definitions are those of transformers' processors:
 
@@ -32,8 +32,7 @@ from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
 from paceline.request_fields import FILTER_NAMES
 
-# Memory per logit to find the likeliest tokens: the bits, twice while they are reordered, and a key; the same to
-# select.
+# Memory per logit for likeliest(): the bits, a copy of them, a key, and a copy of the keys in topk.
 LIKELIEST_BYTES = 4 + 4 + 8 + 8
 
 

@@ -171,7 +171,7 @@ class SlotBuffers:
             or (self.paused[slots] == paused).any()
             or len(np.unique(slots)) != len(slots)
         ):
-            raise ProtocolViolation(f"{what}: {slots.tolist()} are not all slots that decode and change by this")
+            raise ProtocolViolation(f"{what}: not every slot of {slots.tolist()} is decoding and changes by it")
         self.paused[slots] = paused
 
     def _add_sequence(self, sequence: NewSequence) -> None:

@@ -19,7 +19,7 @@ TIMEOUT_S = 10.0
 def parser() -> Parser:
     top = Parser(prog=PROG, description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
-    get = commands.add_parser("get", help="what is in force, and what there is")
+    get = commands.add_parser("get", help="show the current policies, and all available ones")
     change = commands.add_parser("set", help="change to a preset, other policies or options; no request is dropped")
     change.add_argument("preset", nargs="?", default="", help="a preset; without one, the current policies are changed")
     for kind in KINDS:
@@ -66,7 +66,7 @@ def _show(stub: AdminServiceStub, _: argparse.Namespace) -> None:
     out.print(f"in force    {_describe(answer.choice)}", soft_wrap=True)
     if answer.failed_order:
         default = f"the default one, {answer.fallback.order}," if answer.fallback.order else "the default one"
-        out.print(f"failed      order {plain(answer.failed_order)}: {default} has its place", soft_wrap=True)
+        out.print(f"failed      order {plain(answer.failed_order)}: {default} replaces it", soft_wrap=True)
     for failure in answer.failures:
         policy = f"{failure.kind} {failure.policy}" if failure.kind else "a policy"
         times = f"{failure.count} times in {answer.num_steps} steps"

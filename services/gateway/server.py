@@ -50,7 +50,7 @@ _COPIES = 4
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
-# A gRPC connection is closed without a handshake in the first time, and without a call in the second.
+# A gRPC connection is closed after _HANDSHAKE_S without a handshake, and after _IDLE_CALLS_S without a call.
 _HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
 
 
@@ -99,7 +99,7 @@ async def serve(
 
 
 def _max_grpc_connections(settings: GatewaySettings) -> int:
-    """The limit leaves to HTTP most of the files that the process may open."""
+    """The limit of gRPC connections. It leaves most of the files that the process may open to HTTP."""
     open_files = max_open_files()
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 

@@ -64,7 +64,7 @@ def split_addresses(value: str) -> list[str]:
 def _address_list(value: str) -> str:
     addresses = [_address(part) for part in split_addresses(value)]
     if len(set(addresses)) < len(addresses):
-        raise ValueError("an address stands there twice")
+        raise ValueError("an address occurs twice")
     return ",".join(addresses)
 
 

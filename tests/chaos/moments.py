@@ -1,4 +1,4 @@
-"""What befell which service when, and what a client may notice: a pause, unless its own gateway was the victim."""
+"""Which service had which fault when, and what a client may notice: a pause, unless its own gateway had the fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tests.support.asking import Break, Gateway
 
 SERVICES = ("worker", "cache", "scheduler", "gateway")
-# So long after a gateway is back a gRPC channel may still say that it was not there: it waits up to a second, and a
-# fifth of it by chance, before it tries to connect again (services/client).
+# A gRPC channel may report a failed connection this long after the gateway is back: it waits up to 1 s, plus a random
+# fifth, before it connects again (services/client).
 BACKOFF_S = 1.5
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "cut", "silent")
 
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Moment:
-    """From the first of its faults until all services are there again. `gateway`: where faults of gateways are done."""
+    """From its first fault until all services are back. `gateway`: the gateway that gets the faults of gateways."""
 
     cells: Sequence[Cell]
     gateway: Gateway
@@ -38,10 +38,10 @@ class Moment:
         return self.begin_s < end_s and begin_s < self.end_s
 
     def excuses(self, broken: Break) -> bool:
-        """Whether its gateway was the victim in a way that shows to clients.
+        """Whether a fault of its gateway explains the break.
 
-        One that is told to leave finishes what it has, and refuses the new. One that was frozen, or cut off from the
-        scheduler, makes clients wait, and answers none of them with an error: they may leave it, no more.
+        A draining gateway finishes its requests and refuses new ones. A gateway that was frozen, or cut off from the
+        scheduler, makes clients wait but answers no request with an error, so a client may only leave it.
         """
         faults = {cell.fault for cell in self.cells if cell.service == "gateway"}
         since_s = broken.silent_since_s - (BACKOFF_S if "failed to connect" in broken.why else 0.0)
@@ -56,8 +56,8 @@ class Moment:
 
 
 class Verdict(NamedTuple):
-    """Of a break: `problem` says what was wrong with it. If it was right, the client had lost patience with a gateway
-    that was well ("elsewhere": because of what befell others), or its gateway was a victim."""
+    """Whether a break was allowed. `problem`: why not; "" if it was. `elsewhere`: the client left a healthy gateway
+    because of a fault in another service."""
 
     problem: str
     elsewhere: bool = False

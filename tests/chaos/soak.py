@@ -2,10 +2,10 @@
 
 python -m tests.chaos.soak --minutes 30 [--clients 8] [--seed 1] [--out FILE]
 
-Status 1 if a token was wrong, lost or doubled, a client got an error or lost its connection though its gateway was no
-victim, a block was still used at rest, a process has grown, or a service did not come back. Traffic rests before some
-of the faults that end the cache or the scheduler, and blocks are counted. In the last fifth nothing is ended. Totals go
-to FILE.json; a sentence of them and the table of moments to FILE.md. docs/reliability-measurements.md sums them up.
+Status 1 if a token was wrong, lost or doubled, a client got an error or lost its connection though its gateway had no
+fault, a block was still used at rest, a process has grown, or a service did not come back. Before some faults that end
+the cache or the scheduler, traffic pauses and used blocks are counted. In the last fifth no process is ended. Totals go
+to FILE.json; a summary and the table of moments to FILE.md. docs/reliability-measurements.md sums them up.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from tests.chaos.traffic import Seen, Traffic
 from tests.support.asking import asker
 from tests.support.stack import Stack
 
-# Longer than a frozen service stays so: a client gives up its gateway when nothing else explains the silence.
+# Longer than a service stays frozen. After so long a silence a client leaves its gateway.
 PATIENCE_S = 10.0
 SETTLE_S = 5.0
 TWO_AT_ONCE_SHARE = 0.25
-# Between faults: sometimes the next comes while the last is hardly over.
+# Longest time between faults; the next fault may follow at once.
 MOST_BETWEEN_S = 8.0
 # Faults that end a process. There are none in the last part of the soak, so that each process lives long enough.
 ENDINGS = ("SIGKILL", "SIGTERM")
 CALM_SHARE = 0.2
 BETWEEN_RESTS_S = 120.0
 SAMPLE_S = 2.0
-# A process fills its pools and caches when it is young; one that does not live for so long after it says nothing.
+# A process fills its pools and caches during WARM_UP_S. A process that lives less than LIFE_S after it is not judged.
 WARM_UP_S, LIFE_S = 60.0, 120.0
 GROWTH_MIB = 8.0
 LAST_ANSWERS_S = 120.0
 
 
 class Growth(NamedTuple):
-    """The most that a process took in the first and in the second half of its life, of which the beginning is left
-    out."""
+    """The largest size of a process in the first and in the second half of its life after the warm-up."""
 
     life_s: float
     first_mib: float
@@ -77,7 +76,7 @@ class Memory:
             await asyncio.sleep(SAMPLE_S)
 
     def growth(self) -> dict[str, Growth]:
-        """Of each service the process that has grown most, of those that lived long enough to tell."""
+        """Per service, the process that has grown most, of the processes that lived long enough."""
         worst: dict[str, Growth] = {}
         for (name, _), samples in self.samples.items():
             life = samples[int(WARM_UP_S / SAMPLE_S) :]
@@ -92,7 +91,7 @@ class Memory:
 
 @dataclass
 class Killer:
-    """Lets one fault after the other happen, sometimes two at once."""
+    """Causes one fault after the other, sometimes two at once."""
 
     stack: Stack
     traffic: Traffic
@@ -103,13 +102,15 @@ class Killer:
     _rested_s: float = 0.0
 
     async def run(self, end_s: float, faults: Sequence[str]) -> None:
-        """Until `end_s`; then everything is there. AssertionError if something is not."""
+        """Causes faults until `end_s`, then waits for all services. Raises AssertionError if a service stays away."""
         loop = asyncio.get_running_loop()
         while loop.time() < end_s:
             services = self.rng.sample(SERVICES, 2 if self.rng.random() < TWO_AT_ONCE_SHARE else 1)
             cells = sorted(Cell(service, self.rng.choice(faults), "") for service in services)
-            ends_books = any(cell.service in ("cache", "scheduler") and cell.fault in ENDINGS for cell in cells)
-            if ends_books and loop.time() - self._rested_s > BETWEEN_RESTS_S:
+            ends_cache_or_scheduler = any(
+                cell.service in ("cache", "scheduler") and cell.fault in ENDINGS for cell in cells
+            )
+            if ends_cache_or_scheduler and loop.time() - self._rested_s > BETWEEN_RESTS_S:
                 await self.rest()
                 await asyncio.sleep(self.rng.uniform(1.0, 4.0))
             moment = Moment(cells, self.stack.gateways[0], loop.time())
@@ -124,7 +125,7 @@ class Killer:
             await asyncio.sleep(self.rng.uniform(0.0, MOST_BETWEEN_S))
 
     async def rest(self) -> None:
-        """No client asks for a while, and no block may be used: a leak would end unseen with its process."""
+        """Pauses the traffic and checks that no block is used: a restart would hide a leak."""
         try:
             await asyncio.wait_for(self.traffic.pause(), LAST_ANSWERS_S)
             await asyncio.to_thread(wait_rest, self.stack)
@@ -139,8 +140,8 @@ class Killer:
 
 @dataclass(frozen=True)
 class Judged:
-    """A request. `problems`: with its tokens, and with the breaks that nothing excused. `elsewhere`: when it gave up a
-    gateway that was well, because of what befell others."""
+    """A request with its problems: wrong tokens, and broken connections that no fault explains. `elsewhere_s`: when its
+    client left a healthy gateway because of a fault in another service."""
 
     seen: Seen
     problems: list[str]
@@ -157,8 +158,8 @@ class Judged:
 
 
 def report(moments: list[Moment], requests: list[Judged]) -> str:
-    """Markdown: of each kind of moment, what the clients saw from its beginning until it was over and settled, or until
-    the next one.
+    """Markdown: per kind of moment, what the clients saw from its first fault until SETTLE_S after all services were
+    back, or until the next moment.
     """
     rows: dict[str, list[tuple[float, list[float], int, int, int]]] = defaultdict(list)
     nexts_s = [moment.begin_s for moment in moments[1:]] + [float("inf")]
@@ -211,7 +212,7 @@ def first_line(error: BaseException) -> str:
 
 
 async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """The table of moments, and the totals. Where a service does not come back it ends early, and says so."""
+    """Returns the table of moments and the totals. Ends early if a service stays away, with the reason in `broken`."""
     memory = Memory()
     broken = ""
     async with asker(PATIENCE_S) as http:
@@ -249,7 +250,7 @@ async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tup
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The totals, in one sentence."""
+    """The totals as one sentence."""
     sizes = ", ".join(
         f"{name} {one['first_mib']:.0f} / {one['second_mib']:.0f} ({one['life_s'] / 60:.0f} min)"
         for name, one in result["memory"].items()
@@ -257,7 +258,7 @@ def sentence(result: dict[str, Any]) -> str:
     return (
         f"{result['minutes']:g} minutes with {result['clients']} clients: {result['requests']} requests "
         f"({result['cancelled']} cancelled, {result['asked_again']} asked for again, of these "
-        f"{result['out_of_patience']} because a client lost patience with a gateway that was well), "
+        f"{result['out_of_patience']} because a client lost patience with a healthy gateway), "
         f"{result['moments']} moments; "
         f"{len(result['wrong'])} wrong, {'blocks leaked' if result['leaked'] else 'nothing leaked'} "
         f"at {result['rests'] + 1} rests. The most resident MiB in the first and in the second half of the life of the "
@@ -269,7 +270,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=1, help="of what is asked and of what is killed when")
+    parser.add_argument("--seed", type=int, default=1, help="decides the requests, the faults and their times")
     parser.add_argument("--out", type=Path, help="where the results go, without suffix")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="paceline-soak-"))

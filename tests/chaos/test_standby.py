@@ -23,7 +23,7 @@ from tests.support.etcd import needs_etcd
 from tests.support.pair import EPOCH, IS_MASTER, SCHEDULERS, Pair
 
 VOCAB, NUM_WORKERS = 900, 2
-# Few take little time; many run for longer than a master that is cut off goes on (4.2 s).
+# Few tokens take little time. Many take longer than a leader that is cut off continues (4.2 s).
 FEW_TOKENS, MANY_TOKENS = 300, 1400
 RUNNING, WORKERS = "paceline_scheduler_num_requests_running", "paceline_scheduler_num_workers"
 Fault = Callable[[Pair, str, str], Coroutine[Any, Any, None]]
@@ -45,61 +45,61 @@ async def elected(pair: Pair, name: str) -> None:
     await asyncio.to_thread(pair.wait_metric, IS_MASTER, 1, of=name)
 
 
-async def killed(pair: Pair, master: str, standby: str) -> None:
-    pair.kill(master)
+async def killed(pair: Pair, leader: str, standby: str) -> None:
+    pair.kill(leader)
     await elected(pair, standby)
 
 
-async def terminated(pair: Pair, master: str, standby: str) -> None:
-    process = pair.processes[master]
-    await asyncio.to_thread(pair.kill, master, signal.SIGTERM)
+async def terminated(pair: Pair, leader: str, standby: str) -> None:
+    process = pair.processes[leader]
+    await asyncio.to_thread(pair.kill, leader, signal.SIGTERM)
     assert process.returncode == 0
     await elected(pair, standby)
 
 
-async def frozen_and_woken(pair: Pair, master: str, standby: str) -> None:
+async def frozen_and_woken(pair: Pair, leader: str, standby: str) -> None:
     """It wakes up with messages of workers and gateways in its inbox, and a scheduler after it."""
-    pair.processes[master].send_signal(signal.SIGSTOP)
+    pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     began_s = time.monotonic()
-    pair.processes[master].send_signal(signal.SIGCONT)
-    assert await pair.ended(master) == LOST_STATUS
+    pair.processes[leader].send_signal(signal.SIGCONT)
+    assert await pair.ended(leader) == LOST_STATUS
     print(f"    the zombie ended {time.monotonic() - began_s:.2f} s after it woke")
 
 
-async def frozen_for_long(pair: Pair, master: str, standby: str) -> None:
+async def frozen_for_long(pair: Pair, leader: str, standby: str) -> None:
     """It wakes up when all have long left it."""
-    pair.processes[master].send_signal(signal.SIGSTOP)
+    pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     await asyncio.to_thread(pair.wait_metric, WORKERS, NUM_WORKERS, of=standby)
-    pair.processes[master].send_signal(signal.SIGCONT)
-    assert await pair.ended(master) == LOST_STATUS
+    pair.processes[leader].send_signal(signal.SIGCONT)
+    assert await pair.ended(leader) == LOST_STATUS
 
 
-async def cut_off_from_etcd(pair: Pair, master: str, standby: str) -> None:
-    pair.to_etcd[master].cut()
-    assert await pair.ended(master) == LOST_STATUS
+async def cut_off_from_etcd(pair: Pair, leader: str, standby: str) -> None:
+    pair.to_etcd[leader].cut()
+    assert await pair.ended(leader) == LOST_STATUS
     await elected(pair, standby)
-    pair.to_etcd[master].heal()
+    pair.to_etcd[leader].heal()
 
 
-async def silent_way_to_etcd(pair: Pair, master: str, standby: str) -> None:
-    pair.to_etcd[master].silence()
-    assert await pair.ended(master) == LOST_STATUS
+async def silent_way_to_etcd(pair: Pair, leader: str, standby: str) -> None:
+    pair.to_etcd[leader].silence()
+    assert await pair.ended(leader) == LOST_STATUS
     await elected(pair, standby)
-    pair.to_etcd[master].heal()
+    pair.to_etcd[leader].heal()
 
 
-async def etcd_killed(pair: Pair, master: str, standby: str) -> None:
-    """No scheduler is the master until etcd is back."""
+async def etcd_killed(pair: Pair, leader: str, standby: str) -> None:
+    """No scheduler is the leader until etcd is back."""
     pair.etcd.stop()
-    assert await pair.ended(master) == LOST_STATUS
+    assert await pair.ended(leader) == LOST_STATUS
     await asyncio.sleep(2)
     assert pair.metric(IS_MASTER, standby) == 0
     await asyncio.to_thread(pair.etcd.start)
     began_s = time.monotonic()
     await elected(pair, standby)
-    print(f"    etcd was back {time.monotonic() - began_s:.2f} s before there was a master")
+    print(f"    etcd was back {time.monotonic() - began_s:.2f} s before there was a leader")
 
 
 @asynccontextmanager
@@ -116,14 +116,14 @@ async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[st
 
     right = await ask()
 
-    async def play(master: str, standby: str, fault: Fault) -> None:
-        epoch = pair.metric(EPOCH, master)
+    async def play(leader: str, standby: str, fault: Fault) -> None:
+        epoch = pair.metric(EPOCH, leader)
         serving = asyncio.create_task(ask())
-        await asyncio.to_thread(pair.wait_metric, RUNNING, len(prompts), of=master)
+        await asyncio.to_thread(pair.wait_metric, RUNNING, len(prompts), of=leader)
         began_s = time.monotonic()
-        happening = asyncio.create_task(fault(pair, master, standby))
+        happening = asyncio.create_task(fault(pair, leader, standby))
         await elected(pair, standby)
-        new_master_s = time.monotonic() - began_s
+        new_leader_s = time.monotonic() - began_s
         assert not serving.done()  # what the fault does after this may take longer than the streams do
         await happening
         await asyncio.to_thread(pair.wait_metric, WORKERS, NUM_WORKERS, of=standby)
@@ -131,7 +131,7 @@ async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[st
         got = await serving
         pause_s = max(one.longest_pause_s for one in got)
         print(
-            f"{fault.__name__}: new master after {new_master_s:.2f} s, all workers after {workers_s:.2f} s, "
+            f"{fault.__name__}: new leader after {new_leader_s:.2f} s, all workers after {workers_s:.2f} s, "
             f"longest pause of a stream {pause_s:.2f} s"
         )
         assert [(one.errors, one.text) for one in got] == [([], one.text) for one in right], pair.logs()
@@ -152,20 +152,20 @@ def assert_epochs_rise(pair: Pair) -> None:
 
 
 async def play_all(pair: Pair, faults: list[Fault], num_tokens: int) -> None:
-    """One after the other; the master of one fault is the standby of the next."""
+    """One after the other; the leader of one fault is the standby of the next."""
     await asyncio.to_thread(pair.up, NUM_WORKERS)
     async with undisturbed(pair, num_tokens) as play:
-        master, standby = SCHEDULERS
+        leader, standby = SCHEDULERS
         for i, fault in enumerate(faults):
             if i:
                 await asyncio.to_thread(pair.start, standby)
                 await asyncio.to_thread(pair.wait_metric, IS_MASTER, 0, of=standby)
-            await play(master, standby, fault)
-            master, standby = standby, master
+            await play(leader, standby, fault)
+            leader, standby = standby, leader
 
 
 async def test_the_standby_takes_over_from_a_zombie(pair: Pair) -> None:
-    # Beside other tests a master may well stand still for the 4 s after which it has to step down by itself.
+    # Beside other tests a leader may stand still for the 4 s after which it ends by itself.
     pair.scheduler_flags = ["--etcd-ttl-s", "12"]
     await play_all(pair, [frozen_and_woken], FEW_TOKENS)
 
@@ -203,7 +203,7 @@ async def test_a_short_absence_of_etcd_is_not_noticed(pair: Pair) -> None:
 
 @pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="run by make chaos")
 async def test_one_of_three_members_of_etcd_may_die(pair: Pair) -> None:
-    """The leader dies, which both schedulers ask first: the master stays, and two members can elect another leader."""
+    """The etcd member that both schedulers ask first dies: the leader stays, and a standby can still be elected."""
     pair.num_members = 3
     await asyncio.to_thread(pair.up, NUM_WORKERS)
     async with undisturbed(pair, MANY_TOKENS) as play:
@@ -220,8 +220,8 @@ async def test_one_of_three_members_of_etcd_may_die(pair: Pair) -> None:
 
 
 @pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="run by make chaos")
-async def test_a_master_that_ignores_its_lease_is_refused(pair: Pair) -> None:
-    """No clock helps here, the epochs do: the cache goes to the next master, and the old one has to end."""
+async def test_a_leader_that_ignores_its_lease_is_refused(pair: Pair) -> None:
+    """Only the epochs help here: the cache follows the next leader, and the old leader ends."""
     pair.scheduler_module = "tests.support.zombie_scheduler"
     await play_all(pair, [cut_off_from_etcd], MANY_TOKENS)
     assert "the cache says: a scheduler of epoch" in (pair.folder / "scheduler.log").read_text()

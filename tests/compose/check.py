@@ -83,7 +83,7 @@ class Checks:
             ("a worker stops under running streams: it drains, texts right; --scale worker=1", self.drain_worker),
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
-            ("two schedulers: the same texts when the master is killed under running streams", self.two_schedulers),
+            ("two schedulers: the same texts when the leader is killed under running streams", self.two_schedulers),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
@@ -221,21 +221,21 @@ class Checks:
         containers = [self.stack.containers(service)[0] for service in ("scheduler", "scheduler-2")]
         for container in containers:  # standing by is healthy, too
             wait_until("scheduler healthy", partial(is_healthy, container), 40)
-        master, standby = sorted(containers, key=_is_master, reverse=True)
-        assert (_is_master(master), _is_master(standby)) == (True, False)
+        leader, standby = sorted(containers, key=_is_leader, reverse=True)
+        assert (_is_leader(leader), _is_leader(standby)) == (True, False)
         streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
-        docker("kill", master)  # as the user's wish: it is not started again
+        docker("kill", leader)  # as the user's wish: it is not started again
         running, began_s = streams.running, time.monotonic()
         assert running, "every stream had ended before the kill: it proved nothing"
-        waited_s = wait_until("another master", lambda: _is_master(standby), 30)
+        waited_s = wait_until("another leader", lambda: _is_leader(standby), 30)
         self._compare(streams.finish())
         ended_s = time.monotonic() - began_s
-        docker("start", master)
-        wait_until("it stands by", partial(is_healthy, master), 40)
-        assert (_is_master(master), _is_master(standby)) == (False, True)
+        docker("start", leader)
+        wait_until("it stands by", partial(is_healthy, leader), 40)
+        assert (_is_leader(leader), _is_leader(standby)) == (False, True)
         return (
-            f"up after {up_s:.1f} s; {running} streams running; another master after {waited_s:.1f} s, "
+            f"up after {up_s:.1f} s; {running} streams running; another leader after {waited_s:.1f} s, "
             f"all ended after {ended_s:.1f} s"
         )
 
@@ -311,7 +311,7 @@ class Checks:
         return [metric(container, WORKER_METRICS_PORT, name) for container in self.stack.containers("worker")]
 
 
-def _is_master(scheduler: str) -> bool:
+def _is_leader(scheduler: str) -> bool:
     return metric(scheduler, SCHEDULER_METRICS_PORT, "paceline_scheduler_is_master") == 1
 
 

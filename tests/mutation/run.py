@@ -1,8 +1,8 @@
 """Plants mistakes in the cores, one at a time, and names those that no test notices: `make mutants`.
 
 A mutation is noticed when a test fails with it. First comes the test that noticed it before, then those that run its
-line, the quickest first; if they all pass, a part of the simulation. Each mutation gets a process of its own, forked
-from one that has imported what is slow to import and nothing of ours, with an import hook in place of edited files.
+line, the quickest first; if they all pass, a part of the simulation. Each mutation runs in a process of its own, forked
+from one that has imported only slow third-party modules. An import hook plants the mistake, so no file changes.
 
 Survivors are listed with the reason that tests/mutation/survivors.yaml gives; one without a reason fails the run.
 """
@@ -36,7 +36,7 @@ NOTICED = Path(__file__).with_name("noticed.json")  # which tests noticed which 
 MIN_SCORE = 0.95
 # A mistake that makes a loop endless is noticed by this, too.
 TIMEOUT_S = 400.0
-# What an answer begins with if nothing was learnt of the mutation.
+# Beginning of an answer that says nothing about the mutation, because the process itself failed.
 BROKEN = "the process failed"
 
 
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module as it reads with its mistake."""
+    """Imports one module with its mistake."""
 
     def __init__(self, module: str, file: Path, code: CodeType) -> None:
         self.module, self.file, self.code = module, file, code
@@ -124,7 +124,7 @@ def in_child(job: Callable[[], str]) -> tuple[int, int]:
 def verdicts(
     chosen: Sequence[Mutation], batches: Callable[[Mutation], Sequence[Sequence[str]]], processes: int
 ) -> Iterator[Verdict]:
-    """As they come in."""
+    """Yields verdicts in the order in which they arrive."""
     running: dict[int, tuple[Mutation, int, float]] = {}  # by pid: its answer's end of the pipe, when to end it
     try:
         yield from _as_they_come(list(reversed(chosen)), running, batches, processes)
@@ -163,7 +163,7 @@ def _as_they_come(
 
 
 def sample(count: int) -> list[Mutation]:
-    """Of all mutations there are, always the same ones, however the code around them changes."""
+    """Chooses `count` of all mutations by digest, so that a change of other code does not change the choice."""
     everything = [mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)]
     return sorted(everything, key=lambda mutation: mutation.digest)[:count]
 
@@ -180,7 +180,7 @@ def check_control(mutation: Mutation, batches: Callable[[Mutation], Sequence[Seq
 
 
 def import_what_is_slow() -> None:
-    """And nothing that is mutated."""
+    """Imports slow third-party modules, and no module that is mutated."""
     import services.cli  # noqa: F401, I001 - sets gRPC up before it is imported, as tests/conftest.py does
     import grpc.aio  # noqa: F401
     import numpy  # noqa: F401
@@ -226,7 +226,7 @@ def read_recorded() -> dict[str, str]:
 
 
 def write_recorded(noticed: dict[str, str]) -> None:
-    """With each verdict: a run takes long, and what it has found is of use if it is broken off."""
+    """Called with each verdict, so that an interrupted run keeps its results."""
     kept = {name: test for name, test in sorted((read_recorded() | noticed).items()) if "::" in test}
     NOTICED.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -4,7 +4,7 @@ Both sides play the same random scenarios, and every step has to agree on the sc
 many of them are cached, and the preempted, finished and waiting requests. A comparison ends before the first step of a
 kind in `DIFFERENCES`: from there on the two have different caches or queues. docs/preset-checks.md says why.
 
-Each scenario is played twice: as both are, and with blocks that can be reused only once they are written, by both.
+Each scenario is played twice: unchanged, and with both sides reusing a block only after it is written.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Sees in vLLM's Scheduler, from outside, the steps in which its way of deciding one by one matters.
+"""Detects the steps in which vLLM's Scheduler differs from Paceline because it decides request by request.
 
-vLLM decides and allocates request by request, so what a step has done so far counts for those that come after. Paceline
-composes a step on the cache as it was before, and then allocates. `Watch.firsts` names the first step of each kind:
+vLLM decides and allocates one request at a time, so earlier decisions of a step affect later ones. Paceline schedules a
+step on the cache as it was before the step, and then allocates. `Watch.firsts` names the first step of each kind:
 
-  evicts_match          a waiting request that was looked at had a shorter hit than before the step
-  shares_unwritten      it had a longer one: of a block that this step is to write
-  stores_twice          a block was stored that was there already: Paceline goes on with the older one, and holds
-                        both for the time being
-  evicts_then_preempts  cached blocks went to running requests, and then one had to give way after all
-  keeps_chunk_short     (priority) what gave way had its place in the step already; the chunk that it gave way for had
-                        been cut to the budget, and does not get the tokens that came back
-  stores_unwritten      (priority) the same, and by that place it had filled a block, which stays in the cache though
-                        nothing will have written it
-  stops_at_itself       (priority) a running request gave way to itself, and so no request behind it runs either
+  evicts_match          a waiting request that the step looked up had a shorter hit than before the step
+  shares_unwritten      the hit was longer: it includes a block that this step will write
+  stores_twice          a block was stored though the cache had an equal one. Paceline continues with the older block,
+                        and holds both until the sequence ends
+  evicts_then_preempts  running requests took cached blocks, and then a request was preempted all the same
+  keeps_chunk_short     (priority) the preempted request was already scheduled in this step; the chunk that needs its
+                        blocks was cut to the budget, and does not get the tokens that are free again
+  stores_unwritten      (priority) the same, and the preempted request had filled a block in this step, which stays in
+                        the cache though no step writes it
+  stops_at_itself       (priority) a running request preempted itself, so no request behind it runs
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vllm.v1.request import Request
 
 class Watch:
     def __init__(self, scheduler: Scheduler, block_size: int, max_batched_tokens: int, store_after_step: bool) -> None:
-        """`store_after_step` changes one thing in what vLLM does: a block can be reused once the step that writes it
-        has run, not as soon as it is allocated."""
+        """`store_after_step` changes vLLM in one way: a block can be reused only after the step that writes it."""
         self.scheduler = scheduler
         self.block_size = block_size
         self.max_batched_tokens = max_batched_tokens
@@ -34,23 +33,23 @@ class Watch:
         self._number = self._cached_before = 0
         self._hits_before: dict[str, int] = {}
         self._hits: dict[str, int] = {}  # cached tokens of the requests that the step looked at
-        self._gave_way = False  # a request, in this step
-        self._asking: tuple[Request, int]  # for blocks, last, with so many tokens to compute
+        self._has_preempted = False  # in this step
+        self._last_asked: tuple[Request, int]  # the last request that asked for blocks, with its tokens to compute
         self._served: set[str] = set()  # the requests that got blocks in this step
-        self._kept_back: dict[str, tuple[Request, int]] = {}
+        self._deferred: dict[str, tuple[Request, int]] = {}
         manager = scheduler.kv_cache_manager
         self._look_up, manager.get_computed_blocks = manager.get_computed_blocks, self._noted_look_up
         self._allocate, manager.allocate_slots = manager.allocate_slots, self._noted_allocate
         self._preempt, scheduler._preempt_request = scheduler._preempt_request, self._noted_preempt
         self._store = manager.coordinator.cache_blocks
         if store_after_step:
-            manager.coordinator.cache_blocks = self._keep_back
+            manager.coordinator.cache_blocks = self._defer_store
 
     def before_step(self, number: int) -> None:
         self._hits_before = {r.request_id: self._look_up(r)[1] for r in self.scheduler.waiting}
         self._hits.clear()
         self._served.clear()
-        self._number, self._gave_way, self._cached_before = number, False, self.free_blocks()[1]
+        self._number, self._has_preempted, self._cached_before = number, False, self.free_blocks()[1]
 
     def after_schedule(self, scheduled: dict[str, int]) -> None:
         for name, found in self._hits.items():
@@ -59,12 +58,12 @@ class Watch:
             if found < self._hits_before[name]:
                 self._happened("evicts_match")
         idle = any(request.request_id not in scheduled for request in self.scheduler.running)
-        if self._gave_way and idle and sum(scheduled.values()) < self.max_batched_tokens:
+        if self._has_preempted and idle and sum(scheduled.values()) < self.max_batched_tokens:
             self._happened("stops_at_itself")
         for name in scheduled:
-            if name in self._kept_back:
-                self._store(*self._kept_back[name])
-        self._kept_back.clear()  # what was scheduled and then preempted never writes
+            if name in self._deferred:
+                self._store(*self._deferred[name])
+        self._deferred.clear()  # a request that was scheduled and then preempted writes nothing
         stored = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         if any(isinstance(blocks, dict) and len(blocks) > 1 for blocks in stored._cache.values()):
             self._happened("stores_twice")
@@ -77,8 +76,8 @@ class Watch:
     def _happened(self, what: str) -> None:
         self.firsts.setdefault(what, self._number)
 
-    def _keep_back(self, request: Request, num_computed_tokens: int) -> None:
-        self._kept_back[request.request_id] = (request, num_computed_tokens)
+    def _defer_store(self, request: Request, num_computed_tokens: int) -> None:
+        self._deferred[request.request_id] = (request, num_computed_tokens)
 
     def _noted_look_up(self, request: Request) -> Any:
         found = self._look_up(request)
@@ -86,18 +85,18 @@ class Watch:
         return found
 
     def _noted_allocate(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        self._asking = (request, num_new_tokens)
+        self._last_asked = (request, num_new_tokens)
         blocks = self._allocate(request, num_new_tokens, *args, **kwargs)
         if blocks is not None:
             self._served.add(request.request_id)
         return blocks
 
     def _noted_preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if not self._gave_way and self.free_blocks()[1] < self._cached_before:
+        if not self._has_preempted and self.free_blocks()[1] < self._cached_before:
             self._happened("evicts_then_preempts")
-        self._gave_way = True
+        self._has_preempted = True
         if request.request_id in self._served:
-            asking, num_new_tokens = self._asking
+            asking, num_new_tokens = self._last_asked
             if asking.num_computed_tokens + num_new_tokens < asking.num_tokens:
                 self._happened("keeps_chunk_short")
             (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def workload(seed: int, preset: str) -> dict[str, Any]:
-    """Every request fits the pool and the model alone; nothing else is made easy."""
+    """A scenario in which each request alone fits the pool and the model. Everything else is random."""
     rng = random.Random(f"{preset} {seed}")
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
     families = [f"family {i}" for i in range(rng.randint(1, 3))]
@@ -39,14 +39,14 @@ def workload(seed: int, preset: str) -> dict[str, Any]:
     max_model_len = max(max(totals), 2)
     chunked = rng.random() < 0.75
     options: dict[str, Any] = {"chunked_prefill": chunked}
-    # With one slot, vLLM still keeps the running request to the threshold, though waiting ones cannot use the rest.
+    # With one slot, vLLM cuts the running prompt to the threshold, though no waiting request can use the rest.
     if rng.random() < 0.3 and max_num_seqs > 1:
         options["long_prefill_token_threshold"] = rng.randint(1, max_model_len)
-    # vLLM asks for a budget of the model's length when prompts are not cut.
+    # vLLM requires a budget of at least the model's length when prompts are not cut.
     budget = rng.randint(max_num_seqs, max_num_seqs + 40) if chunked else max_model_len + rng.randint(0, 30)
     num_blocks = max(1, need_blocks) + rng.randint(0, rng.choice([1, 4, 4 * need_blocks + 4]))
     watermark = rng.choice([0.0, 0.0, 0.01, 0.1, 0.3])
-    # vLLM counts its null block into the pool that the share is of. Only shares for which this makes no difference.
+    # vLLM takes the share of a pool that includes its null block. Use only shares for which both give the same number.
     if int(watermark * num_blocks) == int(watermark * (num_blocks + 1)):
         options["watermark"] = watermark
     return {

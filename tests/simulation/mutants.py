@@ -1,4 +1,4 @@
-"""Mistakes to plant in the real cores: what the simulation is worth is how soon it meets with them.
+"""Mistakes to plant in the real cores: each must make the simulation fail at a known seed.
 
 docs/reliability-tests.md lists them.
 """
@@ -50,7 +50,7 @@ class Mutant:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Instead of a method: what it would have done stays undone."""
+    """Replaces a method and does nothing."""
 
 
 def freed_too_early(patch: Patch) -> None:
@@ -248,7 +248,7 @@ def copied_block_granted(patch: Patch) -> None:
 
 
 def _forget_epoch(patch: Patch, party: type, method: str, fence: str) -> None:
-    """Before each message it is as if there had been no master yet."""
+    """Resets the fence before each message, as if there had been no leader yet."""
     check = getattr(party, method)
 
     def mistaken(self: Any, *args: Any) -> Any:
@@ -283,35 +283,35 @@ def grammar_not_awaited(patch: Patch) -> None:
 
 
 MUTANTS = [
-    Mutant("a block goes with the first of its users", freed_too_early, 0),
+    Mutant("a block is freed when the first of its users leaves", freed_too_early, 0),
     Mutant("a second user of a block is not counted", user_not_counted, 0),
     Mutant("a block that is used again can still be evicted", used_block_evicted, 0),
     Mutant("a fork does not copy the last block", fork_without_copy, 0),
-    Mutant("the cache keeps the state of the link before", old_epoch_kept, 1),
+    Mutant("the cache keeps the state of the previous link", old_epoch_kept, 1),
     Mutant("a copy-on-write never reaches the worker", copy_lost, 0),
     Mutant("a swap-in never reaches the worker", swap_in_lost, 17),
     Mutant("an eviction to host memory never reaches the worker", demotion_lost, 10),
     Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
-    Mutant("a preempted request forgets what it has generated", tokens_forgotten, 3),
+    Mutant("a preempted request forgets its generated tokens", tokens_forgotten, 3),
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
     Mutant("a request that waits for the cache when the cache dies waits for ever", lost_wake_up, 83),
-    Mutant("what ran on a lost worker is not queued again", dropped_with_worker, 19),
-    Mutant("a new cache is told of a token more than was computed", claim_too_long, 49),
-    Mutant("a worker that is to leave is never let go", never_released, 2),
+    Mutant("the requests of a lost worker are not requeued", dropped_with_worker, 19),
+    Mutant("a restore entry has one computed token too many", claim_too_long, 49),
+    Mutant("a draining worker is never released", never_released, 2),
     Mutant("a gateway resubmits without the last token that it has", token_twice, 0),
-    Mutant("a gateway keeps the tokens that a client has brought to itself", brought_tokens_kept_back, 0),
-    Mutant("a gateway does not resubmit what it had submitted", not_resubmitted, 12),
+    Mutant("a gateway does not pass on the tokens that a client has brought", brought_tokens_kept_back, 0),
+    Mutant("a gateway does not resubmit its live requests", not_resubmitted, 12),
     Mutant("a session's credit is not given back", credit_lost, 2),
     Mutant("tokens for which a reader has no credit are dropped", slow_reader_misses, 2),
     Mutant("a beam without forks keeps its blocks", beam_not_unparked, 29),
-    Mutant("what a step is to write counts as written before it is sent", planned_counts_as_written, 0),
-    Mutant("what a cache said of a waiting request outlives it", matches_outlive_cache, 5),
+    Mutant("the blocks of a step count as written before the step is sent", planned_counts_as_written, 0),
+    Mutant("a waiting request keeps its match when the cache is lost", matches_outlive_cache, 5),
     Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 76),
     Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 23),
     Mutant("a request is bound before its grammar is prepared", grammar_not_awaited, 1000),
-    Mutant("a worker does not check the epoch of a master", worker_forgets_epoch, 231),
-    Mutant("a gateway does not check the epoch of a master", gateway_forgets_epoch, 231),
-    Mutant("the cache does not check the epoch of a master", cache_forgets_epoch, 21),
-    Mutant("a master does not notice that its lease is over", lease_end_unnoticed, 9),
-    Mutant("a master takes over with the epoch of the one before", epoch_not_larger, 3),
+    Mutant("a worker does not check the leader's epoch", worker_forgets_epoch, 231),
+    Mutant("a gateway does not check the leader's epoch", gateway_forgets_epoch, 231),
+    Mutant("the cache does not check the leader's epoch", cache_forgets_epoch, 21),
+    Mutant("a leader does not notice that its lease is over", lease_end_unnoticed, 9),
+    Mutant("a leader takes over with the previous leader's epoch", epoch_not_larger, 3),
 ]

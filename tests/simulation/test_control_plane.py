@@ -300,7 +300,7 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
             raise AssertionError(f"seed {seed}: {error!r}") from error
 
 
-def test_the_seeds_reach_what_they_are_meant_to() -> None:
+def test_the_seeds_cover_every_event() -> None:
     """Preemption, swaps, hits, evictions, lost workers, lost caches: all happened, or the test above shows little."""
     preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = restored = 0
     for seed in range(60):

@@ -1,5 +1,5 @@
-"""All services, one clock, a network that delays, breaks and falls silent, and parties that die, freeze and come back:
-every client gets the tokens of an undisturbed run, once each and in order, and nothing is left behind."""
+"""Simulates all services under one clock, with a network that delays, breaks and falls silent, and parties that die,
+freeze and come back. Every client gets the tokens of an undisturbed run, each once and in order. Nothing leaks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_documented_mutants_are_these() -> None:
     assert rows == [f"| `{mutant.name}` | {mutant.mistake} | {mutant.caught_by} |" for mutant in MUTANTS]
 
 
-def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without this, the test above might show little."""
+def test_the_seeds_cover_every_fault_and_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the seeds could pass without testing anything."""
     schedulers, caches = _made(monkeypatch, SchedulerCore), _made(monkeypatch, CacheCore)
     refusals = _made(monkeypatch, StaleScheduler)
     seen: Counter[str] = Counter()
@@ -55,13 +55,13 @@ def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch)
         )
         copies = world.clients.copies
         seen["resubmitted"] += sum(request.attempt > 1 for copy in copies for request in copy.requests)
-        seen["gone with a gateway"] += sum(client.gone for client in world.clients.all)
+        seen["left with its gateway"] += sum(client.gone for client in world.clients.all)
         seen["lost a gateway and came back"] += sum(copy.gone and not copy.client.gone for copy in copies)
-        seen["went on behind its tokens"] += sum(any(copy.num_brought) for copy in copies)
-        seen["found its copy again"] += sum(client.num_taken_up for client in world.clients.all)
+        seen["resumed after its tokens"] += sum(any(copy.num_brought) for copy in copies)
+        seen["joined its own copy"] += sum(client.num_taken_up for client in world.clients.all)
         seen["two copies at once"] += sum(client.num_at_once > 1 for client in world.clients.all)
         seen["taken over by another scheduler"] += len(world.etcd.leader_terms) > 1
-    seen["a zombie refused"] = len(refusals)
+    seen["refused a stale scheduler"] = len(refusals)
     for name in ("preempted", "swapped_in", "requeued", "restored"):
         seen[name] = sum(getattr(core.counters, name) for core in schedulers)
     for name in ("copied_blocks", "forked_sequences", "evicted_blocks", "demoted_blocks", "promoted_blocks"):
@@ -71,7 +71,7 @@ def test_the_seeds_reach_what_they_are_meant_to(monkeypatch: pytest.MonkeyPatch)
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[Any]:
-    """All of this kind that are made from now on."""
+    """A list that receives each object of this class when it is made."""
     made: list[Any] = []
     init = kind.__init__
 

@@ -16,10 +16,10 @@ IS_MASTER, EPOCH = "paceline_scheduler_is_master", "paceline_scheduler_epoch"
 
 @dataclass
 class Pair(Stack):
-    """`up()` makes "scheduler" the master, which alone may be of another module, and "scheduler-2" the standby.
+    """`up()` makes "scheduler" the leader and "scheduler-2" the standby. Only "scheduler" may run another module.
 
-    `to_etcd` has each one's way to etcd; with `num_members` > 1 all are asked directly, and `members` has the leader
-    first."""
+    `to_etcd`: each scheduler's proxy to etcd. With `num_members` > 1 the schedulers ask all members directly; `members`
+    has etcd's own leader first."""
 
     num_members: int = 1
 
@@ -47,7 +47,7 @@ class Pair(Stack):
             self.members.sort(key=lambda member: not member.is_leader)
         else:
             self.etcd.start()
-        # What takes long to start comes first: it takes the processor from a master, which would have to end.
+        # Slow starters come first: beside a leader they would take its CPU, and it would miss its lease and end.
         for name in ("cache", *(f"worker-{i + 1}" for i in range(workers)), "gateway"):
             self.start(name)
         self._wait(lambda: (self.metric("paceline_worker_kv_blocks", "worker-1") or 0) > 0, "model loaded")

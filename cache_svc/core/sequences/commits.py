@@ -21,7 +21,7 @@ def checked_commits(
         raise OpError(
             Code.INVALID_ARGUMENT,
             f"{len(sequence_ids)} sequences, {len(num_new_tokens)} num_new_tokens and "
-            f"{len(num_computed_tokens)} num_computed_tokens: must be as many of each",
+            f"{len(num_computed_tokens)} num_computed_tokens: the three lists must have one length",
         )
     if op.planned and any(num_new_tokens):
         raise OpError(Code.INVALID_ARGUMENT, "num_new_tokens: not 0, though the tokens are only planned")
@@ -32,7 +32,9 @@ def checked_commits(
         )
     entries = list(zip(all_admitted(sequence_ids), num_new_tokens, num_computed_tokens, strict=True))
     repeated = len(set(sequence_ids)) < len(entries)
-    so_far: dict[int, tuple[int, int]] = {}  # tokens and computed tokens of repeated sequences after the entries so far
+    so_far: dict[
+        int, tuple[int, int]
+    ] = {}  # by repeated sequence: tokens and computed tokens after the entries read so far
     for sequence, num_new, computed in entries:
         known, before = sequence.num_tokens, sequence.num_computed_tokens
         if repeated:

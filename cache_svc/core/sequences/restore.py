@@ -110,7 +110,7 @@ def _blocks(field: str, packed: bytes, num_blocks: int) -> array[int]:
         raise OpError(Code.INVALID_ARGUMENT, f"{field}: block {bad} is not within 1..{num_blocks}")
     if len(set(blocks)) != len(blocks):
         twice = next(block for i, block in enumerate(blocks) if block in blocks[:i])
-        raise OpError(Code.INVALID_ARGUMENT, f"{field}: block {twice} stands twice in it")
+        raise OpError(Code.INVALID_ARGUMENT, f"{field}: block {twice} occurs twice")
     return blocks
 
 

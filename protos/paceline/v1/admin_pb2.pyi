@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PolicyChoice(_message.Message):
-    """A preset, or one policy of each kind on top of one; options by name, as in the configuration file."""
+    """A preset, policies that replace its policies, and options by name, as in the configuration file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -112,9 +112,9 @@ class GetPolicyResponse(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     FALLBACK_FIELD_NUMBER: _builtins.int
     failed_order: _builtins.str
-    """An order that was chosen and has failed: the default one has its place."""
+    """A chosen order that has failed; the default order replaces it."""
     num_steps: _builtins.int
-    """Steps planned since then."""
+    """Steps scheduled since then."""
     @_builtins.property
     def choice(self) -> Global___PolicyChoice: ...
     @_builtins.property
@@ -131,7 +131,7 @@ class GetPolicyResponse(_message.Message):
     def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyFailure]:
-        """Failures since policies were last put in force, one entry a kind."""
+        """Failures since the policies were last changed, one entry per kind."""
 
     @_builtins.property
     def fallback(self) -> Global___PolicyChoice:
@@ -240,9 +240,9 @@ class ExplainRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It stands for all sequences
-    of the request: further prompts have -1, -2, … behind the X-Request-ID, further samples .1, .2, …, and can be asked
-    for by that, too.
+    """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It names all sequences of
+    the request. One sequence has the X-Request-ID with a suffix: -1, -2, … for further prompts, .1, .2, … for further
+    samples.
     """
     def __init__(
         self,
@@ -267,7 +267,7 @@ class ExplainResponse(_message.Message):
     """Sequences that the id stands for; the first 64 at most are explained."""
     @_builtins.property
     def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]:
-        """Those of one sequence stand together; sequences in the order of their arrival."""
+        """Grouped by sequence, in order of arrival."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlySt
     """When no beam can become better than the worst of them."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """When a search ends that has as many finished hypotheses as beams."""
+    """When a search with as many finished hypotheses as beams ends."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
 """When the best beam, scored at its present length, is no better than the worst of them."""
@@ -109,7 +109,7 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """Sampling as a client states it; what is absent takes the model's generation defaults."""
+    """Sampling parameters of a client. Absent ones have the model's generation defaults."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -173,19 +173,19 @@ class SamplingOptions(_message.Message):
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     logprobs: _builtins.int
-    """Report the log probability of each token, and of so many of the most likely ones at its place. Absent: no report."""
+    """Report the log probability of each token, and of this many of the most likely tokens at its position. Absent: none."""
     prompt_logprobs: _builtins.int
-    """The same of each prompt token but the first."""
+    """The same for each prompt token but the first."""
     include_stop_str_in_output: _builtins.bool
-    """Whether the text has the stop string in it, or the stop token, that ended it. Absent: no."""
+    """Whether the text includes the stop string, or the stop token, that ended it. Absent: no."""
     skip_special_tokens: _builtins.bool
     """Whether special tokens have no text. Absent: yes."""
     json_schema: _builtins.str
-    """The form of the text; one of these at the most. A gateway's.
+    """The form of the text: at most one of the following. Only at a gateway.
     A JSON Schema, as JSON: the text is a value that it allows.
     """
     regex: _builtins.str
-    """The whole text matches it."""
+    """The whole text matches this regular expression."""
     grammar: _builtins.str
     """The text is one of this grammar, in the notation of Lark or of llama.cpp (GBNF)."""
     @_builtins.property
@@ -348,13 +348,13 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Only requests with the same salt share KV: a client that does not know the salt can neither use nor detect cached KV."""
     idempotency_key: _builtins.str
-    """A gateway's: the client's own name for this request, 1 to 255 printable ASCII characters, one of its tenant. With it the
-    request may be sent again, to any gateway: it is not run twice at the same one, and gives the same tokens at all.
+    """Only at a gateway: the client's key for this request, 1 to 255 printable ASCII characters, unique within its tenant. The
+    request may be sent again with it: the same gateway does not run it twice, and every gateway gives the same tokens.
     INVALID_ARGUMENT: the key stands for another request. ABORTED: a later call with the key took over this call's answer.
     """
     resume_after: _builtins.int
-    """The request is sent again, and so many tokens of its answer are here: what follows them is sent. Needs the key, or
-    the tokens.
+    """The request is sent again, and the client has this many tokens of its answer. The tokens after them are sent. Needs
+    the key, or the tokens.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
@@ -368,13 +368,13 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cache_retention(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RetentionRange]:
-        """How long its tokens are kept for reuse when it has ended; ranges do not overlap. Of the others nothing is said."""
+        """How long tokens are kept for reuse after the request has ended. Ranges do not overlap; other tokens have the default."""
 
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """These tokens, resume_after of them. Where there is no answer to the key (or no key), it goes on behind them, and they
-        are not generated again; the scheduler can do that, too. Needs a seed, a key or a temperature of 0. INVALID_ARGUMENT:
-        the answer to the key begins with other tokens.
+        """The tokens that the client has, resume_after of them. Without an answer to the key (or without a key), the request
+        continues after them and does not generate them again; the scheduler can do that, too. Needs a seed, a key or a
+        temperature of 0. INVALID_ARGUMENT: the answer to the key begins with other tokens.
         """
 
     def __init__(
@@ -611,7 +611,7 @@ class SessionRequest(_message.Message):
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handles of requests that shall end now. An unknown or ended handle is ignored: it may have crossed its ending."""
+        """Handles of requests to end now. An unknown or ended handle is ignored: it may have crossed its ending."""
 
     def __init__(
         self,
@@ -641,7 +641,7 @@ class SessionOpen(_message.Message):
     response_window: _builtins.int
     """At least 1."""
     heartbeats: _builtins.bool
-    """The client reads heartbeats, and says something at least four times a second itself."""
+    """The client reads heartbeats, and sends a message at least four times a second."""
     model_name: _builtins.str
     """What clients call the model: the scheduler's metrics have it as their label model_name."""
     def __init__(
@@ -698,8 +698,8 @@ class Submission(_message.Message):
     lora: _builtins.str
     """The adapter it runs with; empty: none."""
     fork_of: _builtins.int
-    """Not 0: the handle of a request of this session with the same prompt, submitted before. This one waits until that
-    one's prompt is computed, and forks from it. If it is gone, or this one has output already, it runs by itself.
+    """Not 0: the handle of a request of this session with the same prompt, submitted before. This request waits
+    until the other's prompt is computed, and forks from it. If the other is gone, or this one has output, it runs alone.
     """
     cache_salt: _builtins.str
     """As in GenerateRequest."""
@@ -761,16 +761,14 @@ class SessionResponse(_message.Message):
     same_handles: _builtins.bool
     """The handles are those of the last message that had any, and are not repeated."""
     heartbeat: _builtins.bool
-    """A sign of life and nothing else, which does not count as a response. Sent four times a second to a client that reads
-    them.
-    """
+    """Only a heartbeat, which does not count as a response. Sent four times a second to a client that reads heartbeats."""
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """In the first message, and only there."""
 
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entry i: the request with handles[i] got token_ids[i]. A handle stands as often as it got tokens, in order."""
+        """Entry i: the request with handles[i] got token_ids[i]. A handle occurs once per token, in order."""
 
     @_builtins.property
     def endings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ending]:
@@ -790,7 +788,7 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def room(self) -> Global___QueueRoom:
-        """With whatever else there is to say, when it has changed."""
+        """Present when it has changed."""
 
     def __init__(
         self,
@@ -823,7 +821,7 @@ class QueueRoom(_message.Message):
     places: _builtins.int
     """Requests that the queue would take now, whichever session they come from."""
     num_submissions: _builtins.int
-    """Submissions of this stream that had been looked at by then; those after them take of these places."""
+    """Submissions of this stream that are counted in `places` already. Later submissions take of these places."""
     def __init__(
         self,
         *,
@@ -899,7 +897,7 @@ class SessionOpened(_message.Message):
     epoch: _builtins.int
     """Changes when the scheduler restarts."""
     fence: _builtins.int
-    """The epoch of a scheduler that was elected master; 0: it is the only one. A gateway keeps the highest that it has seen,
+    """The epoch of a scheduler that was elected leader; 0: it is the only one. A gateway keeps the highest that it has seen,
     and ends the session of a scheduler with a lower one.
     """
     def __init__(

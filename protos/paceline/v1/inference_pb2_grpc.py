@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed.
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,11 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed.
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway.
     """
 
     def Generate(self, request, context):
-        """One request, its tokens and text as they come.
+        """One request; its tokens and text are streamed.
         The gateway takes text, messages and token ids; the scheduler itself only token ids.
         INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
         trailing metadata.
@@ -90,7 +90,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed.
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway.
     """
 
     @staticmethod

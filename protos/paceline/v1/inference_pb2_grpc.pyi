@@ -27,14 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed."""
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """One request, its tokens and text as they come.
+    """One request; its tokens and text are streamed.
     The gateway takes text, messages and token ids; the scheduler itself only token ids.
     INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
     trailing metadata.
@@ -44,11 +44,11 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed."""
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One request, its tokens and text as they come.
+    """One request; its tokens and text are streamed.
     The gateway takes text, messages and token ids; the scheduler itself only token ids.
     INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
     trailing metadata.
@@ -57,7 +57,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What clients speak. Generate is the public API; Session is the same for a gateway, many requests multiplexed."""
+    """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -65,7 +65,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """One request, its tokens and text as they come.
+        """One request; its tokens and text are streamed.
         The gateway takes text, messages and token ids; the scheduler itself only token ids.
         INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
         trailing metadata.

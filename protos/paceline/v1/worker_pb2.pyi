@@ -306,7 +306,7 @@ class WorkerRegistered(_message.Message):
     window: _builtins.int
     """Plans in flight at the most."""
     fence: _builtins.int
-    """The epoch of a scheduler that was elected master; 0: it is the only one. A worker keeps the highest that it has seen,
+    """The epoch of a scheduler that was elected leader; 0: it is the only one. A worker keeps the highest that it has seen,
     and ends the link to a scheduler with a lower one.
     """
     def __init__(

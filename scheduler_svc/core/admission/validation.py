@@ -29,7 +29,7 @@ from scheduler_svc.core.rejection import (
 from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
-# Of each text of a request: they are kept, logged and named in answers.
+# Longest text of a request, because texts are kept, logged and named in answers.
 MAX_CHARS = 256
 _TEXTS = ("request_id", "answer_id", "lora", *(name for name, field in METADATA.items() if field.kind is str))
 # Metadata that a request keeps as it is. Its deadline is on another clock.
@@ -141,8 +141,7 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
-    # The scheduler that accepted it had a larger pool, which may come later: after a restart the smallest may come
-    # first.
+    # The request was accepted for a larger pool. After a restart the worker with this pool may register last.
     pool = longest if request.accepted_before else limits.pool_tokens
     if num_tokens > pool:
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
@@ -206,8 +205,8 @@ def queue_credit(queue: WaitingQueue, config: SchedulerConfig) -> int:
 
 
 def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
-    """Check that the queue has room for the request. Raises Rejection, but never because of tokens while no tokens
-    wait: such a request would be refused for ever."""
+    """Check that the queue has room for the request. Raises Rejection. An empty queue accepts a request of any size;
+    otherwise a request larger than the token limit could never enter."""
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
     if queue.num_requests >= config.max_queued_requests:

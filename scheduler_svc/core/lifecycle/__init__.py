@@ -1,4 +1,4 @@
 """A request's phases, from accepted to ended, also after the loss of a worker or of the cache; beam searches.
 
-May import `admission`, `cache`, `output` and what they stand on.
+May import `admission`, `cache`, `output` and the packages that these may import.
 """

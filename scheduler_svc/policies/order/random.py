@@ -1,6 +1,4 @@
-"""In an order drawn by chance, seeded (SGLang `random`, which draws anew in each pass; here each request draws
-once).
-"""
+"""A seeded random order. SGLang's `random` draws a new order in each pass; here each request draws once."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def watch(cache: Running, after: int = 0) -> grpc.aio.UnaryStreamCall:
 
 
 async def follow(call: grpc.aio.UnaryStreamCall, follower: Follower, until: State) -> None:
-    while follower.something() != until:
+    while follower.non_empty() != until:
         follower.apply(await event_of(call))
 
 
@@ -92,7 +92,7 @@ async def test_a_link_that_ends_clears_its_workers(cache: Running) -> None:
     event = await event_of(call)
     assert event.cleared.worker == 3
     follower.apply(event)
-    assert follower.something() == {}
+    assert follower.non_empty() == {}
     call.cancel()
 
 
@@ -162,7 +162,7 @@ async def test_the_stream_is_enough_to_know_everything(cache: Running) -> None:
     while not snapshot.snapshot.complete:
         snapshot = await asyncio.wait_for(late.read(), TIMEOUT_S)
         other.apply(snapshot)
-    await follow(call, follower, other.something())
-    assert len(other.something()) == 2
+    await follow(call, follower, other.non_empty())
+    assert len(other.non_empty()) == 2
     call.cancel()
     late.cancel()

@@ -1,4 +1,4 @@
-"""A gateway with another model than the workers serve answers nothing, and says why."""
+"""A gateway with another model than the workers refuses every request, and says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def test_it_is_not_ready_and_names_both_models_until_they_are_the_same(
 ) -> None:
     running = await start()
     running.scheduler.model = OTHER
-    running.scheduler.break_streams()  # it connects anew, to workers of another model
+    running.scheduler.break_streams()  # the gateway connects again, and the workers have another model
 
     async def told() -> bool:
         return "has the model" in (await running.http.get("/ready")).json().get("reason", "")

@@ -1,4 +1,4 @@
-"""Sampling parameters through both fronts: what reaches the scheduler, what is refused, how log probabilities look."""
+"""Sampling parameters over HTTP and gRPC: what reaches the scheduler, what is refused, how log probabilities look."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKED: dict[str, Any] = {
 }  # fmt: skip
 
 
-async def test_the_scheduler_gets_the_same_from_both_fronts(running: Running) -> None:
+async def test_the_scheduler_gets_the_same_over_http_and_grpc(running: Running) -> None:
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1, "seed": 1, **ASKED, "logit_bias": {"5": -100, "6": 2.5}}
     assert (await running.http.post("/v1/completions", json=body)).status_code == 200
     chat = {**body, "messages": CHAT, "logprobs": True, "top_logprobs": 2}
@@ -62,7 +62,7 @@ async def test_the_scheduler_gets_the_same_from_both_fronts(running: Running) ->
         ("prompt_logprobs", 21, "between 0 and 20"),
     ],
 )
-async def test_what_is_out_of_bounds_is_refused_by_both_with_the_limit(
+async def test_http_and_grpc_refuse_a_value_out_of_bounds_with_the_limit(
     running: Running, name: str, value: Any, limit: str
 ) -> None:
     body = {"prompt": "x", name: {str(k): v for k, v in value.items()} if isinstance(value, dict) else value}
@@ -74,7 +74,7 @@ async def test_what_is_out_of_bounds_is_refused_by_both_with_the_limit(
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         with pytest.raises(InvalidRequest, match=re.escape(limit)) as caught:
             await client.generate("x", **{name: value})
-    lists_of_ids = name == "bad_words" and limit == "1 to 64 tokens"  # which have a field of their own there
+    lists_of_ids = name == "bad_words" and limit == "1 to 64 tokens"  # gRPC has a field of its own for these
     assert caught.value.field == ("sampling.bad_word_ids" if lists_of_ids else f"sampling.{name}")
     assert running.scheduler.submissions == []
 
@@ -87,7 +87,7 @@ async def test_what_is_out_of_bounds_is_refused_by_both_with_the_limit(
         ({"prompt": [7] * 1000, "n": 3, "best_of": 9}, 0),
     ],
 )
-async def test_an_answer_has_so_many_prompt_logprobs_in_all_its_choices(
+async def test_prompt_logprobs_of_all_choices_are_limited(
     running: Running, changes: dict[str, Any], count: int
 ) -> None:
     body = {"model": MODEL, "max_tokens": 1, "prompt_logprobs": 20, **changes}
@@ -101,7 +101,7 @@ async def test_an_answer_has_so_many_prompt_logprobs_in_all_its_choices(
         assert running.scheduler.submissions == []
 
 
-async def test_a_chat_is_told_of_top_logprobs_by_that_name(running: Running) -> None:
+async def test_an_error_of_a_chat_names_top_logprobs(running: Running) -> None:
     body = {"messages": CHAT, "logprobs": True, "top_logprobs": 21}
     error = (await running.http.post("/v1/chat/completions", json=body)).json()["error"]
     assert error["param"] == "top_logprobs"
@@ -109,7 +109,7 @@ async def test_a_chat_is_told_of_top_logprobs_by_that_name(running: Running) -> 
 
 
 @pytest.mark.parametrize("name", ASKED)
-async def test_a_beam_search_refuses_what_it_does_not_know(running: Running, name: str) -> None:
+async def test_a_beam_search_refuses_sampling_parameters(running: Running, name: str) -> None:
     body = {"model": MODEL, "prompt": "a", "use_beam_search": True, name: ASKED[name]}
     answer = await running.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
@@ -196,7 +196,7 @@ async def test_a_stop_string_may_be_part_of_the_text(start: Start) -> None:
 
 
 async def test_a_stream_begins_with_the_first_token_whatever_its_text(start: Start) -> None:
-    """And goes on: here only end tokens come, of which nothing is shown."""
+    """Only end tokens come, which have no text; each still gets an event."""
     running = await start(next_token=scripted([5] * 300), step_s=0.02)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 0}
     async with running.http.stream("POST", "/v1/completions", json=body) as answer:

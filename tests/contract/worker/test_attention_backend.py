@@ -1,4 +1,4 @@
-"""What every attention backend must do with AttentionMetadata: the same as dense attention over each sequence's tokens.
+"""Every attention backend gives the result of dense attention over each sequence's tokens.
 
 The backend for GPUs runs through the same cases, on a reference that reads its arrays by FlashInfer's rules.
 """
@@ -59,7 +59,7 @@ def check(
     for (prefix, _), table, kv in zip(extents, tables, full, strict=True):
         fill(pool.storage, layer, table, kv[:, :prefix])
     rows = sum(count for _, count in extents)
-    # Views into something wider, as the model passes them.
+    # Views into a wider tensor, as the model passes them.
     q = torch.randn(rows, kv_heads * groups + 1, HEAD_DIM, generator=generator)[:, 1:]
     new = torch.cat([kv[:, prefix:] for (prefix, _), kv in zip(extents, full, strict=True)], dim=1)
     attention = backend(pool, (0, window), kv_heads * groups)

@@ -1,4 +1,4 @@
-"""The cache's bench runs, and counts what it says."""
+"""The cache benchmark runs, and its workload hits and misses as planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_report_without_the_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_what_is_asked_for_is_there(block_size: int) -> None:
+def test_each_part_of_the_workload_hits_as_planned(block_size: int) -> None:
     work = Work(num_sequences=32, times=8, seed=0)
     ours = OurCache(block_size, work.num_tokens)
     store(ours, work.sequences)
@@ -40,7 +40,7 @@ def test_what_is_asked_for_is_there(block_size: int) -> None:
             assert depth * block_size == stored // block_size * block_size
 
 
-def test_evicted_blocks_are_evicted() -> None:
+def test_evict_frees_as_many_blocks_as_asked() -> None:
     work = Work(num_sequences=32, times=8, seed=0)
     ours = OurCache(16, work.num_tokens)
     store(ours, work.sequences)
@@ -48,4 +48,4 @@ def test_evicted_blocks_are_evicted() -> None:
     ours.evict(LENGTH)
     assert ours.device.evicted_blocks_total == LENGTH // 16
     shares = [len({tokens[:n].tobytes() for tokens in work.sequences}) for n in (512, 768, 1024)]
-    assert shares == [4, 4, 32]  # 32 sequences are 4 sessions
+    assert shares == [4, 4, 32]  # 32 sequences in 4 sessions, which share 768 tokens

@@ -1,4 +1,4 @@
-"""The replay hits what the simplest cache of single blocks hits that forgets the least recently used one."""
+"""With `lru` the replay has exactly the hits of a plain LRU list of single blocks."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Follower:
         elif self._in_snapshot:
             assert (kind, number) == ("stored", self.last)
         else:
-            assert number == self.last + 1, "a gap, or twice the same"
+            assert number == self.last + 1, "an event is missing or repeated"
         self.last = number
         if kind == "stored":
             self._store(event.stored)
@@ -109,7 +109,7 @@ class Follower:
         there = self.stored.setdefault((stored.worker, stored.tier), {})
         parent, num_blocks = stored.parent_prefix_id, len(stored.block_ids)
         above = [held for (worker, _), held in self.stored.items() if worker == stored.worker and parent in held]
-        assert bool(above) == (stored.start_block > 0), "a run hangs in the air"
+        assert bool(above) == (stored.start_block > 0), "the parent of a stored run is not stored"
         size, rest = divmod(len(stored.token_ids), num_blocks)
         assert rest == 0
         assert len(stored.prefix_ids) == num_blocks > 0
@@ -121,5 +121,5 @@ class Follower:
             there[prefix] = block
         assert not stored.namespace.cache_salt
 
-    def something(self) -> State:
+    def non_empty(self) -> State:
         return {key: held for key, held in self.stored.items() if held}

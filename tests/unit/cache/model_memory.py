@@ -65,7 +65,7 @@ class ModelMemory:
         return [p for p in self.stored if self.above(p) == prefix]
 
     def eviction_order(self, wanted: Prefix = ()) -> list[Prefix]:
-        """Repeats: the first prefix to evict among those without stored children. Never a prefix of `wanted`."""
+        """All unused prefixes in the order of their eviction, children before parents. Never a prefix of `wanted`."""
         order: list[Prefix] = []
         unused = list(self.unused)
         behind = {p: len(self.behind(p)) + (bool(wanted) and p == self.above(wanted)) for p in self.stored}
@@ -112,7 +112,7 @@ class ModelMemory:
             self.sources.discard(block)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
-        """To the lower memory."""
+        """Hands evicted blocks to the host memory; this memory has none."""
 
     def store(self, prefix: Prefix, block: int) -> None:
         self.num_stored += 1
@@ -163,7 +163,7 @@ class ModelMemory:
 @dataclass
 class ModelHost(ModelMemory):
     def reuse(self, hit: list[Prefix], promoted: list[Prefix], priority: float) -> list[int]:
-        """Copies read the last blocks of a match here."""
+        """Uses the last blocks of a match as sources of copies to the device."""
         for prefix in reversed(hit) if promoted else ():
             if prefix in self.stored:
                 self.use(prefix, priority, again=True)

@@ -38,7 +38,7 @@ class EventsMachine(CacheMachine):
                 follower.leave()
                 follower.join(log, self.link.core.tree)
                 follower.read()
-            assert follower.something() == self.expected_state()
+            assert follower.non_empty() == self.expected_state()
         for follower in list(self.slow):
             try:
                 follower.read(1)
@@ -176,12 +176,12 @@ def test_what_is_demoted_is_stored_on_the_host_and_removed_from_the_device(link:
     link.run(1, A)
     link.run(2, [7] * 8)
     follower.read()
-    state = follower.something()
+    state = follower.non_empty()
     assert len(state[0, pb.CACHE_TIER_DEVICE]) == 4
     assert len(state[0, pb.CACHE_TIER_HOST]) == 2
     link.remove_worker(0)
     follower.read()
-    assert follower.something() == {}
+    assert follower.non_empty() == {}
 
 
 def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: d.Driver) -> None:
@@ -251,4 +251,4 @@ def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> N
     follower.read(3)
     assert sorted(follower.stored[0, pb.CACHE_TIER_DEVICE].values()) == [1, 2, 3, 4]
     follower.read()
-    assert follower.something() == stored_in(link.core)
+    assert follower.non_empty() == stored_in(link.core)

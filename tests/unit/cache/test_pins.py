@@ -248,7 +248,7 @@ class PinMachine(RuleBasedStateMachine):
     def check(self, given_up: bool = False) -> None:
         self.core.check_invariants()
         self.follower.read()
-        assert self.follower.something() == stored_in(self.core)
+        assert self.follower.non_empty() == stored_in(self.core)
         if given_up:
             there = self.core.pins.by_name
             self.pinned = {

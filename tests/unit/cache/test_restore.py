@@ -42,7 +42,7 @@ def table(link: Driver, sequence: int) -> list[int]:
 
 
 def all_free_blocks(link: Driver) -> list[int]:
-    """Each of them, as the pool hands them out, to a sequence that takes them all."""
+    """All free blocks, in the order in which the pool grants them to one large sequence."""
     free, cached, _, _ = link.pools[0]
     return link.start(99, [7] * 4 * (free + cached))[1]
 
@@ -63,7 +63,7 @@ def test_the_pool_hands_out_exactly_the_other_blocks() -> None:
     assert sorted(all_free_blocks(link)) == [1, 2, 4, 6, 7, 8, 10, 11, 12]
 
 
-def test_it_goes_on_as_before() -> None:
+def test_a_restored_sequence_grows_and_is_stored_like_any_other() -> None:
     link = make(d.restored(1, A[:8], 7, [5, 3]))
     (block,) = link.extend(1)
     assert block not in (5, 3)
@@ -101,7 +101,7 @@ def test_of_equal_blocks_the_shared_one_is_stored(order: tuple[int, ...]) -> Non
         4: [9, 10, 11, 12],
     }
     link.free(5, 2, 3)
-    assert link.pools[0][2] == 10  # 1 and 4 use what they have twice
+    assert link.pools[0][2] == 10  # 1 and 4 use their duplicates
     link.free(1, 4)
     assert link.pools[0] == (12, 4, 0, 0)
 
@@ -125,7 +125,7 @@ def test_forks_share_without_prefix_caching() -> None:
     assert link.pools[0] == (16, 0, 0, 0)
 
 
-def test_families_that_meet_are_one() -> None:
+def test_a_fork_of_two_families_joins_them() -> None:
     """1 and 2 share a block, 3 and 4 another one; 5 was forked from a sequence that had both."""
     entries = [
         d.restored(1, A[:5], 5, [1, 11]),
@@ -193,7 +193,7 @@ def test_watchers_are_told() -> None:
     assert sum(map(len, follower.stored.values())) == 6
 
 
-def test_places_of_those_that_wait_are_kept() -> None:
+def test_waiting_sequences_keep_their_prefix_subscriptions() -> None:
     """Sequences may wait before the restore. All invariants of their subscriptions are checked."""
     link = Driver()
     link.add_worker(1, 16)
@@ -213,7 +213,7 @@ CROSSED = d.restored(3, A[:4], 4, [1])
 CROSSED.retention.extend([RetentionRange(start=0, end=4), RetentionRange(start=2, end=6)])
 OTHER_SALT = d.restored(3, A[:9], 9, [5, 3, 1], salt="pepper")
 
-BAD_CLAIMS = {
+BAD_ENTRIES = {
     "half a token": (HALF, Code.INVALID_ARGUMENT, "token_ids: 5 bytes"),
     "no tokens": (d.restored(3, [], 0, [1]), Code.INVALID_ARGUMENT, "at least one token"),
     "half a block": (RAGGED, Code.INVALID_ARGUMENT, "block_table: 5 bytes"),
@@ -221,7 +221,7 @@ BAD_CLAIMS = {
     "the dummy block": (d.restored(3, A[:4], 4, [0]), Code.INVALID_ARGUMENT, "block 0 is not within 1..16"),
     "beyond the pool": (d.restored(3, A[:8], 8, [1, 17]), Code.INVALID_ARGUMENT, "block 17 is not within 1..16"),
     "a negative block": (d.restored(3, A[:8], 8, [1, -1]), Code.INVALID_ARGUMENT, "block -1 is not"),
-    "a block twice": (d.restored(3, A[:8], 8, [1, 1]), Code.INVALID_ARGUMENT, "block 1 stands twice"),
+    "a block twice": (d.restored(3, A[:8], 8, [1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
     "a short table": (d.restored(3, A[:8], 5, [1]), Code.INVALID_ARGUMENT, "1 blocks of 4 tokens, where 5"),
     "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5, of 4 tokens"),
     "crossed ranges": (CROSSED, Code.INVALID_ARGUMENT, "retention.start"),
@@ -238,15 +238,15 @@ BAD_CLAIMS = {
     "both kinds": (d.restored(3, A[:4], 4, [1], host=[1]), Code.INVALID_ARGUMENT, "block_table: not empty"),
     "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens have 2"),
     "no such host block": (d.restored(3, A[:4], 4, host=[5]), Code.INVALID_ARGUMENT, "block 5 is not within 1..4"),
-    "host block twice": (d.restored(3, A[:8], 8, host=[1, 1]), Code.INVALID_ARGUMENT, "block 1 stands twice"),
+    "host block twice": (d.restored(3, A[:8], 8, host=[1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
     "another's host block": (d.restored(3, A[:8], 8, host=[1, 4]), Code.FAILED_PRECONDITION, "block 4 is claimed by"),
 }
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("name", BAD_CLAIMS)
+@pytest.mark.parametrize("name", BAD_ENTRIES)
 def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> None:
-    bad, code, why = BAD_CLAIMS[name]
+    bad, code, why = BAD_ENTRIES[name]
     link = Driver()
     link.add_worker(1, 4)
     link.start(7, [1], worker=1)
@@ -322,7 +322,7 @@ def test_a_worker_is_restored_once_whether_or_not_that_took_blocks(host: list[in
     assert refused.value.code is Code.FAILED_PRECONDITION
 
 
-def test_parts_go_with_their_worker() -> None:
+def test_an_incomplete_restore_is_dropped_with_its_worker() -> None:
     link = Driver()
     link.add_worker(0, 16)
     link.one(d.restore_op(0, [d.restored(1, A[:4], 4, [1])], incomplete=True))
@@ -333,13 +333,13 @@ def test_parts_go_with_their_worker() -> None:
 
 
 def test_what_no_longer_runs_is_cached() -> None:
-    """Also what two of them share, and the beginning of a block (with partial reuse)."""
+    """Also blocks that two sequences share, and (with partial reuse) the beginning of a block."""
     link = Driver()
     link.add_worker(0, 16, num_host_blocks=4, partial_reuse=True)
     entries = [
         d.restored(1, A, 15, [1, 2, 3, 4]),
         d.restored(2, B, 16, [1, 2, 5, 6, 7]),
-        d.restored(3, A[:8], 8, [1, 8]),  # its first block is shared, its second one equal to one that is
+        d.restored(3, A[:8], 8, [1, 8]),  # its first block is shared, its second block equals a shared block
         d.restored(4, A[:5], 5, host=[2, 3]),
         d.restored(5, A[:8], 9, [1, 2]),  # contradicts itself
     ]
@@ -350,7 +350,7 @@ def test_what_no_longer_runs_is_cached() -> None:
     assert (free, cached, used) == (10, 6, 0)
     assert link.probe(A) == {0: (15, 0)}
     assert link.probe(B) == {0: (16, 0)}
-    assert link.start(1, [*A, 7])[1][:3] == [1, 2, 3]  # the name is free, and the blocks are those
+    assert link.start(1, [*A, 7])[1][:3] == [1, 2, 3]  # the id is free, and the cached blocks are reused
     link.core.check_invariants()
 
 

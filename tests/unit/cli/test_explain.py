@@ -78,7 +78,7 @@ def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policy", "get", "--scheduler", scheduler]) == 0
     out = capsys.readouterr().out
     assert 'note="[red]x[/b] :100:"' in out
-    assert "failed      order mine:[/]Order: the default one, fcfs, has its place" in out
+    assert "failed      order mine:[/]Order: the default one, fcfs, replaces it" in out
     words = WORDS.replace("\x1b", "\\x1b")
     assert f"failed      capacity mine:Mine: 12 times in 3000 steps, last with ValueError: {words} (m.py:9)\n" in out
     assert "instead     paceline: order fcfs, capacity watermark," in out

@@ -30,7 +30,7 @@ async def test_a_socket_tells_that_the_other_side_has_gone(reset: bool) -> None:
         assert has_gone(ours)
 
 
-def test_clients_are_told_apart_by_what_they_cannot_choose() -> None:
+def test_a_client_is_an_ipv4_address_or_an_ipv6_network() -> None:
     names = [
         client_of(host)
         for host in ("10.0.0.1", "::ffff:10.0.0.1", "2001:db8:1:2:3::4", "2001:db8:1:2:f::", "fe80::1%eth0")

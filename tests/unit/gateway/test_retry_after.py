@@ -22,7 +22,7 @@ def advance(ledger: RetryAfter, now_s: float, num_arrivals: int) -> None:
     ledger.measure(now_s)
 
 
-def test_each_is_told_to_come_behind_the_one_before() -> None:
+def test_each_client_is_told_a_later_time_than_the_one_before() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.5, 0)
     assert told(ledger, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
@@ -50,7 +50,7 @@ def test_the_places_of_clients_that_stay_away_are_given_away() -> None:
     assert told(ledger, 105.0, 1)[0] < 1
 
 
-def test_if_half_of_the_clients_come_half_of_the_rest_are_expected() -> None:
+def test_if_half_of_the_expected_clients_come_half_of_the_others_are_expected() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)

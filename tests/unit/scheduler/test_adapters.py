@@ -26,7 +26,7 @@ def toy(max_loras: int, max_num_seqs: int = 8) -> ToyWorker:
     return worker
 
 
-def test_a_batch_has_no_more_than_its_worker_serves() -> None:
+def test_a_batch_has_at_most_max_loras_adapters() -> None:
     system = LocalSystem()
     system.attach(toy(2))
     client = system.open("s")
@@ -40,7 +40,7 @@ def test_a_batch_has_no_more_than_its_worker_serves() -> None:
 
 
 def test_each_worker_has_as_many_as_it_serves() -> None:
-    """Three workers serve no adapter, one, and any number. An adapter on one worker takes no place on another."""
+    """Three workers serve no adapter, one, and any number. An adapter on one worker does not count on another."""
     system = LocalSystem()
     for max_loras in (0, 1, 9):
         system.attach(toy(max_loras, max_num_seqs=2))

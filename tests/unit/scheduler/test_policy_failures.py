@@ -39,7 +39,7 @@ class ForgetsOne(FirstComeFirstServed):
 
 
 class Key(KeyedOrder):
-    """Its key is what the class says."""
+    """All requests have the key `made`."""
 
     made: Any = None
 
@@ -134,6 +134,7 @@ class NamesAnother(Watermark):
 
 
 def test_an_error_of_a_policy_is_its_own_whatever_its_text_begins_with() -> None:
+    """The policy that raised is blamed, not a policy that the text names."""
     system, _ = system_of(capacity=NamesAnother())
     system.submit("s", 1, [9], PARAMS)
     system.run()
@@ -153,6 +154,7 @@ class ByChunks(Watermark):
 
 
 def test_more_tokens_than_blocks_are_set_aside_for_is_the_batch_policys_failure() -> None:
+    """A batch policy that schedules more tokens than it asked blocks for fails."""
     errors = list[Exception]()
     policies = dataclasses.replace(build(choose()), batch=PlacesMore(), capacity=ByChunks())
     system = LocalSystem(policies=policies, on_policy_error=errors.append)
@@ -203,6 +205,7 @@ def test_a_request_that_is_never_admitted_fails_only_after_several_decisions() -
 
 
 def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
+    """`add` replaces the key of a request that the order already has."""
     order, request = Key(), cast(RequestView, SimpleNamespace(arrival_index=1, queue_position=1))
     order.made = 5
     order.add(request)

@@ -48,6 +48,7 @@ def test_a_preempted_request_waits_where_the_policy_says(place: str, first: int)
 
 
 def test_what_was_cancelled_says_nothing_of_how_long_outputs_are() -> None:
+    """A cancelled request does not count in the mean output length."""
     system, _, _ = with_one_of_two_running()
     system.cancel("s", 1)
     system.cancel("s", 2)
@@ -56,6 +57,7 @@ def test_what_was_cancelled_says_nothing_of_how_long_outputs_are() -> None:
 
 
 def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> None:
+    """During prefill, all of max_tokens remain."""
     system = LocalSystem()
     system.open("s")
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=16))

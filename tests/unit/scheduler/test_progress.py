@@ -65,6 +65,7 @@ def beat(system: LocalSystem, end: WorkerEnd, seconds: float, heartbeat: Heartbe
     ],
 )
 def test_its_work_goes_elsewhere(system: LocalSystem, client: Client, heartbeat: Heartbeat, why: str) -> None:
+    """Another worker continues the requests of a worker that makes no progress."""
     end = with_a_plan(system, toy())
     assert beat(system, end, 10.0, heartbeat) == [why]
     system.workers.clear()

@@ -1,4 +1,4 @@
-"""A worker that was lost and is back did not die of its requests, so no request fails for that."""
+"""A worker that was lost and comes back was not killed by its requests, so no request is blamed for the loss."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_two_links_cut_before_either_worker_is_back_fail_no_request(system: Loca
     first = running[0]
     second = ends[1 - ends.index(first)]
     lose(system, first, Loss.LINK)
-    lose(system, second, Loss.LINK)  # where the request was retried at once
+    lose(system, second, Loss.LINK)  # the second worker had retried the request
     third = system.attach(toy("c"))
     pass_time(system, RETURN_S - 1)
     system.run()
@@ -172,7 +172,7 @@ def test_a_worker_may_be_back_before_its_old_link_is_seen_to_end(
 
 
 def test_what_the_worker_says_of_itself_stands(system: LocalSystem, client: Client) -> None:
-    """The same process registers again, but has reported a failed step."""
+    """The same process registers again, but it has reported a failed step: the blame is not withdrawn."""
     system.submit("s", 1, PROMPT, params())
     for _ in range(2):
         assert not client.endings
@@ -189,6 +189,7 @@ def test_what_the_worker_says_of_itself_stands(system: LocalSystem, client: Clie
 def test_a_step_that_hangs_stands_and_a_plan_that_never_arrived_does_not(
     system: LocalSystem, client: Client, arrived: bool
 ) -> None:
+    """Both were reported by the scheduler. The blame stays only if the plan had arrived."""
     system.submit("s", 1, PROMPT, params())
     for _ in range(2):
         assert not client.endings
@@ -240,6 +241,7 @@ def test_only_the_blame_of_that_worker_is_withdrawn() -> None:
 
 
 def test_a_worker_that_is_back_late_is_late_only_for_a_verdict() -> None:
+    """While no request awaits a verdict, a worker may come back at any time and its blame is withdrawn."""
     suspects = Suspects(2)
     suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))
     assert suspects.find_poisoned(10 * RETURN_S) == []
@@ -248,7 +250,7 @@ def test_a_worker_that_is_back_late_is_late_only_for_a_verdict() -> None:
     assert suspects.held == set()
 
 
-def test_getting_through_forgets_how_often_was_withdrawn() -> None:
+def test_a_cleared_suspect_may_lose_its_worker_as_often_as_a_new_one() -> None:
     suspects = Suspects(2)
     for _ in range(4 * Loss.SILENCE):
         for _ in range(Loss.SILENCE):
