@@ -46,8 +46,8 @@ class Rows:
             self.decoding[freed] = self.paused[freed] = False
         for sequence in plan.new_sequences:
             self.missing[sequence.slot] = len(sequence.token_ids) // 4 - sequence.num_cached_tokens
-        if plan.pause_slots:
-            self.paused[np.frombuffer(plan.pause_slots, np.int32)] = True
+        if plan.hold_slots:
+            self.paused[np.frombuffer(plan.hold_slots, np.int32)] = True
         if plan.resume_slots:
             self.paused[np.frombuffer(plan.resume_slots, np.int32)] = False
         count = 0 if plan.skip_decodes else int(np.count_nonzero(self.decoding & ~self.paused))

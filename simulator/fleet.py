@@ -129,8 +129,8 @@ class TimedWorker:
             self._known[slot] = len(new.token_ids) // 4
             self._computed[slot] = new.num_cached_tokens
             self._decodes[slot] = self._paused[slot] = False
-        if plan.pause_slots:
-            self._paused[_ints(plan.pause_slots)] = True
+        if plan.hold_slots:
+            self._paused[_ints(plan.hold_slots)] = True
         if plan.resume_slots:
             self._paused[_ints(plan.resume_slots)] = False
         decoding = np.flatnonzero(self._decodes & ~self._paused) if not plan.skip_decodes else np.empty(0, np.int64)

@@ -99,7 +99,7 @@ class NullWorker:
         for new in plan.new_sequences:
             cached = new.num_cached_tokens
             self.slot_states[new.slot] = ScenarioSlot(new.request_id, len(new.token_ids) // 4 - cached, cached)
-        for slot in _ints(plan.pause_slots):
+        for slot in _ints(plan.hold_slots):
             self.slot_states[slot].paused = True
         for slot in _ints(plan.resume_slots):
             self.slot_states[slot].paused = False

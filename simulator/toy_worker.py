@@ -166,7 +166,7 @@ class ToyWorker:
             self._fill_slot(new)
         for slot, block in zip(_ints(plan.grow_slots), _ints(plan.grow_blocks), strict=True):
             self._at(slot, "grown").table.append(block)
-        for slot in _ints(plan.pause_slots):
+        for slot in _ints(plan.hold_slots):
             sequence = self._at(slot, "paused")
             self._expect(sequence.has_sampled and not sequence.paused, f"slot {slot} cannot be paused")
             sequence.paused = True

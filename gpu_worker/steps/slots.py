@@ -129,8 +129,8 @@ class SlotBuffers:
             self._add_sequence(sequence)
         if plan.grow_slots or plan.grow_blocks:
             self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
-        if plan.pause_slots:
-            self._pause(unpack(plan.pause_slots, "pause_slots"), True)
+        if plan.hold_slots:
+            self._pause(unpack(plan.hold_slots, "hold_slots"), True)
         if plan.resume_slots:
             self._pause(unpack(plan.resume_slots, "resume_slots"), False)
         return self._rows(
@@ -164,7 +164,7 @@ class SlotBuffers:
             self.banned.pop(slot, None)
 
     def _pause(self, slots: Int32s, paused: bool) -> None:
-        what = "pause_slots" if paused else "resume_slots"
+        what = "hold_slots" if paused else "resume_slots"
         self._check_occupied(slots, what)
         if (
             not self.decoding[slots].all()

@@ -436,7 +436,7 @@ Global___SchedulerHeartbeat: _TypeAlias = SchedulerHeartbeat  # noqa: Y015
 class StepPlan(_message.Message):
     """What changes, then one step of everything that decodes.
 
-    Effects, in this order: swap_out_*; swap_in_*; copy_*; free_slots; new_sequences; grow_*; pause_slots; resume_slots; then
+    Effects, in this order: swap_out_*; swap_in_*; copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then
     the forward pass with these rows:
       1. decode rows: every slot that has sampled in an earlier step of this link since its sequence came, and is not paused,
          in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
@@ -456,7 +456,7 @@ class StepPlan(_message.Message):
     PREFILL_SLOTS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_DECODES_FIELD_NUMBER: _builtins.int
-    PAUSE_SLOTS_FIELD_NUMBER: _builtins.int
+    HOLD_SLOTS_FIELD_NUMBER: _builtins.int
     RESUME_SLOTS_FIELD_NUMBER: _builtins.int
     COPY_FROM_FIELD_NUMBER: _builtins.int
     COPY_TO_FIELD_NUMBER: _builtins.int
@@ -475,7 +475,7 @@ class StepPlan(_message.Message):
     prefill_tokens: _builtins.bytes
     skip_decodes: _builtins.bool
     """A step of prefills alone: what decodes waits for the next one."""
-    pause_slots: _builtins.bytes
+    hold_slots: _builtins.bytes
     """These slots have sampled, and take part in no step from this one on until they are resumed."""
     resume_slots: _builtins.bytes
     copy_from: _builtins.bytes
@@ -504,7 +504,7 @@ class StepPlan(_message.Message):
         prefill_slots: _builtins.bytes = ...,
         prefill_tokens: _builtins.bytes = ...,
         skip_decodes: _builtins.bool = ...,
-        pause_slots: _builtins.bytes = ...,
+        hold_slots: _builtins.bytes = ...,
         resume_slots: _builtins.bytes = ...,
         copy_from: _builtins.bytes = ...,
         copy_to: _builtins.bytes = ...,
@@ -515,7 +515,7 @@ class StepPlan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "new_sequences", b"new_sequences", "pause_slots", b"pause_slots", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,7 @@ class Emitter:
             return
         paused, resumed = worker.batch.choose_decodes(chosen)
         if paused or resumed:
-            plan.pause_slots = packed(paused)
+            plan.hold_slots = packed(paused)
             plan.resume_slots = packed(resumed)
 
     def _fill_slot(
@@ -165,5 +165,5 @@ class Emitter:
         """Undo the plan: every sequence in it has ended since."""
         worker.steps_sent -= 1
         worker.batch.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
-        worker.batch.resume(np.frombuffer(plan.pause_slots, np.int32).tolist())
+        worker.batch.resume(np.frombuffer(plan.hold_slots, np.int32).tolist())
         assert not plan.new_sequences, "a new sequence has something to run"

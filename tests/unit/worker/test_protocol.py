@@ -113,7 +113,7 @@ def test_two_slots_decode_past_their_block_together(table: SlotBuffers) -> None:
 
 def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotBuffers) -> None:
     """Slot 0 decodes. What is paused, and what is skipped, stays where it was."""
-    table.commit(table.apply(prefill(2, 1, 3, pause_slots=pack([0]))))
+    table.commit(table.apply(prefill(2, 1, 3, hold_slots=pack([0]))))
     rows = table.apply(prefill(3, 1, 2))
     assert rows.slots.tolist() == [1]
     table.commit(rows)
@@ -249,9 +249,9 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
         ),
         "21 rows in a step of at most 20",
     ),
-    "pause of a prefill": (lambda: StepPlan(step=2, pause_slots=pack([1])), "pause_slots"),
-    "pause of an empty slot": (lambda: StepPlan(step=2, pause_slots=pack([3])), "no sequence"),
-    "pause twice": (lambda: StepPlan(step=2, pause_slots=pack([0, 0])), "pause_slots"),
+    "pause of a prefill": (lambda: StepPlan(step=2, hold_slots=pack([1])), "hold_slots"),
+    "pause of an empty slot": (lambda: StepPlan(step=2, hold_slots=pack([3])), "no sequence"),
+    "pause twice": (lambda: StepPlan(step=2, hold_slots=pack([0, 0])), "hold_slots"),
     "resume of what is not paused": (lambda: StepPlan(step=2, resume_slots=pack([0])), "resume_slots"),
     "swap out uneven": (lambda: StepPlan(step=2, swap_out_from=pack([1])), "1 blocks in swap_out_from and 0"),
     "swap out beyond": (lambda: StepPlan(step=2, swap_out_from=pack([11]), swap_out_to=pack([1])), "outside 1..10"),
