@@ -43,8 +43,8 @@ class Sent:
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
     # workers with a next step that waits for the answer
     awaiting_cache: list[WorkerState] = field(default_factory=list)
-    # (pending step, index of extend or -1, indexes of admits)
-    pending_steps: list[tuple[PendingStep, int, list[int]]] = field(default_factory=list)
+    # (pending step, index of extend or None, indexes of admits)
+    pending_steps: list[tuple[PendingStep, int | None, list[int]]] = field(default_factory=list)
 
     def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
         """For each sequence that the exchange made known: what the cache holds of it."""
@@ -213,7 +213,7 @@ class CacheLink:
         self.sent = sent = Sent(awaiting_cache=awaiting_cache)
         self._add_matches(ops, sent, self._add_gathered(ops, sent))
         for worker, pending_step in pending_steps:
-            extend, admits = -1, []
+            extend, admits = None, []
             if len(pending_step.decision.growth):
                 extend = len(ops)
                 ops.add().extend.sequences.extend(worker.batch.slots.sequence[pending_step.decision.growth].tolist())

@@ -30,7 +30,7 @@ class Emitter:
         worker: WorkerState,
         pending_step: PendingStep,
         response: CacheServiceLinkResponse | None,
-        extend: int,
+        extend: int | None,
         admits: Sequence[int],
     ) -> WorkerServiceLinkResponse | None:
         """Build the plan, with the blocks that the cache granted. None if nothing is left to run.
@@ -42,7 +42,7 @@ class Emitter:
         plan = message.plan
         worker.allocating_tokens = 0
         if len(decision.growth):
-            assert response is not None, "growth needs an exchange"
+            assert response is not None and extend is not None, "growth needs an exchange"  # noqa: PT018
             self._grow(worker, pending_step, response, extend, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.batch.slots.generation

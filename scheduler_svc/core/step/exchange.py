@@ -80,12 +80,12 @@ class StepExchanges:
         worker: WorkerState,
         pending_step: PendingStep,
         response: CacheServiceLinkResponse | None,
-        extend: int = -1,
+        extend: int | None = None,
         admits: Sequence[int] = (),
     ) -> None:
         """The pending step becomes a plan. `response` is the answer of the cache; None if it was not asked. `extend`
         and `admits` are the indexes of the step's operations in it."""
-        if extend >= 0 and response is not None and not response.results[extend].HasField("extend"):
+        if extend is not None and response is not None and not response.results[extend].HasField("extend"):
             self._undo_pending_step(pending_step)
             return
         message = self._emitter.emit(worker, pending_step, response, extend, admits)

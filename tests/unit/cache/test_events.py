@@ -252,3 +252,11 @@ def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> N
     assert sorted(follower.stored[0, pb.CACHE_TIER_DEVICE].values()) == [1, 2, 3, 4]
     follower.read()
     assert follower.non_empty() == stored_in(link.core)
+
+
+def test_blocks_that_are_not_full_are_neither_stored_nor_removed_for_a_watcher(link: d.Driver) -> None:
+    link.add_worker(0, 4, partial_reuse=True)
+    follower = follow(link)
+    link.run(1, A[:3])
+    link.run(2, [7] * 16)
+    assert taken(follower) == ["stored"], "the three tokens were evicted for the four blocks of the second one"

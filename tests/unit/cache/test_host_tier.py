@@ -331,3 +331,11 @@ def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> N
         if host.index in node.residencies
     ]
     assert {residency.priority for residency in held if residency.node.key == d.pack(A)} == {-2.0}
+
+
+def test_without_host_blocks_there_is_no_host_tier() -> None:
+    cache = link(num_host=0)
+    cache.run(1, A)
+    cache.start(2, FILL)
+    assert not cache.core.workers[0].host_tier
+    assert cache.demotions == []

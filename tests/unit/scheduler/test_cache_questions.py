@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from paceline.v1.cache_pb2 import CacheOp
 from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.cache import link
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.types import SchedulerConfig
@@ -105,3 +108,10 @@ def test_a_step_that_is_not_made_admits_no_request() -> None:
     StepExchanges._undo_pending_step(rounds, pending_step)
     assert requeued == requests[:1]
     assert worker.allocating_tokens == 0
+
+
+def test_an_exchange_that_is_just_full_takes_one_more_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So every exchange takes at least one. Each request has 12 tokens, 48 bytes."""
+    monkeypatch.setattr(link, "MAX_EXCHANGE_BYTES", 96)
+    seen = operations(8, 4, 96)
+    assert max(sum(op.HasField("match") for op in ops) for ops in seen) == 3

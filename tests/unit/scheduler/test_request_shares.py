@@ -12,6 +12,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.policies.preemption.largest_share import LargestShare
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import Client, LocalSystem
@@ -222,3 +223,16 @@ def test_no_sequence_is_preempted_that_the_order_admits_again_first(order: str) 
     system.run()
     assert len(client.endings) == (18 if order == "fair" else 17)
     system.assert_at_rest()
+
+
+def test_a_policy_that_names_every_running_sequence_keeps_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LargestShare, "for_waiting", lambda self, step: step.running)
+    system, _ = start(4000)
+    submit_samples(system, 1, SLOTS, 200)
+    system.run_for(60)
+    system.submit("s", 1000, [7] * 9, SHORT)
+    (worker,) = system.scheduler.workers.values()
+    while not system.scheduler.counters.preempted:
+        assert len(worker.batch.running) == SLOTS
+        system.move(*system.moves()[0])
+    assert system.scheduler.counters.preempted == SLOTS - 1

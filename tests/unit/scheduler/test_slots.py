@@ -77,3 +77,11 @@ def test_a_sequence_that_pauses_and_goes_on_has_every_token_once(events: list[tu
             step += 1
     for slot in range(NUM_SLOTS):
         assert output(table, slot) == expected[slot]
+
+
+def test_each_release_of_a_slot_counts_once() -> None:
+    table = SlotLedger(NUM_SLOTS, block_size=4)
+    for number in range(1, 4):
+        slot = table.occupy(make_request(number), 1, 1)
+        table.release(slot, 0)
+        assert (table.generation[slot], table.num_releases) == (number, number)
