@@ -1,8 +1,8 @@
-"""Token ids and block ids as messages carry them: packed little-endian int32."""
+"""Token ids and block ids as messages carry them: packed little-endian int32, as in the
+memory of every machine that Paceline runs on."""
 
 from __future__ import annotations
 
-import sys
 from array import array
 
 from cache_svc.core.errors import Code, OpError
@@ -12,18 +12,12 @@ TOKEN_BYTES = 4
 
 def pack_int32(values: array[int]) -> bytes:
     """Packs token ids or block ids for a message."""
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
     return values.tobytes()
 
 
 def unpack_int32(packed: bytes) -> array[int]:
     """The reverse of pack_int32. Raises ValueError if the bytes are not a whole number of int32."""
-    values = array("i", packed)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return array("i", packed)
 
 
 def check_token_bytes(token_ids: bytes) -> None:

@@ -418,7 +418,6 @@ class SchedulerCore:
             if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
                 self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id))
-        self._status.announce(self.limits)
 
     def poll(self, now_s: float) -> Outbox:
         """Plan whatever can be planned. Returns everything to send."""

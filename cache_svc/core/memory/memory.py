@@ -172,15 +172,7 @@ class Memory:
         it."""
         index, children = self.index, parent.children
         ends = range(TOKEN_BYTES, min(len(key), self.tree.block_bytes), TOKEN_BYTES)
-        if len(children) < len(ends):
-            partials = [
-                partial
-                for partial in children.values()
-                if isinstance(partial, PartialBlock) and key.startswith(partial.key)
-            ]
-        else:
-            partials = [partial for end in ends if isinstance(partial := children.get(key[:end]), PartialBlock)]
-        for partial in partials:
+        for partial in [one for end in ends if isinstance(one := children.get(key[:end]), PartialBlock)]:
             if (residency := partial.residencies.get(index)) is not None:
                 self.cached_blocks -= 1
                 dropped = residency.blocks

@@ -182,16 +182,14 @@ class RestoreValidator:
             self._on_host.update(entry.host_blocks)
             entry.root = tree.acquire_root(entry.namespace)
         else:
-            shared = {} if self._owners.keys().isdisjoint(entry.table) else self._shared(entry)
+            shared = self._shared(entry)
             entry.root = tree.acquire_root(entry.namespace)
             if self._worker.prefix_caching:
                 entry.top = entry.root
             else:
                 self._join_families(entry, shared)
-            for block in entry.table if shared else ():
+            for block in entry.table:
                 self._owners.setdefault(block, entry)
-            if not shared:
-                self._owners.update(dict.fromkeys(entry.table, entry))
         self.entries.append(entry)
         self.sequence_ids.add(entry.sequence_id)
 

@@ -124,8 +124,6 @@ class PrefixTree:
         stops after NEAREST_TRIED children that the memory does not hold.
         """
         block_bytes, rest = self.block_bytes, self.next_tokens(token_ids, depth)
-        if not rest:
-            return 0, 0
         if depth < node.end:
             at = depth - node.start
             common = common_tokens(node.key[at * block_bytes : (at + 1) * block_bytes], rest)

@@ -89,7 +89,7 @@ class RetryGroups:
 
     def has_group_for(self, worker: WorkerState) -> bool:
         """Whether a group waits that the worker can retry. Then the worker admits no other request."""
-        return self.active and any(self._suits(worker, group) for group in self._suspects.waiting())
+        return any(self._suits(worker, group) for group in self._suspects.waiting())
 
     def members(self, worker: WorkerState) -> list[Request]:
         """The suspects that the worker's next step retries, alone. Empty if the step is an ordinary one."""

@@ -177,6 +177,7 @@ def _explained(choice: PlacementChoice) -> str:
     text = f"predicted: first token after {own.first_s:.3f} s, cost {own.total_s:.3f} s"
     for cost, worker_id in others[: MAX_NAMED - 1]:
         text += f"; worker {worker_id}: {cost.first_s:.3f} s, cost {cost.total_s:.3f} s"
-    if choice.copies and choice.prefix is not None:
+    if choice.copies:
+        assert choice.prefix is not None
         text += f"; makes a copy of a prefix of {choice.prefix[1]} tokens"
     return text
