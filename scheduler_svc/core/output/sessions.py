@@ -146,7 +146,7 @@ class Publisher:
     def __init__(self, sessions: dict[str, Session]) -> None:
         self._sessions = sessions  # by id
         self._at: dict[int, Session] = {}  # by index
-        self._next = 1
+        self._next = 0
 
     def open(self, session_id: str, window: int) -> Session:
         """Open a session, with a new index."""

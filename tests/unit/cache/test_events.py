@@ -260,3 +260,11 @@ def test_blocks_that_are_not_full_are_neither_stored_nor_removed_for_a_watcher(l
     link.run(1, A[:3])
     link.run(2, [7] * 16)
     assert taken(follower) == ["stored"], "the three tokens were evicted for the four blocks of the second one"
+
+
+def test_a_snapshot_has_no_blocks_that_are_not_full(link: d.Driver) -> None:
+    link.add_worker(0, 4, partial_reuse=True)
+    follow(link).leave()
+    link.run(1, A[:7])
+    follower = follow(link)
+    assert list(follower.stored[0, pb.CACHE_TIER_DEVICE].values()) == [1]

@@ -354,3 +354,9 @@ async def test_a_blocking_client_that_leaves_cancels_its_request() -> None:
 
         await asyncio.to_thread(leave)
         assert len(servicer.calls) == 2
+
+
+def test_a_server_that_names_no_position_is_believed() -> None:
+    continuation = Continuation(make_request("hi", None, None, "", {}), retry_for_s=1.0, timeout_s=None, now_s=0.0)
+    for ids in ([5, 6], [7]):
+        assert continuation.take(inference_pb2.GenerateResponse(token_ids=ids), 0.0).token_ids == ids

@@ -60,3 +60,14 @@ def test_followers_stand_in_order_of_arrival_whatever_of_them_is_cached(queue: W
     wait(queue, 3, [*SHARED, 2])
     wait(queue, 4, [*other, 2], cached=16)
     assert order(queue) == [2, 1, 3, 4]
+
+
+def test_a_match_that_shrinks_to_the_threshold_joins_the_group(queue: WaitingQueue) -> None:
+    threshold = LongestPrefixMatch().check_threshold
+    wait(queue, 1, [*SHARED, 1])
+    cached = wait(queue, 2, [*SHARED, 2], cached=threshold + 1)
+    wait(queue, 3, [8] * 41)
+    assert order(queue)[0] == 2
+    cached.matches = {1: PrefixMatch(threshold)}
+    queue.rematched([cached])
+    assert order(queue) == [1, 3, 2], "it follows the first one, which computes the same prefix"

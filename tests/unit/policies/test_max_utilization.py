@@ -13,6 +13,7 @@ from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex
 from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.capacity.max_utilization import MaxUtilization
 from scheduler_svc.policies.order.priority import Priority
 from scheduler_svc.policies.registry import build, choose
@@ -201,3 +202,14 @@ def test_equal_prompts_start_together_if_only_their_last_token_is_to_be_computed
     system.run()
     later = [StepPlan.FromString(plan) for plan in worker.plans[num_plans:]]
     assert max(len(plan.new_sequences) for plan in later) == 2
+
+
+def test_without_prefix_caching_equal_prompts_start_together() -> None:
+    worker = Recorder(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=64)
+    policies = build(choose("", {**TWO_STAGE, "capacity": "guaranteed-no-evict"}))
+    system = LocalSystem(SchedulerConfig(prefix_caching=False), policies)
+    system.attach(worker)
+    system.open("s", window=1 << 20)
+    submit_at_once(system, [[9] * 20, [9] * 20])
+    system.run()
+    assert max(len(StepPlan.FromString(plan).new_sequences) for plan in worker.plans) == 2

@@ -315,3 +315,11 @@ def test_the_fastest_ageing_still_tells_arrivals_apart() -> None:
     assert isinstance(order, Priority)
     wait(order, *(request(i, [1], arrival_s=1e6 - i, priority=i) for i in range(1, 5)))
     assert names(order) == [4, 3, 2, 1]
+
+
+def test_hrrn_counts_what_a_resumed_request_computes_again_as_nothing() -> None:
+    order, resumed = HighestResponseRatioNext(), request(1, [1] * 100, history=History(has_run=True))
+    wait(order, resumed)
+    before = order._served_tokens
+    order.started(view_of(resumed))
+    assert order._served_tokens == before

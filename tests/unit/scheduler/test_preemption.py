@@ -118,3 +118,14 @@ def test_a_draining_worker_is_released_when_nothing_runs_there_any_more(seed: in
         system.move(*rng.choice(system.moves()))
     system.poll()
     assert end.released
+
+
+def test_a_drained_worker_is_told_once_that_it_is_released() -> None:
+    system = LocalSystem()
+    system.open("s")
+    end = system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))
+    system.run()
+    system.scheduler.worker_drain(end.id)
+    outboxes = [system.scheduler.poll(float(now_s)) for now_s in range(3)]
+    released = [message.HasField("released") for outbox in outboxes for _, message in outbox.to_workers]
+    assert released == [True]

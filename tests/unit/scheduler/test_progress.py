@@ -124,3 +124,10 @@ def test_a_hang_is_noticed_in_time(allowed_s: float, step: int) -> None:
     age_s = num_heartbeats * HEARTBEAT_S
     bound_s = STALL_S + TIMES_ALLOWED * allowed_s
     assert bound_s < age_s <= bound_s + 3 * HEARTBEAT_S
+
+
+def test_the_heartbeat_that_finds_a_step_is_not_counted() -> None:
+    progress = WorkerProgress()
+    heartbeat = Heartbeat(received=1)
+    wrong = [progress.told(heartbeat, 1, 4 * HEARTBEAT_S) for _ in range(6)]
+    assert [bool(one) for one in wrong] == [False] * 5 + [True]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache.link import ProtocolError
-from scheduler_svc.core.faults.retry_groups import retry_candidates
+from scheduler_svc.core.faults.retry_groups import RetryBatch, retry_candidates
 from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
@@ -215,3 +215,16 @@ def test_one_that_is_swapped_out_is_tried_where_its_blocks_are() -> None:
     here, there = (SimpleNamespace(id=id_, has_grammar=lambda _: True) for id_ in (1, 2))
     assert list(retry_candidates([request], cast(WorkerState, here))) == [request]
     assert list(retry_candidates([request], cast(WorkerState, there))) == []
+
+
+def test_a_retry_step_runs_its_members_and_no_other_sequence() -> None:
+    ran: list[int] = []
+    running = [SimpleNamespace(request=SimpleNamespace(arrival_index=i), remaining_tokens=1) for i in (1, 2, 3)]
+    step: Any = SimpleNamespace(
+        running=running,
+        budget_tokens=8,
+        run=lambda sequence, _: ran.append(sequence.request.arrival_index),
+        waiting=lambda: iter(()),
+    )
+    RetryBatch([cast(Request, SimpleNamespace(arrival_index=2))]).schedule(step)
+    assert ran == [2]

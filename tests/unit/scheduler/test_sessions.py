@@ -13,7 +13,7 @@ from paceline.v1.common_pb2 import FINISH_REASON_LENGTH
 from paceline.v1.inference_pb2 import SessionResponse
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.output import sessions
-from scheduler_svc.core.output.sessions import MAX_SCORES, MAX_STEPS, Session
+from scheduler_svc.core.output.sessions import MAX_SCORES, MAX_STEPS, Publisher, Session
 from services.runtime.rpc import MAX_MESSAGE_BYTES
 
 WINDOW = 3
@@ -130,3 +130,13 @@ def test_the_largest_messages_can_be_sent() -> None:
         assert message.ByteSize() < MAX_MESSAGE_BYTES / 2
     assert count == 300 * 2000
     assert MAX_SCORES * 200 + MAX_STEPS * 4096 * 8 < MAX_MESSAGE_BYTES
+
+
+def test_tokens_of_one_session_are_not_sorted_by_session() -> None:
+    """The first index is that of the first session; which session each token is for, need not be given then."""
+    publisher = Publisher({})
+    session = publisher.open("s", 8)
+    publisher.tokens(session.index, np.zeros(0, np.int64), np.array([7]), np.array([70], np.int32))
+    message = session.next_message()
+    assert message is not None
+    assert (list(message.handles), np.frombuffer(message.token_ids, np.int32).tolist()) == ([7], [70])

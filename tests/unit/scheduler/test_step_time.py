@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.workers.step_time import (
+    OTHER_SPEED_STEPS,
     TRUSTED_STEPS,
     UNKNOWN,
     FleetStepTimes,
@@ -152,3 +153,11 @@ def test_another_worker_starts_from_a_model_after_a_number_of_steps() -> None:
     for number in range(1, TRUSTED_STEPS + 1):
         fit.add(100, 0, 1, 0.01)
         assert fit.is_measured is (number == TRUSTED_STEPS)
+
+
+def test_one_slow_step_is_no_slower_machine() -> None:
+    fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 1000))
+    for _ in range(OTHER_SPEED_STEPS - 1):
+        before = fit.time
+        fit.add(0, 50_000, 100, 3 * TRUE.of(0, 50_000, 100))
+        assert fit.time.of(0, 50_000, 100) < 1.5 * before.of(0, 50_000, 100)

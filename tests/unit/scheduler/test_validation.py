@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.v1.common_pb2 import RetentionRange
+from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Submission
-from scheduler_svc.core.admission.validation import check_submission, new_request
+from scheduler_svc.core.admission.sampling_checks import MAX_PROMPT_LOGPROBS
+from scheduler_svc.core.admission.validation import MAX_CHARS, check_submission, new_request
 from scheduler_svc.core.rejection import Rejection
+
+SHORT = SamplingParams(top_p=1.0, max_tokens=1)
 
 
 def test_output_tokens_that_are_not_whole_are_refused() -> None:
@@ -20,3 +23,24 @@ def test_a_range_that_begins_where_the_prompt_ends_is_left_out_beside_one_of_the
     about_prompt, about_output = RetentionRange(start=2, end=4, priority=50), RetentionRange(priority=60, decode=True)
     submission = Submission(prompt_token_ids=bytes(8), cache_retention=[about_prompt, about_output])
     assert new_request("s", submission, 0.0).cache_retention == (RetentionRange(start=2, priority=60),)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_only_a_prompt_with_log_probabilities_is_limited_by_their_number(scores: bool) -> None:
+    sampling = SamplingParams(top_p=1.0, max_tokens=1, prompt_logprobs=scores)
+    submission = Submission(prompt_token_ids=bytes(4 * MAX_PROMPT_LOGPROBS + 4), sampling=sampling)
+    if not scores:
+        check_submission(new_request("s", submission, 0.0), submission)
+        return
+    with pytest.raises(Rejection, match="prompt_logprobs: "):
+        check_submission(new_request("s", submission, 0.0), submission)
+
+
+def test_a_name_may_be_as_long_as_its_limit() -> None:
+    for length in (MAX_CHARS, MAX_CHARS + 1):
+        submission = Submission(prompt_token_ids=bytes(4), request_id="r" * length, sampling=SHORT)
+        if length == MAX_CHARS:
+            check_submission(new_request("s", submission, 0.0), submission)
+        else:
+            with pytest.raises(Rejection, match=f"request_id: has {length} characters, {MAX_CHARS} are possible"):
+                check_submission(new_request("s", submission, 0.0), submission)
