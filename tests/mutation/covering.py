@@ -74,9 +74,13 @@ class Covering:
         self._lines, self._seconds = lines, seconds
 
     def tests(self, path: str, line: int) -> list[str]:
-        """The quickest first. For a line that only runs at import: all tests of the module."""
+        """The quickest first. For a line that only runs at import: all tests in the files that test the module, because
+        a test may look at a constant alone."""
         by_line = self._lines.get(path, {})
-        found = by_line.get(str(line)) or sorted({test for tests in by_line.values() for test in tests})
+        found = by_line.get(str(line)) or {test for tests in by_line.values() for test in tests}
+        if str(line) not in by_line:
+            files = {test.partition("::")[0] for test in found}
+            found = [test for test in self._seconds if test.partition("::")[0] in files]
         return sorted(found, key=lambda test: (self._seconds.get(test, 0.0), test))
 
     @classmethod

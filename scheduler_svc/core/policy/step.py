@@ -276,7 +276,7 @@ class Step(StepView):
         )
 
     def _expect_open(self) -> None:
-        if not self._open or self._lack is not None:
+        if not self._open:
             raise PolicyError("a decision after the schedule has ended")
 
     def _ask_capacity(self, request: RequestView, need_blocks: int) -> Verdict:

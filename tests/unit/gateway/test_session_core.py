@@ -544,3 +544,10 @@ def test_what_was_running_is_not_continued_by_another_model() -> None:
     assert request.ending is not None
     assert request.ending.message == "not b"
     assert not [message for message in drain(core) if message.submissions]
+
+
+def test_with_a_small_window_each_response_is_acknowledged() -> None:
+    core = make_core(response_window=4)
+    assert opened(core)[-1].responses_read == 1
+    core.receive(inference_pb2.SessionResponse())
+    assert [message.responses_read for message in drain(core)] == [2]

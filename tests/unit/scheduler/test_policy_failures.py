@@ -214,3 +214,23 @@ def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
     assert list(order.ordered(0.0)) == [request]
     order.remove(request)
     assert list(order.ordered(0.0)) == []
+
+
+class Overspends(BatchPolicy):
+    def schedule(self, step: Step) -> None:
+        step.run_decodes()
+        for request in step.waiting():
+            step.admit(request, step.uncached_tokens(request))
+
+
+def test_a_batch_policy_that_spends_more_than_the_budget_fails_and_no_request() -> None:
+    errors: list[Exception] = []
+    policies = dataclasses.replace(build(choose()), batch=Overspends())
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    client = system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    prompt = list(range(7, 107))
+    system.submit("s", 1, prompt, PARAMS)
+    system.run()
+    assert client.tokens[1] == expected_output(prompt, PARAMS)
+    assert any("100 tokens, with 64 left in the budget" in str(error) for error in errors)

@@ -21,6 +21,7 @@ from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.swap_space import SwapSpace
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
+from tests.unit.scheduler.test_placement import Recorder, submit_at_once, system_of
 
 PARAMS = SamplingParams(top_p=1.0, max_tokens=10, seed=1, ignore_eos=True)
 
@@ -129,3 +130,14 @@ def test_a_drained_worker_is_told_once_that_it_is_released() -> None:
     outboxes = [system.scheduler.poll(float(now_s)) for now_s in range(3)]
     released = [message.HasField("released") for outbox in outboxes for _, message in outbox.to_workers]
     assert released == [True]
+
+
+def test_preemption_goes_on_until_every_block_that_is_missing_is_found() -> None:
+    """Five sequences of one block each need a second one, and the pool has five. A victim gives its block and needs no
+    other: the first two leave one missing."""
+    system = system_of([Recorder(num_blocks=5, max_num_seqs=8)], "vllm-v1")
+    submit_at_once(system, [[handle] * 4 for handle in range(1, 6)])
+    while not system.scheduler.counters.preempted:
+        system.move(*system.moves()[0])
+    assert system.scheduler.counters.preempted == 3
+    system.run()
