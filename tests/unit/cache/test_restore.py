@@ -380,3 +380,13 @@ def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
         link.exchange()
         device = link.core.workers[0].device
         assert {residency.retention for residency in device.queue.upcoming(device.index)} == {priority}
+
+
+def test_what_another_worker_holds_outlives_a_round_that_is_repeated() -> None:
+    link = Driver()
+    link.add_worker(1, 16)
+    link.run(9, A[:5], worker=1)
+    first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
+    second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4)]
+    assert set(refusals(link, *first, *second)) == {4}
+    assert link.probe(A[:4]) == {0: (4, 4), 1: (4, 0)}

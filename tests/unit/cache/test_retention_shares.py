@@ -204,3 +204,42 @@ def test_of_two_tenants_with_equal_priority_the_first_one_keeps_the_retention() 
     assert (retained_blocks(cache, "first"), retained_blocks(cache, "second")) == (4, 0)
     stored(cache, 3, prompt(1, 4), retention=[(0, 0, 91, 0)], tenant="second")
     assert (retained_blocks(cache, "first"), retained_blocks(cache, "second")) == (0, 4)
+
+
+def test_a_retention_that_fell_back_ends_once() -> None:
+    """It has lost its place in the order of eviction already, and does not lose it again when its time would be up."""
+    cache = link(num_blocks=40)
+    for number in (1, 2):
+        stored(cache, number, prompt(number, 8), retention=[(0, 0, 90, 1000)])
+    assert retained_blocks(cache) == 10
+    cache.run(3, prompt(3, 4))
+    cache.now_ms = 1001
+    cache.start(4, prompt(4, 24))
+    assert [cache.probe(prompt(n, size))[0][0] for n, size in ((1, 8), (3, 4))] == [16, 16], "the first one was evicted"
+
+
+def test_below_a_block_that_the_host_lacks_each_tenant_pays_for_its_own() -> None:
+    cache = link(num_blocks=24, retained=1.0, total=1.0, num_host=40)
+    shared = prompt(1, 4)
+    for number, (tenant, duration_ms) in enumerate([("a", 1000), ("b", 2000)], 2):
+        stored(cache, number, [*shared, *prompt(number, 4)], retention=[(16, 0, 100, duration_ms)], tenant=tenant)
+    cache.start(8, [*shared, 5])
+    cache.start(9, prompt(9, 19))
+    assert [retained_blocks(cache, tenant, on_host=True) for tenant in "ab"] == [4, 4]
+    cache.now_ms = 1001
+    cache.exchange()
+    assert [retained_blocks(cache, tenant, on_host=True) for tenant in "ab"] == [0, 4]
+    cache.now_ms = 2001
+    cache.exchange()
+    assert [retained_blocks(cache, tenant, on_host=True) for tenant in "ab"] == [0, 0]
+
+
+def test_a_block_that_is_not_full_falls_back_before_the_block_above_it() -> None:
+    cache = Driver(retained=0.25, total_retained=0.5)
+    cache.add_worker(0, 40, partial_reuse=True)
+    ends_early = prompt(1, 3)[:-1]
+    stored(cache, 1, ends_early)
+    stored(cache, 2, prompt(2, 8))
+    assert retained_blocks(cache) == 10
+    cache.run(3, prompt(3, 30))
+    assert cache.probe(ends_early) == {0: (8, 0)}

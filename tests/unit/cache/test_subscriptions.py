@@ -120,3 +120,11 @@ def test_what_is_registered_anew() -> None:
     cache.match(1, [*LONG[:12], 5, 5])
     cache.add_worker(1, 64, 16, partial_reuse=True)
     assert told(cache.exchange(d.restore_op(1, [d.restored(2, LONG, 40, [1, 2, 3])]))) == {1: {1: (12, 0, 0)}}
+
+
+def test_a_match_that_was_asked_for_is_as_of_now_however_many_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_svc.core.cache.MAX_REFRESHED", 0)
+    cache = link()
+    cache.match(1, [*LONG[:12], 5, 5])
+    cache.run(2, LONG)
+    assert told(cache.exchange(d.rematch_op([1], always=True))) == {1: {0: (12, 0, 0)}}
