@@ -222,10 +222,8 @@ class Memory:
                 below = below.parent
         self.enforce_shares(tenant)
 
-    def set_retention(
-        self, residency: BlockResidency, priority: int, duration_ms: int, tenant: str, turn: int | None = None
-    ) -> None:
-        """Sets a retention for a tenant, requested now or in that turn. Never lowers that of another tenant.
+    def set_retention(self, residency: BlockResidency, priority: int, duration_ms: int, tenant: str) -> None:
+        """Sets a retention for a tenant. Never lowers that of another tenant.
 
         Does not enforce the tenant's share.
         """
@@ -236,7 +234,7 @@ class Memory:
             owner.release(residency)
         residency.retention, residency.duration_ms = priority, duration_ms
         if priority > DEFAULT_RETENTION:
-            self.shares.retain(residency, tenant, turn)
+            self.shares.retain(residency, tenant)
 
     def enforce_shares(self, tenant: str) -> None:
         """Ends retentions of the tenant, block by block, until it is within its share."""

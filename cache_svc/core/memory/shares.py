@@ -136,12 +136,12 @@ class RetentionShares:
         """Retentions from now on count as requested later than those before."""
         self._turn += 1
 
-    def retain(self, residency: BlockResidency, tenant: str, turn: int | None = None) -> None:
-        """Retains the residency for a tenant, requested now or in that turn."""
+    def retain(self, residency: BlockResidency, tenant: str) -> None:
+        """Retains the residency for a tenant."""
         share = self.tenants.get(tenant)
         if share is None:
             share = self.tenants[tenant] = TenantShare(tenant, self)
-        share.add(residency, self._turn if turn is None else turn)
+        share.add(residency, self._turn)
 
     def excess(self, share: TenantShare) -> int:
         """The number of blocks by which the tenant exceeds its limits."""

@@ -63,10 +63,7 @@ def _leave(device: Memory, residency: BlockResidency, sequence: Sequence) -> Non
     metadata = sequence.metadata
     for one in metadata.retention:
         if one.start <= residency.node.start * device.tree.block_size < (one.end or sys.maxsize):
-            turn = None  # the turn of the block before it, so that this retention ends first
-            if (before := sequence.node.residencies.get(device.index)) is not None and before.retention == one.priority:
-                turn = before.owner_key[1]
-            device.set_retention(residency, one.priority, one.duration_ms, metadata.tenant, turn)
+            device.set_retention(residency, one.priority, one.duration_ms, metadata.tenant)
             device.enforce_shares(metadata.tenant)
     residency.users = 0
     device.cached_blocks += 1

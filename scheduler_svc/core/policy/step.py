@@ -173,7 +173,6 @@ class Step(StepView):
         self._considered[own.arrival_index] = PlannedAdmission(own, num_tokens, num_new_tokens, uncached)
         self._arriving.add(own, own.num_tokens)
         self._budgeted.add(own)
-        self._credit_of = None
         return verdict
 
     def place(self, request: RequestView, num_tokens: int) -> None:

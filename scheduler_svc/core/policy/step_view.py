@@ -84,8 +84,8 @@ class StepView:
     _open: bool
     _lack: OutOfBlocks | None  # set when the schedule has failed for want of blocks
     _shares: bool
-    # The last request that was asked for, its cached and its referenced tokens. Valid until another request is
-    # considered, placed or computed.
+    # The last request that was asked for, its cached and its referenced tokens. Valid until a request is placed or
+    # computed.
     _credit_of: tuple[Request, int, int] | None
 
     def __init__(
