@@ -55,11 +55,7 @@ class CacheCollector(Collector):
             ("swapped_out_blocks", "Blocks of sequences copied to host memory.", counters.swapped_out_blocks),
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker's pins had to make room for a request.", counters.pins_given_up),
-            (
-                "restored_sequences",
-                "Sequences registered again after a restart.",
-                counters.restored_sequences,
-            ),
+            ("restored_sequences", "Sequences registered again after a restart.", counters.restored_sequences),
             ("refused_claims", "Sequences that contradicted others and were not restored.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             (

@@ -67,9 +67,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
     # The generated type allows only generators. In a coroutine that writes, superseding can end every wait.
     async def Link(  # type: ignore[override]
-        self,
-        request_iterator: AsyncIterator[pb.CacheServiceLinkRequest],
-        context: _Context,
+        self, request_iterator: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context
     ) -> None:
         """See cache.proto. Ends with ABORTED when a newer link begins, FAILED_PRECONDITION when an exchange is out of
         order, PERMISSION_DENIED when another scheduler has succeeded this one, INTERNAL when the core contradicts

@@ -18,8 +18,7 @@ class WorkerSettings(ServiceSettings, section="worker"):
     """A worker: the model's forward passes on a CPU or an NVIDIA GPU."""
 
     scheduler: AddressList = Field(
-        "127.0.0.1:50051",
-        description="host:port of the scheduler; with commas: of the leader and its standbys",
+        "127.0.0.1:50051", description="host:port of the scheduler; with commas: of the leader and its standbys"
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port for health checks and reflection; 0 takes a free one")
     metrics_port: int = Field(

@@ -101,11 +101,7 @@ class Etcd:
         """Wait until the leader's key is deleted after `seen`, for at most `at_most_s`. Returns early if the watch
         cannot continue (a revision that was compacted away), so look again. Raises EtcdError."""
         body = {
-            "create_request": {
-                "key": self._leader_key,
-                "start_revision": str(seen.revision + 1),
-                "filters": ["NOPUT"],
-            }
+            "create_request": {"key": self._leader_key, "start_revision": str(seen.revision + 1), "filters": ["NOPUT"]}
         }
         endpoint = self._endpoints[0]
         try:

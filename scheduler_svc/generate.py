@@ -187,10 +187,7 @@ def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:
 
 
 async def abort(
-    context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
-    code: int,
-    message: str,
-    retry_after_s: float,
+    context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse], code: int, message: str, retry_after_s: float
 ) -> None:
     status = next(status for status in grpc.StatusCode if status.value[0] == code)
     trailers = (("retry-after-s", f"{retry_after_s:g}"),) if retry_after_s else ()

@@ -184,9 +184,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             log.info("session closed", session=session_id)
 
     async def Generate(
-        self,
-        request: GenerateRequest,
-        context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse],
+        self, request: GenerateRequest, context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
     ) -> AsyncIterator[GenerateResponse]:
         outgoing: Outgoing[SessionResponse] = Outgoing()
         session_id = f"generate-{id(outgoing)}"

@@ -71,8 +71,7 @@ class SchedulerSettings(ServiceSettings, section="scheduler"):
         description="a request that waits while no worker is attached is failed with 503 after so long; 0: never",
     )
     allow_mixed_dtypes: bool = Field(
-        False,
-        description="take workers of one model in different data types: a stream that moves may get other tokens",
+        False, description="take workers of one model in different data types: a stream that moves may get other tokens"
     )
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
     partial_reuse: bool = Field(True, description="reuse also what a cached block begins with, by copying it")

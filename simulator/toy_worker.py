@@ -191,10 +191,7 @@ class ToyWorker:
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
         return StepResult(
-            step=plan.step,
-            token_ids=np.array(tokens, np.int32).tobytes(),
-            logprobs=scores,
-            prompt_logprobs=prompts,
+            step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores, prompt_logprobs=prompts
         )
 
     def _copy(self, source: Blocks, packed_from: bytes, target: Blocks, packed_to: bytes) -> None:

@@ -6,16 +6,7 @@ from itertools import count
 
 import numpy as np
 
-from bench.peers.cache_work import (
-    BATCH,
-    LENGTH,
-    OWN,
-    WORKERS,
-    Samples,
-    Tokens,
-    Work,
-    timed,
-)
+from bench.peers.cache_work import BATCH, LENGTH, OWN, WORKERS, Samples, Tokens, Work, timed
 from bench.peers.quiet import no_collections
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.request_metadata import NO_METADATA

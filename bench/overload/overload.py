@@ -272,14 +272,7 @@ def overload() -> list[dict[str, Any]]:
     raise_file_limit()
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
-        stack.worker_flags = [
-            "--threads",
-            "1",
-            "--max-num-seqs",
-            str(SLOTS),
-            "--log-level",
-            "warning",
-        ]
+        stack.worker_flags = ["--threads", "1", "--max-num-seqs", str(SLOTS), "--log-level", "warning"]
         stack.scheduler_flags = ["--max-queued-requests", str(QUEUE), "--max-num-seqs", str(SLOTS)]
         # All clients have one address.
         stack.gateway_flags = ["--log-level", "warning", "--max-connections-per-client", "16384"]

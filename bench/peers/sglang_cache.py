@@ -18,17 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from bench.peers.cache_work import (
-    WORKERS,
-    Samples,
-    Tokens,
-    Work,
-    bytes_of,
-    measure_calls,
-    measure_evict,
-    store,
-    timed,
-)
+from bench.peers.cache_work import WORKERS, Samples, Tokens, Work, bytes_of, measure_calls, measure_evict, store, timed
 from bench.peers.quiet import no_collections
 
 TREES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
@@ -55,10 +45,7 @@ class SGLangCache:
         torch.set_num_threads(1)
         self.allocator = Allocator(page_size)
         params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=None,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=page_size,
+            disable=False, req_to_token_pool=None, token_to_kv_pool_allocator=self.allocator, page_size=page_size
         )
         if core == "radix":
             self.tree = RadixCache(params)

@@ -15,12 +15,7 @@ from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 class Decoder:
     def __init__(
-        self,
-        config: DecoderConfig,
-        weights: DecoderWeights,
-        attention: AttentionBackend,
-        ops: LayerOps,
-        matmul: Matmul,
+        self, config: DecoderConfig, weights: DecoderWeights, attention: AttentionBackend, ops: LayerOps, matmul: Matmul
     ) -> None:
         self._config = config
         self._weights = weights

@@ -23,14 +23,7 @@ from torch import Tensor
 
 from gpu_worker.device import upload
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.sampling.processors import (
-    IN_PROMPT,
-    ONCE_IN_OUTPUT,
-    add_bias,
-    allow_only,
-    ban_words,
-    penalise,
-)
+from gpu_worker.sampling.processors import IN_PROMPT, ONCE_IN_OUTPUT, add_bias, allow_only, ban_words, penalise
 from paceline.request_fields import PENALTY_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan

@@ -135,12 +135,10 @@ class SamplingNumbers(TypedDict, total=False):
         ),
     ]  # fmt: skip
     presence_penalty: Annotated[
-        float,
-        SamplingParam("taken from the logit of each token of the output", "penalty", low=-2.0, high=2.0),
+        float, SamplingParam("taken from the logit of each token of the output", "penalty", low=-2.0, high=2.0)
     ]
     frequency_penalty: Annotated[
-        float,
-        SamplingParam("taken as often as the token is in the output", "penalty", low=-2.0, high=2.0),
+        float, SamplingParam("taken as often as the token is in the output", "penalty", low=-2.0, high=2.0)
     ]
 
 

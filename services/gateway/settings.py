@@ -22,8 +22,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     scheduler: AddressList = Field(
-        "127.0.0.1:50051",
-        description="host:port of the scheduler; with commas: of the leader and its standbys",
+        "127.0.0.1:50051", description="host:port of the scheduler; with commas: of the leader and its standbys"
     )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),

@@ -102,11 +102,7 @@ def _renderers(human: bool, stream: IO[str]) -> list[Processor]:
     cut: list[Processor] = [structlog.processors.format_exc_info, _cut]
     if human:
         return [*cut, _shorten_timestamp, human_renderer(colors=stream.isatty() and "NO_COLOR" not in os.environ)]
-    return [
-        *cut,
-        structlog.processors.EventRenamer("message"),
-        structlog.processors.JSONRenderer(serializer=_to_json),
-    ]
+    return [*cut, structlog.processors.EventRenamer("message"), structlog.processors.JSONRenderer(serializer=_to_json)]
 
 
 def _shorten_timestamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

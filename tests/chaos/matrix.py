@@ -57,11 +57,7 @@ class Outcome:
 
 def new_stack(folder: Path) -> Stack:
     return Stack(
-        folder,
-        worker_flags=WORKER_FLAGS,
-        scheduler_flags=SCHEDULER_FLAGS,
-        gateway_flags=GATEWAY_FLAGS,
-        proxied=True,
+        folder, worker_flags=WORKER_FLAGS, scheduler_flags=SCHEDULER_FLAGS, gateway_flags=GATEWAY_FLAGS, proxied=True
     )
 
 

@@ -50,10 +50,7 @@ def cases(plain: list[int]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
             {"frequency_penalty": 0.6, "presence_penalty": 0.9},
             {"logits_processor": LogitsProcessorList([OpenAiPenalties(0.6, 0.9)])},
         ),
-        (
-            {"logit_bias": {str(plain[0]): -100, "200": 4.5}},
-            {"sequence_bias": {(plain[0],): -100.0, (200,): 4.5}},
-        ),
+        ({"logit_bias": {str(plain[0]): -100, "200": 4.5}}, {"sequence_bias": {(plain[0],): -100.0, (200,): 4.5}}),
         ({"bad_words": words}, {"bad_words_ids": words}),
         ({"allowed_token_ids": allowed}, {"prefix_allowed_tokens_fn": lambda *_: allowed}),
         (

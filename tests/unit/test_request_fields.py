@@ -34,11 +34,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = ModelFiles(Path(), 50, 50, frozenset())
 BUILDER = RequestBuilder(IdTokenizer(50), FILES)
 LIMITS = SlotLimits(4, 16, 64, 4, 16, 50, ())
-KINDS = {
-    float: FieldDescriptor.CPPTYPE_FLOAT,
-    int: FieldDescriptor.CPPTYPE_INT32,
-    str: FieldDescriptor.CPPTYPE_STRING,
-}
+KINDS = {float: FieldDescriptor.CPPTYPE_FLOAT, int: FieldDescriptor.CPPTYPE_INT32, str: FieldDescriptor.CPPTYPE_STRING}
 each_param = pytest.mark.parametrize("param", SAMPLING.values(), ids=lambda param: param.name)
 each_field = pytest.mark.parametrize("field", METADATA.values(), ids=lambda field: field.name)
 

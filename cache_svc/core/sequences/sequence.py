@@ -64,12 +64,7 @@ class Sequence:
     )
 
     def __init__(
-        self,
-        known: KnownSequence,
-        worker_id: int,
-        table: array[int],
-        node: PrefixNode,
-        num_computed_tokens: int,
+        self, known: KnownSequence, worker_id: int, table: array[int], node: PrefixNode, num_computed_tokens: int
     ) -> None:
         self.sequence_id = known.sequence_id
         self.worker_id = worker_id

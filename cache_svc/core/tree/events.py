@@ -176,11 +176,7 @@ class Watcher:
     __slots__ = ("_log", "_snapshot", "_wake", "number")
 
     def __init__(
-        self,
-        log: EventLog,
-        number: int,
-        snapshot: Iterator[pb.WatchEventsResponse],
-        wake: Callable[[Watcher], None],
+        self, log: EventLog, number: int, snapshot: Iterator[pb.WatchEventsResponse], wake: Callable[[Watcher], None]
     ) -> None:
         self.number = number
         self._log = log

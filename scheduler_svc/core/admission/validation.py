@@ -20,12 +20,7 @@ from scheduler_svc.core.admission.sampling_checks import (
     check_tokens,
     outside,
 )
-from scheduler_svc.core.rejection import (
-    CODE_FAILED_PRECONDITION,
-    CODE_RESOURCE_EXHAUSTED,
-    Rejection,
-    invalid,
-)
+from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED, Rejection, invalid
 from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 

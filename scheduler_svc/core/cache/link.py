@@ -200,11 +200,7 @@ class CacheLink:
         return message
 
     def emit_exchange(
-        self,
-        pending_steps: PendingSteps,
-        awaiting_cache: list[WorkerState],
-        candidates: list[Request],
-        now_s: float,
+        self, pending_steps: PendingSteps, awaiting_cache: list[WorkerState], candidates: list[Request], now_s: float
     ) -> CacheServiceLinkRequest:
         """The next exchange. It asks for fresh matches of `candidates`, the waiting requests that come next."""
         self.exchange += 1

@@ -34,15 +34,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
 # Sampling parameters that beam search does not support.
-UNSEARCHED = (
-    *PENALTY_NAMES,
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "grammar",
-    "logprobs",
-    "prompt_logprobs",
-)
+UNSEARCHED = (*PENALTY_NAMES, "logit_bias", "bad_words", "allowed_token_ids", "grammar", "logprobs", "prompt_logprobs")
 
 
 def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: Iterable[int] = ()) -> BeamSearch:
@@ -156,11 +148,7 @@ class BeamGroups:
                 prompt=root.prompt + tokens,
                 output=bytearray(),
                 sampling=SamplingParams(
-                    max_tokens=1,
-                    top_p=1.0,
-                    ignore_eos=True,
-                    logprobs=True,
-                    num_top_logprobs=search.candidates_needed,
+                    max_tokens=1, top_p=1.0, ignore_eos=True, logprobs=True, num_top_logprobs=search.candidates_needed
                 ),
                 history=replace(root.history),
                 extra_stop_ids=frozenset(),

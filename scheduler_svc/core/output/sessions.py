@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.v1.common_pb2 import PromptLogprobs
-from paceline.v1.inference_pb2 import (
-    Ending,
-    PromptScores,
-    SchedulerStatus,
-    SessionOpened,
-    SessionResponse,
-    TokenScore,
-)
+from paceline.v1.inference_pb2 import Ending, PromptScores, SchedulerStatus, SessionOpened, SessionResponse, TokenScore
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.requests.request import Request

@@ -44,10 +44,7 @@ class StepExchanges:
         return self._cache.emit_exchange(pending_steps, awaiting_cache, candidates, now_s)
 
     def _candidates(
-        self,
-        pending_steps: PendingSteps,
-        awaiting_cache: list[WorkerState],
-        now_s: float,
+        self, pending_steps: PendingSteps, awaiting_cache: list[WorkerState], now_s: float
     ) -> list[Request]:
         """The next waiting requests, for which the exchange asks for fresh matches. If the exchange admits requests and
         no worker waits for the cache, the next exchange asks instead."""

@@ -51,11 +51,7 @@ class Rounds:
         return self._exchanges.next(pending_steps, awaiting_cache, now_s)
 
     def _plan_worker(
-        self,
-        worker: WorkerState,
-        pending_steps: PendingSteps,
-        awaiting_cache: list[WorkerState],
-        now_s: float,
+        self, worker: WorkerState, pending_steps: PendingSteps, awaiting_cache: list[WorkerState], now_s: float
     ) -> None:
         retry_groups, may_retry = self._retry_groups, self._retry_groups.active
         while worker.pending_step is None and worker.has_credit:

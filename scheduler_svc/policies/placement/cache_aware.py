@@ -23,10 +23,7 @@ class CacheAware(OnArrival):
     """SGLang's router: the longest match while the load is even, else the fewest requests."""
 
     def __init__(
-        self,
-        cache_threshold: Share = 0.3,
-        balance_abs_threshold: Count = 64,
-        balance_rel_threshold: Amount = 1.5,
+        self, cache_threshold: Share = 0.3, balance_abs_threshold: Count = 64, balance_rel_threshold: Amount = 1.5
     ) -> None:
         """The defaults are those of the SGLang gateway 0.3.1."""
         super().__init__()

@@ -37,9 +37,7 @@ class UpSettings(ServiceSettings, section="up"):
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")
     hang_s: float = Field(
-        15.0,
-        ge=0,
-        description="seconds without an answer, after which a service is killed and started again; 0: never",
+        15.0, ge=0, description="seconds without an answer, after which a service is killed and started again; 0: never"
     )
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 

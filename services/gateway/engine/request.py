@@ -17,13 +17,7 @@ from paceline.request_fields import METADATA, MIN_FLOAT32, PENALTY_NAMES
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.live_request import NO_METADATA
 from services.gateway.engine.logprobs import Echo
-from services.gateway.engine.sampling import (
-    FieldNames,
-    SamplingChoices,
-    check_range,
-    refuse_for_beams,
-    sampling_params,
-)
+from services.gateway.engine.sampling import FieldNames, SamplingChoices, check_range, refuse_for_beams, sampling_params
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure

@@ -101,11 +101,7 @@ class GatewayMetrics(Collector):
 
     def _histograms(self) -> Iterable[Metric]:
         for name, documentation, histogram in (
-            (
-                "time_to_first_token_seconds",
-                "From a request's arrival to its first token.",
-                self.time_to_first_token_s,
-            ),
+            ("time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first_token_s),
             (
                 "inter_token_latency_seconds",
                 "Between two tokens of a sequence as they arrive from the scheduler.",
@@ -117,11 +113,7 @@ class GatewayMetrics(Collector):
                 self.time_per_output_token_s,
             ),
             ("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", self.e2e_latency_s),
-            (
-                "request_queue_time_seconds",
-                "In the scheduler's queue, until the sequence first ran.",
-                self.queue_s,
-            ),
+            ("request_queue_time_seconds", "In the scheduler's queue, until the sequence first ran.", self.queue_s),
             ("request_prefill_time_seconds", "From there to the sequence's first token.", self.prefill_s),
             ("request_decode_time_seconds", "From there to the sequence's end.", self.decode_s),
             ("request_prompt_tokens", "Prompt tokens of a sequence.", self.prompt_length),

@@ -93,11 +93,7 @@ async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
     ],
 )
 async def test_bad_pins(
-    cache: Running,
-    link: grpc.aio.StreamStreamCall,
-    fields: dict[str, Any],
-    code: grpc.StatusCode,
-    words: str,
+    cache: Running, link: grpc.aio.StreamStreamCall, fields: dict[str, Any], code: grpc.StatusCode, words: str
 ) -> None:
     await ask(link, 2, d.add_worker_op(4, 8, 4), *run_ops(2, [5] * 20, 4))
     await stub(cache).PinPrefix(pb.PinPrefixRequest(name="taken", token_ids=d.pack(A)))

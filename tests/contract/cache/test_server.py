@@ -132,10 +132,7 @@ async def test_a_gap_in_the_numbering_ends_the_link(cache: Running, exchange: in
     call = cache.link()
     await ask(call, 1, d.add_worker_op(0, 8, 4))
     await call.write(request(exchange))
-    assert await ended(call) == (
-        grpc.StatusCode.FAILED_PRECONDITION,
-        f"exchange {exchange} came where 2 was expected",
-    )
+    assert await ended(call) == (grpc.StatusCode.FAILED_PRECONDITION, f"exchange {exchange} came where 2 was expected")
     await ask(cache.link(), 1, d.add_worker_op(0, 8, 4))
 
 

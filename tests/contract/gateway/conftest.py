@@ -97,12 +97,7 @@ async def _start(scheduler: FakeScheduler, scheduler_up: bool, settings: dict[st
         await scheduler.stop()
         task.result()
     base_url = f"http://{ready.result().http}"
-    client_options: dict[str, Any] = {
-        "base_url": base_url + "/v1",
-        "api_key": "none",
-        "max_retries": 0,
-        "timeout": 20,
-    }
+    client_options: dict[str, Any] = {"base_url": base_url + "/v1", "api_key": "none", "max_retries": 0, "timeout": 20}
     running = Running(
         scheduler,
         ready.result(),

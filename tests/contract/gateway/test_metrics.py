@@ -92,10 +92,7 @@ async def test_one_token_has_no_time_per_output_token(start: Start) -> None:
     await running.http.post(PATH, json=BODY | {"max_tokens": 1})
     await until_samples(
         running,
-        {
-            ("time_to_first_token_seconds_count", MODEL): 1,
-            ("request_time_per_output_token_seconds_count", MODEL): 0,
-        },
+        {("time_to_first_token_seconds_count", MODEL): 1, ("request_time_per_output_token_seconds_count", MODEL): 0},
     )
 
 

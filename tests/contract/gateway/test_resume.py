@@ -152,8 +152,7 @@ async def test_the_newest_connection_takes_over(start: Start) -> None:
     await until(lambda: running.scheduler.num_running == 2 and "" in begun)
     running.scheduler.paused = True  # so that neither ends before it is taken over
     taking_over = asyncio.gather(
-        events(running, body(max_tokens=400), KEY),
-        running.http.post(PATH, json=request, headers=key),
+        events(running, body(max_tokens=400), KEY), running.http.post(PATH, json=request, headers=key)
     )
     await until(lambda: first.done() and whole.done())
     running.scheduler.paused = False

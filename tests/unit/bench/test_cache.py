@@ -29,12 +29,7 @@ def test_each_part_of_the_workload_hits_as_planned(block_size: int) -> None:
     ours = OurCache(block_size, work.num_tokens)
     store(ours, work.sequences)
     store(ours, work.long)
-    for sequences, stored in (
-        (work.hits, LENGTH),
-        (work.long_hits, LONG),
-        (work.partial, 768),
-        (work.misses, 0),
-    ):
+    for sequences, stored in ((work.hits, LENGTH), (work.long_hits, LONG), (work.partial, 768), (work.misses, 0)):
         for tokens in sequences:
             _, depth, _ = ours.match(ours.key(tokens))
             assert depth * block_size == stored // block_size * block_size

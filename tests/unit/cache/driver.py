@@ -62,11 +62,7 @@ def rematch_op(sequences: Sequence[int], always: bool = False) -> pb.CacheOp:
 
 def admit_op(sequence: int, worker: int, new_tokens: int = 0, planned: int = 0, no_reuse: bool = False) -> pb.CacheOp:
     admit = pb.AdmitOp(
-        sequence=sequence,
-        worker=worker,
-        num_new_tokens=new_tokens,
-        num_planned_tokens=planned,
-        no_reuse=no_reuse,
+        sequence=sequence, worker=worker, num_new_tokens=new_tokens, num_planned_tokens=planned, no_reuse=no_reuse
     )
     return pb.CacheOp(admit=admit)
 

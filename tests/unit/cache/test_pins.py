@@ -132,10 +132,7 @@ def test_namespaces_and_the_only_model(link: d.Driver) -> None:
 def test_bad_pins_are_refused_with_the_field_and_the_limit(link: d.Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     link.run(1, A)
     tokens = d.pack(A)
-    assert refused(link, "", tokens) == (
-        Code.INVALID_ARGUMENT,
-        "name: has 0 characters, which is not within 1..128",
-    )
+    assert refused(link, "", tokens) == (Code.INVALID_ARGUMENT, "name: has 0 characters, which is not within 1..128")
     assert refused(link, "x" * 129, tokens)[0] is Code.INVALID_ARGUMENT
     assert refused(link, "x", tokens[:-1])[1] == "token_ids: 63 bytes is not a whole number of int32"
     assert refused(link, "x", tokens[:12]) == (

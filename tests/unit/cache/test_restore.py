@@ -26,11 +26,7 @@ def make(*entries: pb.RestoredSequence, prefix_caching: bool = True, num_blocks:
 
 
 def refusals(
-    link: Driver,
-    *entries: pb.RestoredSequence,
-    prefix_caching: bool = True,
-    num_blocks: int = 16,
-    num_host: int = 0,
+    link: Driver, *entries: pb.RestoredSequence, prefix_caching: bool = True, num_blocks: int = 16, num_host: int = 0
 ) -> dict[int, tuple[Code, str]]:
     link.add_worker(0, num_blocks, prefix_caching=prefix_caching, num_host_blocks=num_host)
     refused = link.one(d.restore_op(0, entries)).restore.refused

@@ -82,8 +82,7 @@ Event = tuple[float, int, int]  # seconds that pass, requests that come, request
 @settings(deadline=None)
 @example(3.0, [(0.0, 0, 11), (3.0, 0, 0), (0.0, 4, 4)])  # the last bit of a sum decides on the second
 @given(
-    st.floats(0.05, 500),
-    st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20),
+    st.floats(0.05, 500), st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20)
 )
 def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: float, events: list[Event]) -> None:
     ledger, now_s = RetryAfter(), 50.0

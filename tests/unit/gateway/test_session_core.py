@@ -113,10 +113,7 @@ def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> Non
     again = opened(core, epoch=2)[1]
     assert [
         (s.handle, np.frombuffer(s.output_token_ids, "<i4").tolist(), s.accepted_before) for s in again.submissions
-    ] == [
-        (a.handle, [7, 9], True),
-        (d.handle, [], False),
-    ]
+    ] == [(a.handle, [7, 9], True), (d.handle, [], False)]
     assert again.responses_read == 1
     assert core.epoch == 2
 

@@ -48,10 +48,7 @@ def test_both(
 
 @pytest.mark.parametrize(
     ("lengths", "equal", "first"),
-    [
-        ([25, 25], [[15, 15], [25, 25]], [[25, 5], [25, 25]]),
-        ([25, 15], [[15, 15], [25, 15]], [[25, 5], [25, 15]]),
-    ],
+    [([25, 25], [[15, 15], [25, 25]], [[25, 5], [25, 25]]), ([25, 15], [[15, 15], [25, 15]], [[25, 5], [25, 15]])],
 )
 def test_they_differ(lengths: list[int], equal: list[list[int]], first: list[list[int]]) -> None:
     assert positions(equal_progress, lengths, 5, 30, NO_LIMIT, 2) == equal

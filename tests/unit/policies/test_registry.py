@@ -138,11 +138,7 @@ def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
         ({"capacity": own("Needy")}, {}, r"capacity Needy: .*missing 1 required"),
         ({"capacity": own("Fails")}, {}, r"capacity Fails: not today"),
         ({"capacity": own("Abstract")}, {}, r"capacity Abstract: .*abstract"),
-        (
-            {"capacity": own("TypedForCheckersAlone")},
-            {},
-            r"capacity: the options of TypedForCheckersAlone have no",
-        ),
+        ({"capacity": own("TypedForCheckersAlone")}, {}, r"capacity: the options of TypedForCheckersAlone have no"),
         ({"capacity": own("Uncheckable")}, {"thing": 1}, r"options\.thing: its type, .* is none that can be checked"),
         ({"capacity": own("StatesNonsense")}, {}, r"capacity StatesNonsense: reserves_prompt is 'sometimes', none of "),
         ({"capacity": own("Moody")}, {}, r"capacity Moody: reserves_prompt is <property object .*, none of "),

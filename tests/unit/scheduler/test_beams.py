@@ -213,11 +213,7 @@ def test_never_looks_as_far_as_a_longer_sequence_could_win(length_penalty: float
 
     def best(early_stopping: Any) -> FinishedBeam:
         search = BeamSearch(
-            width=1,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            max_new_tokens=5,
-            eos_token_ids=[0],
+            width=1, length_penalty=length_penalty, early_stopping=early_stopping, max_new_tokens=5, eos_token_ids=[0]
         )
         (hypothesis,) = drive(
             search, lambda outputs: [[(1, 0.0)] if output else [(0, -0.5), (1, logprob)] for output in outputs]

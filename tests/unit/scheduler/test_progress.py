@@ -101,10 +101,7 @@ def test_a_step_that_is_done_has_a_result(system: LocalSystem, client: Client) -
         system.scheduler.worker_heartbeat(end.id, Heartbeat(step=1, received=1))
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.001, 30.0), st.floats(0.0, 0.99)), min_size=1, max_size=5),
-    st.integers(0, 5),
-)
+@given(st.lists(st.tuples(st.floats(0.001, 30.0), st.floats(0.0, 0.99)), min_size=1, max_size=5), st.integers(0, 5))
 def test_steps_within_their_time_are_never_blamed(steps: list[tuple[float, float]], late: int) -> None:
     """Each step takes a share of its allowed time, and its plan arrives some heartbeats late."""
     progress = WorkerProgress()

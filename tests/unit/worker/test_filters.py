@@ -10,13 +10,7 @@ from torch import Tensor
 from transformers import TopPLogitsWarper, TypicalLogitsWarper
 
 from gpu_worker.sampling import filters
-from gpu_worker.sampling.filters import (
-    beyond_by_radix,
-    beyond_by_sorting,
-    mask_top_p,
-    mask_typical_p,
-    whole_weights,
-)
+from gpu_worker.sampling.filters import beyond_by_radix, beyond_by_sorting, mask_top_p, mask_typical_p, whole_weights
 
 SHARES = (1e-45, 1e-6, 0.1, 0.5, 0.9, 0.999, 1.0)
 

@@ -292,11 +292,7 @@ def test_a_full_lexer_begins_anew_and_no_output_changes(
     assert "too many states" in driver.prepare(grammar)
 
 
-@given(
-    vocab=st.integers(1, 70),
-    count=st.integers(1, 4),
-    data=st.data(),
-)
+@given(vocab=st.integers(1, 70), count=st.integers(1, 4), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_bits_are_read_from_the_lowest_on(vocab: int, count: int, data: st.DataObject) -> None:
     rows = data.draw(st.permutations(range(5)))[:count]

@@ -46,10 +46,7 @@ def table() -> SlotBuffers:
     """Slot 0 decodes its seventh token (two blocks of four); slot 1 has computed 3 of 9."""
     table = SlotBuffers(LIMITS)
     plan = StepPlan(
-        step=1,
-        new_sequences=[new(), new(1, 9, (3, 4, 5))],
-        prefill_slots=pack([0, 1]),
-        prefill_tokens=pack([6, 3]),
+        step=1, new_sequences=[new(), new(1, 9, (3, 4, 5))], prefill_slots=pack([0, 1]), prefill_tokens=pack([6, 3])
     )
     table.commit(table.apply(plan))
     return table

@@ -82,10 +82,7 @@ def test_min_tokens_bans_what_transformers_bans() -> None:
     processor = MinNewTokensLengthLogitsProcessor(4, 5, [3, 4], device="cpu")
     expected = processor(torch.zeros(2, 6, dtype=torch.int64), logits.clone()).argmax(-1)
     rows = make_rows(
-        2,
-        temperature=np.zeros(2, np.float32),
-        banned_rows=np.array([0, 0, 1, 1]),
-        banned_tokens=np.array([3, 4, 3, 4]),
+        2, temperature=np.zeros(2, np.float32), banned_rows=np.array([0, 0, 1, 1]), banned_tokens=np.array([3, 4, 3, 4])
     )
     assert sample(logits, rows).tokens.tolist() == expected.tolist()
 

@@ -28,10 +28,7 @@ def test_host_blocks_that_do_not_fit_are_a_device_error() -> None:
     [({}, 0), ({"num_host_blocks": 7}, 7), ({"host_gib": 2**-10}, 64), ({"num_host_blocks": 0, "host_gib": 1.0}, 0)],
 )
 def test_the_size_comes_from_the_settings(
-    settings: dict[str, float],
-    expected: int,
-    reference: Callable[[str], Reference],
-    build: Callable[..., BuiltWorker],
+    settings: dict[str, float], expected: int, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     # 2 layers, 2 heads of 16, keys and values in float32, 32 tokens: 16 KiB a block.
     built = build(reference("llama-tied").folder, block_size=32, **settings)
