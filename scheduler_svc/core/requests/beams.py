@@ -1,7 +1,7 @@
 """Beam search for one request: which beams continue, which have ended, and when no better one can come.
 
-The rules are those of Hugging Face transformers (`GenerationMixin._beam_search` of 5.23.0). The tests compare this
-module with `generate(num_beams=...)`. It differs on purpose in these points:
+The rules are those of Hugging Face transformers (`GenerationMixin._beam_search` of 5.23.0), and the tests compare both.
+The differences are on purpose:
 
 - Log-probabilities are summed in double precision (there: fp32). So only ties within rounding can have another result.
 - Equal sums keep the order of the beams and, within a beam, of the worker's list. Of equal scores, the earlier ending
@@ -61,12 +61,6 @@ class FinishedBeam(NamedTuple):
     reason: Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ending:
-    beam: SearchBeam
-    score: float
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class BeamSearch:
     """A beam search. Until `done`: the worker reports the best `candidates_needed` tokens of every beam in `live`
@@ -93,10 +87,10 @@ class BeamSearch:
     min_new_tokens: int = 0  # below this number, eos and stop tokens end nothing
     eos_token_ids: Collection[int] = ()
     stop_token_ids: Collection[int] = ()
+    live: Sequence[SearchBeam] = field(init=False, default=(PROMPT,))  # best first; empty when the search is over
     _stops: frozenset[int] = field(init=False)
-    _live: list[SearchBeam] = field(init=False, default_factory=lambda: [PROMPT])
     _num_tokens: int = field(init=False, default=0)  # of every live beam
-    _ended: list[_Ending] = field(init=False, default_factory=list)  # at most `width`, best first
+    _ended: list[SearchBeam] = field(init=False, default_factory=list)  # at most `width`, best first
 
     def __post_init__(self) -> None:
         _check_range("width", self.width, 1, MAX_WIDTH)
@@ -117,13 +111,8 @@ class BeamSearch:
         return self.width + len(self._stops)
 
     @property
-    def live(self) -> Sequence[SearchBeam]:
-        """Best first. Empty when the search is over."""
-        return self._live
-
-    @property
     def done(self) -> bool:
-        return not self._live
+        return not self.live
 
     def advance(self, candidates: Sequence[Candidates]) -> Sequence[SearchBeam]:
         """One step. `candidates`: a list for each live beam, in the order of `live`. Returns the new live beams.
@@ -133,8 +122,8 @@ class BeamSearch:
         """
         if self.done:
             raise RuntimeError("beam search: it is over")
-        if len(candidates) != len(self._live):
-            raise ValueError(f"candidates: {len(candidates)} lists for {len(self._live)} live beams")
+        if len(candidates) != len(self.live):
+            raise ValueError(f"candidates: {len(candidates)} lists for {len(self.live)} live beams")
         self._num_tokens += 1
         at_limit = self._num_tokens == self.max_new_tokens
         grown: list[SearchBeam] = []
@@ -144,16 +133,19 @@ class BeamSearch:
             if not at_limit and beam.token not in self._stops:
                 grown.append(beam)
             elif rank < self.width:
-                self._end(beam)
-        self._live = [] if self._is_settled(grown) else grown
-        return self._live
+                bisect.insort(self._ended, beam, key=lambda ended: -self._score(ended, ended.num_tokens))
+                del self._ended[self.width :]
+        self.live = [] if self._is_settled(grown) else grown
+        return self.live
 
     def best(self) -> list[FinishedBeam]:
         """The `num_return` best of the hypotheses that have ended so far, best first. When the search is over there are
         that many, unless the vocabulary is smaller than the width."""
         return [
-            FinishedBeam(ending.beam.tokens, ending.score, "stop" if ending.beam.token in self._stops else "length")
-            for ending in self._ended[: self.num_return]
+            FinishedBeam(
+                beam.tokens, self._score(beam, beam.num_tokens), "stop" if beam.token in self._stops else "length"
+            )
+            for beam in self._ended[: self.num_return]
         ]
 
     def _extensions(self, candidates: Sequence[Candidates]) -> Iterator[SearchBeam]:
@@ -161,16 +153,12 @@ class BeamSearch:
         banned = self._stops if self._num_tokens <= self.min_new_tokens else frozenset()
 
         def grow(parent: int) -> Iterator[SearchBeam]:
-            origin = self._live[parent]
+            origin = self.live[parent]
             for token, logprob in candidates[parent]:
                 if token not in banned and logprob > -math.inf:
                     yield SearchBeam(parent, token, origin.logprob + logprob, self._num_tokens, origin)
 
         return heapq.merge(*map(grow, range(len(candidates))), key=attrgetter("logprob"), reverse=True)
-
-    def _end(self, beam: SearchBeam) -> None:
-        bisect.insort(self._ended, _Ending(beam, self._score(beam.logprob, beam.num_tokens)), key=lambda e: -e.score)
-        del self._ended[self.width :]
 
     def _is_settled(self, grown: Sequence[SearchBeam]) -> bool:
         if not grown:
@@ -181,10 +169,12 @@ class BeamSearch:
             return True
         longest_is_best = self.early_stopping == "never" and self.length_penalty > 0
         length = self.max_new_tokens if longest_is_best else self._num_tokens
-        return self._score(grown[0].logprob, length) <= self._ended[-1].score
+        worst = self._ended[-1]
+        return self._score(grown[0], length) <= self._score(worst, worst.num_tokens)
 
-    def _score(self, logprob: float, num_tokens: int) -> float:
-        return logprob / float(num_tokens**self.length_penalty)
+    def _score(self, beam: SearchBeam, num_tokens: int) -> float:
+        """The beam's score if it had this many tokens."""
+        return beam.logprob / float(num_tokens**self.length_penalty)
 
 
 def _check_range(name: str, value: float, least: float, most: float) -> None:
