@@ -21,7 +21,7 @@ from scheduler_svc.core.admission.sampling_checks import (
     outside,
 )
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED, Rejection, invalid
-from scheduler_svc.core.requests.request import NO_TOKENS, TOKEN_BYTES, Request
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
 # Longest text of a request, because texts are kept, logged and named in answers.
@@ -172,7 +172,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         lora=submission.lora,
         accepted_before=submission.accepted_before,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
-        extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else NO_TOKENS,
+        extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
         cache_retention=ranges,
         **{name: getattr(submission, name) for name in _KEPT},
     )

@@ -14,8 +14,7 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState
 
-# Seconds after which a client should retry that was refused because no worker is attached: a worker takes seconds to
-# load.
+# A client that was refused for want of a worker should retry after this time: a worker takes seconds to load.
 NO_WORKER_RETRY_S = 5.0
 
 
@@ -52,26 +51,18 @@ class Timeouts:
         """The requests that are late now, each with the error that it ends with."""
         for request, message in self._too_late(now_s):
             yield request, Rejection(CODE_DEADLINE_EXCEEDED, message)
-        limit_s, since_s = self._config.no_worker_timeout_s, self._no_worker_since_s
-        if limit_s <= 0:
-            return
-        if since_s is not None:
-            message = f"no worker is attached: waited for one for {limit_s:g} s"
-            for request in self._queue if limit_s <= now_s - since_s else ():
-                if now_s - request.arrival_s >= limit_s:
-                    yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
-            return
-        self._note_unservable(now_s)
-        for request in self._queue if self._unservable_since_s else ():
-            if now_s - self._unservable_since_s.get(request.arrival_index, now_s) >= limit_s:
-                message = (
-                    f"no attached worker can hold {request.max_total_tokens} tokens: waited for one for {limit_s:g} s"
-                )
+        if self._config.no_worker_timeout_s > 0:
+            for request, message in self._without_worker(now_s, self._config.no_worker_timeout_s):
                 yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
 
-    def _note_unservable(self, now_s: float) -> None:
-        """Note since when waiting requests fit no attached worker, because a larger one has left. Looks at the queue
+    def _without_worker(self, now_s: float, limit_s: float) -> Iterator[tuple[Request, str]]:
+        """Waiting requests that fit no attached worker: none is attached, or a larger one has left. Looks at the queue
         only while the attached workers can hold less than earlier workers could."""
+        if (since_s := self._no_worker_since_s) is not None:
+            message = f"no worker is attached: waited for one for {limit_s:g} s"
+            waiting = self._queue if limit_s <= now_s - since_s else ()
+            yield from ((request, message) for request in waiting if now_s - request.arrival_s >= limit_s)
+            return
         workers = [worker for worker in self._workers.values() if not worker.draining]
         most = max((worker.pool_tokens for worker in workers), default=0)
         serves_loras = any(worker.registration.max_loras for worker in workers)
@@ -82,7 +73,11 @@ class Timeouts:
             return
         for request in self._queue:
             if not any(worker.can_ever_hold(request) for worker in workers):
-                self._unservable_since_s[request.arrival_index] = before.get(request.arrival_index, now_s)
+                since_s = before.get(request.arrival_index, now_s)
+                self._unservable_since_s[request.arrival_index] = since_s
+                if now_s - since_s >= limit_s:
+                    held = f"no attached worker can hold {request.max_total_tokens} tokens"
+                    yield request, f"{held}: waited for one for {limit_s:g} s"
 
     def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
@@ -101,4 +96,6 @@ class Timeouts:
             if self._workers:  # without any worker, the request cannot end, whatever it does
                 running += self._queue
             message = f"request: ran for more than {limit_s:g} s"
-            yield from ((request, message) for request in running if request.history.ran_s(now_s) > limit_s)
+            for request in running:
+                if (started_s := request.history.started_s) is not None and now_s - started_s > limit_s:
+                    yield request, message

@@ -9,11 +9,9 @@ from typing import NamedTuple
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Hypothesis
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
-from scheduler_svc.core.requests.held import Held
-from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
+from scheduler_svc.core.requests.state import Held, History
 
-NO_TOKENS: frozenset[int] = frozenset()
 TOKEN_BYTES = 4  # token ids are packed little-endian int32, in messages and in memory
 
 
@@ -68,7 +66,7 @@ class Request:
     history: History = field(default_factory=History, repr=False)
     kv_is_invalid: bool = False  # the worker could not compute it, so its KV is not reused
     is_suspect: bool = False  # its step failed; it runs only together with other suspects (faults/)
-    extra_stop_ids: frozenset[int] = NO_TOKENS
+    extra_stop_ids: frozenset[int] = frozenset()
     parent: Request | None = None  # the sequence to fork from, as long as that is possible
     siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it shares another sequence's
     samples: list[Request] | None = None  # of the same prompt, this one and finished ones included
@@ -101,10 +99,6 @@ class Request:
         self.output += token_ids
         self.num_tokens += len(token_ids) // TOKEN_BYTES
 
-    def prompt_is_scored(self) -> None:
-        """The prompt's log probabilities are reported, and are not asked for again."""
-        self.scores_prompt = self.sampling.prompt_logprobs = False
-
     @property
     def root(self) -> Request:
         """The client's request that it belongs to: itself, unless it is a beam."""
@@ -133,9 +127,10 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         """Output tokens that have arrived, also while it runs."""
-        return self.num_output_tokens + (
-            self.held.unflushed[0].num_tokens(self.held.unflushed[1]) if self.held.unflushed else 0
-        )
+        if self.held.unflushed is None:
+            return self.num_output_tokens
+        buffer, slot = self.held.unflushed
+        return self.num_output_tokens + buffer.num_tokens(slot)
 
     @property
     def max_new_tokens(self) -> int:
@@ -151,8 +146,8 @@ class Request:
         return self.prompt + self.output if self.output else self.prompt
 
     def tokens_from(self, start: int) -> bytes:
-        """As `token_ids`, without the first `start` tokens. That is mostly a part of the output, and then no prompt is
-        copied."""
+        """As `token_ids`, without the first `start` tokens. A part of the output is taken without a copy of the
+        prompt."""
         if start >= self.num_prompt_tokens:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
@@ -168,14 +163,6 @@ class Request:
         if self.held.swapped_on:
             return PrefixMatch(all_but_one if self.held.swapped_on == worker else 0, match.num_referenced_tokens)
         return match
-
-    def matched_tokens(self, worker: int) -> int:
-        """Tokens of the request that the worker has in its cache, or swapped out."""
-        return self.match_on(worker).num_tokens
-
-    def referenced_tokens(self, worker: int) -> int:
-        """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
-        return self.match_on(worker).num_referenced_tokens
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent is on that worker and has computed the prompt that both have in common."""
@@ -353,11 +340,11 @@ class RequestView:
 
     def matched_tokens(self, worker_id: int) -> int:
         """Tokens of the request that the worker has in its cache."""
-        return self._request.matched_tokens(worker_id)
+        return self._request.match_on(worker_id).num_tokens
 
     def referenced_tokens(self, worker_id: int) -> int:
         """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
-        return self._request.referenced_tokens(worker_id)
+        return self._request.match_on(worker_id).num_referenced_tokens
 
 
 def view_of(request: Request) -> RequestView:

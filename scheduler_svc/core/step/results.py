@@ -141,8 +141,8 @@ class ResultReader:
     def _first_token(self, worker: WorkerState, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
         request.held.prompt_is_computed = True
-        if request.scores_prompt:
-            request.prompt_is_scored()
+        if request.scores_prompt:  # the scores are reported, and are not asked for again
+            request.scores_prompt = request.sampling.prompt_logprobs = False
         if slot in logprobs:
             self.publisher.score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.batch.slots.stops_at_eos[slot]

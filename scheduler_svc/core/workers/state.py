@@ -133,7 +133,7 @@ class WorkerState:
 
     def need_blocks(self, request: Request) -> int:
         """Blocks that admitting the whole request takes from the pool."""
-        return self.blocks_for(request.num_tokens) - request.referenced_tokens(self.id) // self.block_size
+        return self.blocks_for(request.num_tokens) - request.match_on(self.id).num_referenced_tokens // self.block_size
 
     @property
     def queued_prefill_tokens(self) -> int:

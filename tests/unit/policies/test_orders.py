@@ -13,8 +13,8 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
-from scheduler_svc.core.requests.history import History
 from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
+from scheduler_svc.core.requests.state import History
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext

@@ -13,8 +13,8 @@ from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.state import Held
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState

@@ -11,9 +11,9 @@ from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.retry_groups import RetryBatch, retry_candidates
-from scheduler_svc.core.requests.held import Held
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.state import Held
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.core.workers.state import WorkerState
 from simulator.system import Client, LocalSystem, WorkerEnd

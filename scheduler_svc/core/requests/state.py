@@ -1,4 +1,4 @@
-"""What a request holds: its worker and slot, its blocks, its sequence at the cache."""
+"""The parts of a request that change while it is served: what it holds, and how it has fared."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
+from paceline.v1.inference_pb2 import RequestTiming
 from scheduler_svc.core.requests.output_buffer import OutputBuffer
 
 
@@ -25,3 +26,25 @@ class Held:
     block_table: array[int] = field(default_factory=partial(array, "i"))
     swapped_on: int = 0  # the worker with its KV in host memory, while WAITING or ALLOCATING
     host_blocks: bytes = b""  # on that worker, once the cache has answered; packed int32
+
+
+@dataclass(slots=True)
+class History:
+    """Times are on the scheduler's clock."""
+
+    has_run: bool = False
+    started_s: float | None = None  # first admission; of a beam: that of its search
+    first_token_s: float | None = None  # of a beam search: the end of its first step
+    cached_tokens: int | None = None  # reused at the first admission
+    num_preemptions: int = 0
+
+    def timing(self, arrival_s: float, now_s: float) -> RequestTiming:
+        """The times of the request's phases, if it ends now."""
+        started_s = now_s if self.started_s is None else self.started_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return RequestTiming(
+            queue_s=started_s - arrival_s,
+            prefill_s=first_token_s - started_s,
+            decode_s=now_s - first_token_s,
+            num_preemptions=self.num_preemptions,
+        )
