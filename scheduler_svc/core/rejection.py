@@ -23,3 +23,7 @@ class Rejection(Exception):
 
 def invalid(field: str, message: str) -> Rejection:
     return Rejection(CODE_INVALID_ARGUMENT, f"{field}: {message}", field)
+
+
+def failed_precondition(field: str, message: str) -> Rejection:
+    return Rejection(CODE_FAILED_PRECONDITION, f"{field}: {message}", field)

@@ -43,7 +43,7 @@ from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
 from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
-from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
+from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.status import StatusReport
 from scheduler_svc.core.step.decide import Decider
@@ -153,9 +153,7 @@ class SchedulerCore:
     def open_session(self, session_id: str, window: int) -> None:
         """Raises Rejection if the id is taken or the window is 0."""
         if session_id in self.sessions:
-            raise Rejection(
-                CODE_FAILED_PRECONDITION, f"session_id: session {session_id!r} is open already", "session_id"
-            )
+            raise failed_precondition("session_id", f"session {session_id!r} is open already")
         if window < 1:
             raise invalid("response_window", "must be at least 1")
         session = self._publisher.open(session_id, window)
@@ -202,7 +200,7 @@ class SchedulerCore:
         if self.limits:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
-            raise Rejection(CODE_FAILED_PRECONDITION, f"handle: {request.handle} is in use", "handle")
+            raise failed_precondition("handle", f"{request.handle} is in use")
         request.arrival_index = request.queue_position = request.siblings.first = self.life.next_arrival_index()
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):

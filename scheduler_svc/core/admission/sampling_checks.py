@@ -26,7 +26,8 @@ MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest tokens at each position
 
-
+# Parameters that change the logits, because of earlier tokens or of chosen tokens.
+LOGIT_PARAMS = (*PENALTY_NAMES, "logit_bias", "bad_words", "allowed_token_ids")
 # Only a negative top_k is out of range, and that has an error text of its own.
 _FILTERS = tuple(SAMPLING[name] for name in FILTER_NAMES if name != "top_k")
 _PENALTIES = tuple(SAMPLING[name] for name in PENALTY_NAMES)
@@ -47,7 +48,7 @@ def check_sampling(sampling: SamplingParams) -> bool:
     _check_numbers(sampling, _FILTERS)
     if sampling.logprobs or sampling.prompt_logprobs:
         _check_logprobs(sampling)
-    if not changes_logits(sampling):
+    if not any(getattr(sampling, name) for name in LOGIT_PARAMS):
         return False
     _check_numbers(sampling, _PENALTIES, "g")
     _check_bias(sampling)
@@ -77,16 +78,6 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> N
     if count > MAX_PROMPT_LOGPROBS:
         message = f"{count} for a prompt of {num_prompt_tokens} tokens, {MAX_PROMPT_LOGPROBS} are possible"
         raise invalid("prompt_logprobs", message)
-
-
-def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether a parameter changes the logits, because of earlier tokens or of chosen tokens."""
-    return bool(
-        any(getattr(sampling, name) for name in PENALTY_NAMES)
-        or sampling.logit_bias
-        or sampling.bad_words
-        or sampling.allowed_token_ids
-    )
 
 
 def _check_bias(sampling: SamplingParams) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.request_fields import METADATA
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
@@ -20,7 +20,7 @@ from scheduler_svc.core.admission.sampling_checks import (
     check_tokens,
     outside,
 )
-from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_RESOURCE_EXHAUSTED, Rejection, invalid
+from scheduler_svc.core.rejection import CODE_RESOURCE_EXHAUSTED, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
@@ -53,18 +53,11 @@ class Limits:
     model: ModelInfo
     pool_tokens: int
     max_loras: int = 0
-    # Copied from the model's message, because its fields are slow to read.
-    vocab_size: int = field(init=False)
-    max_model_len: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "vocab_size", self.model.vocab_size)
-        object.__setattr__(self, "max_model_len", self.model.max_model_len)
 
     @property
     def max_total_tokens(self) -> int:
         """Longest prompt and output of one sequence together."""
-        return min(self.max_model_len, self.pool_tokens)
+        return min(self.model.max_model_len, self.pool_tokens)
 
 
 # The checks read the request that was made from the submission: each read of a message's field makes an object, and a
@@ -121,7 +114,7 @@ def _check_sizes(request: Request) -> None:
 
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
     """Check the limits of the model and of the pools. `changes_logits`: as check_submission found. Raises Rejection."""
-    vocab, longest = limits.vocab_size, limits.max_model_len
+    vocab, longest = limits.model.vocab_size, limits.model.max_model_len
     check_tokens("prompt_token_ids", request.prompt, vocab)
     if request.output:
         check_tokens("output_token_ids", bytes(request.output), vocab)
@@ -155,10 +148,8 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
     own.CopyFrom(submission.sampling)
     prompt, stops = submission.prompt_token_ids, own.stop_token_ids
     deadline_s, retention = submission.deadline_s, submission.cache_retention
-    # Too many ranges are refused later. They are not converted here: millions would take half a minute.
-    ranges: tuple[RetentionRange, ...] = ()
-    if 0 < len(retention) <= MAX_RETENTION_RANGES:
-        ranges = tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES))
+    # check_submission refuses too many ranges. They are not converted here: millions would take half a minute.
+    converts = 0 < len(retention) <= MAX_RETENTION_RANGES
     return Request(
         arrival_index=0,
         session_id=session_id,
@@ -173,7 +164,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         accepted_before=submission.accepted_before,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
-        cache_retention=ranges,
+        cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),
         **{name: getattr(submission, name) for name in _KEPT},
     )
 
@@ -239,32 +230,24 @@ def check_registration(
     new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
 ) -> None:
     """Check that a worker serves the same model as the others, or as the live requests, in the same data type and block
-    size.
-
-    Raises Rejection, which names both sides.
-    """
+    size. Raises Rejection, which names both sides."""
     for name, most in MAX_WORKER_SIZES.items():
         size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
         if not least <= size <= most:
             raise invalid(name, f"must be between {least} and {most}, not {size}")
     expected = others[0].model if others else promised.model if promised else None
     if expected is not None and new.model.fingerprint != expected.fingerprint:
-        raise Rejection(
-            CODE_FAILED_PRECONDITION,
-            f"model: this scheduler serves {expected.name} ({expected.fingerprint[:12]}), "
-            f"not {new.model.name} ({new.model.fingerprint[:12]})",
-            "model",
-        )
+        served, offered = (f"{model.name} ({model.fingerprint[:12]})" for model in (expected, new.model))
+        raise failed_precondition("model", f"this scheduler serves {served}, not {offered}")
     if expected is not None and new.model.dtype != expected.dtype and not allow_mixed_dtypes:
-        raise Rejection(
-            CODE_FAILED_PRECONDITION,
-            f"dtype: this scheduler serves {expected.name} in {expected.dtype}, not in {new.model.dtype} "
-            "(--allow-mixed-dtypes of the scheduler takes both, which may change tokens)",
+        raise failed_precondition(
             "dtype",
+            f"this scheduler serves {expected.name} in {expected.dtype}, not in {new.model.dtype} "
+            "(--allow-mixed-dtypes of the scheduler takes both, which may change tokens)",
         )
     if others and new.block_size != others[0].block_size:
-        message = f"block_size: {new.block_size}, but the workers here use {others[0].block_size}"
-        raise Rejection(CODE_FAILED_PRECONDITION, message, "block_size")
+        message = f"{new.block_size}, but the workers here use {others[0].block_size}"
+        raise failed_precondition("block_size", message)
 
 
 def explain_rejection(ending: Ending, rejection: Rejection) -> None:

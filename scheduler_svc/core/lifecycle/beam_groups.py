@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.request_fields import PENALTY_NAMES
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Submission
 from paceline.v1.worker_pb2 import TokenLogprobs
+from scheduler_svc.core.admission.sampling_checks import LOGIT_PARAMS
 from scheduler_svc.core.admission.validation import Limits
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
@@ -34,7 +34,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
 # Sampling parameters that beam search does not support.
-UNSEARCHED = (*PENALTY_NAMES, "logit_bias", "bad_words", "allowed_token_ids", "grammar", "logprobs", "prompt_logprobs")
+UNSEARCHED = (*LOGIT_PARAMS, "grammar", "logprobs", "prompt_logprobs")
 
 
 def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: Iterable[int] = ()) -> BeamSearch:
