@@ -29,21 +29,18 @@ class Budgets:
     _touched: set[str | None] = field(default_factory=set)  # since the last measurement
 
     def bind(self, request: Request) -> None:
-        tenant = request.tenant
-        self.tenant_tokens[tenant] = self.tenant_tokens.get(tenant, 0) + request.max_total_tokens
+        self.tenant_tokens[request.tenant] += request.max_total_tokens
         if request.history.started_s is None:  # a request that ran before does not shrink the queue
-            for name in (tenant, None):
+            for name in (request.tenant, None):
                 self._estimate(name, request.arrival_s).finished(amount=request.num_tokens)
 
     def unbind(self, request: Request) -> None:
-        if left := self.tenant_tokens[request.tenant] - request.max_total_tokens:
-            self.tenant_tokens[request.tenant] = left
-        else:
-            self.tenant_tokens.pop(request.tenant)
+        self.tenant_tokens[request.tenant] -= request.max_total_tokens
+        if not self.tenant_tokens[request.tenant]:
+            del self.tenant_tokens[request.tenant]
 
     def free_tokens(self, tenant: str) -> int:
-        """Tokens that the tenant may still have running, if there is a limit. Negative if it has more than the
-        limit."""
+        """Tokens that the tenant may still have running, if there is a limit. Negative above the limit."""
         return self.config.tenant_max_running_tokens - self.tenant_tokens[tenant]
 
     @property
@@ -73,7 +70,7 @@ class Budgets:
 
     def measure(self, now_s: float, waiting: Collection[str] = ()) -> None:
         """Measure the rates. Call it a few times a second, with the tenants that have waiting requests."""
-        names: set[str | None] = {*waiting, *([None] if waiting else [])}
+        names: set[str | None] = {*waiting, None} if waiting else set()
         for name in names | self._waited | self._touched:
             estimate = self._estimates.get(name) or self._estimate(name, now_s)
             estimate.measure(now_s, waits=name in names)

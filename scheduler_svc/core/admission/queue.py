@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,8 +14,7 @@ from scheduler_svc.core.requests.request import Request, RequestView, view_of
 class WaitingQueue:
     """Waiting requests by arrival index. Counts their tokens, in total and by tenant. The order is a policy's.
 
-    Entering, leaving and cancelling cost what the policy's index costs, mostly O(log n), at any position in the queue.
-    So an abort with ten thousand waiting requests costs what it costs with ten.
+    Entering and leaving, at any position in the queue, cost what the policy's index costs: mostly O(log n).
     """
 
     def __init__(
@@ -32,10 +32,9 @@ class WaitingQueue:
         self._shown = self._by_arrival_index if self._lines is None else dict[int, Request]()
         self._fallback = fallback
         self._adopt(order)
-        # Clients' requests only. The beams of a search come and go in every step; once a search has begun, its beams
-        # count no more than the tokens that any other request goes on to generate.
+        # Without the beams of a search that has begun: they come and go in every step.
         self.num_requests = self.num_tokens = 0
-        self.tenant_tokens: dict[str, int] = {}
+        self.tenant_tokens: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_arrival_index)
@@ -88,8 +87,8 @@ class WaitingQueue:
         return len(self._shown) > shown
 
     def _change(self, change: Callable[[TenantLines], list[Request]]) -> None:
-        """Apply the change, and tell the order which requests it sees, and which no more. It hears of removals last, so
-        that no tenant seems to have no waiting request; and last of all of the request that is removed, as it may start
+        """Apply the change, and tell the order which requests it sees, and which no more. Removals come last, so that
+        no tenant seems to have no waiting request. The very last is the request that leaves the queue, as it may start
         now."""
         assert self._lines is not None
         order, turned = self.order, dict[int, Request]()
@@ -111,12 +110,9 @@ class WaitingQueue:
                 return  # the order has failed, and the one that replaced it knows all requests
 
     def rematched(self, requests: Iterable[Request]) -> None:
-        try:
-            for request in requests:
-                if request.arrival_index in self._shown:
-                    self.order.rematched(view_of(request))
-        except Exception as error:  # as in `_tell`; the order that takes over sees all requests as they are now
-            self.reorder(self._fallback(error))
+        for request in requests:
+            if request.arrival_index in self._shown:
+                self._tell(self.order.rematched, request)
 
     def started(self, request: Request) -> None:
         if self._follows_runs:
@@ -185,13 +181,10 @@ class WaitingQueue:
     def _count(self, request: Request, sign: int) -> None:
         if request.group is not None and request.history.started_s is not None:
             return
-        tokens = sign * request.num_tokens
         self.num_requests += sign
-        self.num_tokens += tokens
-        left = self.tenant_tokens.get(request.tenant, 0) + tokens
-        if left:
-            self.tenant_tokens[request.tenant] = left
-        else:
+        self.num_tokens += sign * request.num_tokens
+        self.tenant_tokens[request.tenant] += sign * request.num_tokens
+        if not self.tenant_tokens[request.tenant]:
             del self.tenant_tokens[request.tenant]
 
 

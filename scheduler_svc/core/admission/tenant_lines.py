@@ -4,8 +4,8 @@ A tenant at its limit may have thousands of waiting requests that cannot run bef
 tenant, the order sees the requests that fit its budget one after the other, and the first that does not fit. So a step
 does not look at the rest, and no request of a tenant passes another one that waits for the tenant's tokens.
 
-A request that waits for something else (no worker could take it, whatever its tenant has left) is seen too, but does
-not count: otherwise the rest of its tenant would wait with it, and perhaps what it waits for.
+The order also sees a stuck request, which no worker could take whatever its tenant has left. But it does not count:
+otherwise the rest of its tenant would wait with it, and perhaps the request that it waits for.
 """
 
 from __future__ import annotations
