@@ -73,13 +73,24 @@ class Session:
         if self.sent - self.read >= self.window:
             return None
         if self._prompt_scores:
-            return self._next_prompt_scores()
-        if not (self._handles or self._next or self.status or self.opened):
+            message = self._next_prompt_scores()
+        elif len(self._scores) > MAX_SCORES or len(self._handles) > MAX_STEPS:
+            message = self._first_steps()
+        elif self._handles or self._next or self.status or self.opened:
+            message = self._all_steps()
+        else:
             return None
-        if len(self._scores) > MAX_SCORES or len(self._handles) > MAX_STEPS:
-            return self._first_steps()
+        if self.opened:
+            message.opened.CopyFrom(self.opened)
+        if self.status:
+            message.status.CopyFrom(self.status)
+        self.opened = self.status = None
+        self.sent += 1
+        return message
+
+    def _all_steps(self) -> SessionResponse:
+        """All gathered steps with their log probabilities, and the endings."""
         message, self._next = self._next or SessionResponse(), None
-        self._add_status(message)
         if len(self._handles) == 1 and self._handles[0] is self._sent_handles:
             message.same_handles = True
         elif self._handles:
@@ -89,19 +100,15 @@ class Session:
         message.token_ids = b"".join([tokens.tobytes() for tokens in self._tokens])
         if self._scores:
             message.scores.extend(self._scores)
-            self._scores.clear()
-        self._handles.clear()
-        self._tokens.clear()
-        self._scores_before.clear()
+        for gathered in (self._handles, self._tokens, self._scores, self._scores_before):
+            gathered.clear()
         if (room := (self.queue_credit, self.num_submissions)) != self._told_credit:
             message.room.places, message.room.num_submissions = self._told_credit = room
-        self.sent += 1
         return message
 
     def _first_steps(self) -> SessionResponse:
         """As many gathered steps as fit a message, with their log probabilities. Endings come with the last steps."""
         message, before = SessionResponse(), self._scores_before
-        self._add_status(message)
         count = max(1, min(bisect_right(before, MAX_SCORES) - 1, MAX_STEPS))
         num_scores = before[count] if count < len(before) else len(self._scores)
         for handles in self._handles[:count]:
@@ -111,25 +118,15 @@ class Session:
         del self._handles[:count], self._tokens[:count], self._scores[:num_scores]
         self._scores_before = [before - num_scores for before in self._scores_before[count:]]
         self._sent_handles = None
-        self.sent += 1
         return message
-
-    def _add_status(self, message: SessionResponse) -> None:
-        if self.opened:
-            message.opened.CopyFrom(self.opened)
-        if self.status:
-            message.status.CopyFrom(self.status)
-        self.opened = self.status = None
 
     def _next_prompt_scores(self) -> SessionResponse:
         """Prompt log probabilities, in messages of their own before the tokens that follow; as many as fit one
         message."""
         message, size = SessionResponse(), 0
-        self._add_status(message)
         while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
             size += self._prompt_scores[0].ByteSize()
             message.prompt_scores.append(self._prompt_scores.popleft())
-        self.sent += 1
         return message
 
 

@@ -1,14 +1,14 @@
 """Why requests wait, for `paceline explain`. Knows every live request and the last MAX_ENDED finished ones.
 
-The cost of a decision depends on what it names, not on what waits. A decision notes the requests that it looked at and
-rejected, or why it looked at none. The requests behind the first of those waited for their turn; `explain` derives that
-from the same notes.
+A decision notes only the requests that it looked at and rejected, or why it looked at none, however many requests wait.
+The requests behind the first rejected one waited for their turn: `explain` derives that from the same notes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,6 @@ MAX_SPANS = 64  # looks of one request, and as many events
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
-NO_TENANT: Mapping[str, int] = MappingProxyType({})
-
 
 # Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
 Event = tuple[str, str, int, float]
@@ -48,7 +46,7 @@ class Wait:
 
     first: int
     from_s: float
-    last: int | None = None
+    last: int = sys.maxsize
     to_s: float = math.inf
 
 
@@ -65,22 +63,13 @@ class Record:
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
-        if len(self.events) > MAX_SPANS:
-            del self.events[0]
-
-    def add_look(self, span: Span) -> None:
-        self.looks.append(span)
-        if len(self.looks) > MAX_SPANS:
-            del self.looks[0]
-
-    def told(self) -> list[Span]:
-        return [Span(reason, detail, n, n, at_s, at_s) for reason, detail, n, at_s in self.events] + self.looks
+        del self.events[:-MAX_SPANS]
 
     def waits(self) -> list[Wait]:
         """The request waits from each event that says so to the next event."""
         waits = list[Wait]()
         for reason, _, decision, at_s in self.events:
-            if waits and waits[-1].last is None:
+            if waits and waits[-1].to_s == math.inf:
                 # At the decision that admitted the request it did not wait.
                 waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
             if reason in WAITING:
@@ -145,17 +134,13 @@ class RequestTimeline:
         record.add_event(("ended", how, self.decisions, now_s))
         self._ended[record.arrival_index] = record
         for name in _names(record):  # finished ones are kept in the order in which they finished
-            self._names[name].pop(record.arrival_index)
-            self._names[name][record.arrival_index] = None
+            self._names[name][record.arrival_index] = self._names[name].pop(record.arrival_index)
         if len(self._ended) > MAX_ENDED:
-            self._forget(self._ended.popitem(last=False)[1])
-
-    def _forget(self, record: Record) -> None:
-        for name in _names(record):
-            indexes = self._names[name]
-            del indexes[record.arrival_index]
-            if not indexes:
-                del self._names[name]
+            _, oldest = self._ended.popitem(last=False)
+            for name in _names(oldest):
+                del self._names[name][oldest.arrival_index]
+                if not self._names[name]:
+                    del self._names[name]
 
     def decided(
         self,
@@ -163,7 +148,7 @@ class RequestTimeline:
         rejected: Sequence[tuple[Request, str, str]],
         closed: tuple[str, str] | None,
         now_s: float,
-        at_limit: Mapping[str, int] = NO_TENANT,
+        at_limit: Mapping[str, int] = MappingProxyType({}),
         without_grammar: Sequence[Request] = (),
     ) -> None:
         """A decision for a worker looked at these requests and rejected them, in this order; or it is `closed` (reason,
@@ -177,36 +162,31 @@ class RequestTimeline:
             record = self._live.get(request.root.arrival_index)
             if record is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
-        if not (rejected or closed):
-            self._last[worker] = self.decisions, None
-            return
         if rejected:
             (request, reason, _), detail = rejected[0], ""
             arrival_index, name = request.root.arrival_index, request.root.request_id
-        else:
-            assert closed is not None
+        elif closed:
             arrival_index, name, (reason, detail) = 0, "", closed
+        else:
+            self._last[worker] = self.decisions, None
+            return
         if top is None or (top.arrival_index, top.span.reason) != (arrival_index, reason):
-            top = TopRejected(
-                arrival_index, name, Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker)
-            )
+            span = Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker)
+            top = TopRejected(arrival_index, name, span)
             self._tops.append(top)
         top.span.detail, top.span.last, top.span.to_s = detail, self.decisions, now_s
         self._last[worker] = self.decisions, top
 
     def _note_at_limit(self, worker: int, at_limit: Mapping[str, int], now_s: float) -> None:
-        if not (at_limit or worker in self._at_limit):
-            return
-        before = self._at_limit.pop(worker, {})
-        if not at_limit:
-            return
-        now = self._at_limit[worker] = {tenant: before[tenant] for tenant in at_limit if tenant in before}
+        before, now = self._at_limit.pop(worker, {}), dict[str, AtLimit]()
         for tenant, tokens in at_limit.items():
-            if (one := now.get(tenant)) is None:
-                span = Span("tenant", "", self.decisions, self.decisions, now_s, now_s, worker)
-                one = now[tenant] = AtLimit(tenant, tokens, span)
+            if (one := before.get(tenant)) is None:
+                one = AtLimit(tenant, tokens, Span("tenant", "", self.decisions, 0, now_s, 0.0, worker))
                 self._limits.append(one)
             one.tokens, one.span.last, one.span.to_s = tokens, self.decisions, now_s
+            now[tenant] = one
+        if now:
+            self._at_limit[worker] = now
 
     def worker_gone(self, worker: int) -> None:
         self._last.pop(worker, None)
@@ -254,7 +234,7 @@ class RequestTimeline:
 
     def explain_record(self, record: Record, now_s: float) -> list[Span]:
         """Oldest first. Times are seconds since the arrival."""
-        spans = record.told()
+        spans = [Span(reason, detail, n, n, at_s, at_s) for reason, detail, n, at_s in record.events] + record.looks
         for wait in record.waits():
             spans += self._turns(record, wait)
             wait.to_s = min(wait.to_s, now_s)
@@ -262,27 +242,25 @@ class RequestTimeline:
                 if out.from_s < wait.to_s and wait.from_s < out.to_s:
                     from_s, to_s = max(out.from_s, wait.from_s), min(out.to_s, wait.to_s)
                     spans.append(Span(out.reason, out.detail, max(out.first, wait.first), out.last, from_s, to_s))
-        spans.sort(key=lambda span: (span.from_s, span.first))
-        spans = _joined(spans)
-        return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in spans]
+        joined = _joined(sorted(spans, key=lambda span: (span.from_s, span.first)))
+        return [replace(s, from_s=s.from_s - record.arrival_s, to_s=s.to_s - record.arrival_s) for s in joined]
 
     def _turns(self, record: Record, wait: Wait) -> list[Span]:
         """Why the request waited while no decision looked at it: its tenant was at its limit; another request was
         before it, and waited for a reason; or the decision looked at no request."""
-        last = self.decisions if wait.last is None else wait.last
         told, looks = list[Span](), Apart(record.looks)
         for limit in self._limits:
             if limit.tenant == record.tenant:
                 detail = f"{limit.tokens} tokens of tenant {limit.tenant!r} run, its limit is {self.tenant_limit}"
-                told += looks.parts(replace(limit.span, detail=detail), wait, last)
+                told += looks.parts(replace(limit.span, detail=detail), wait)
         apart = Apart([*record.looks, *told])
         for one in self._tops:
             top = one.span
-            if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > last:
+            if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > wait.last:
                 continue
             if one.request_id:
                 top = replace(top, reason="order", detail=f"behind {one.request_id}, which waits for {top.reason}")
-            told += apart.parts(top, wait, last)
+            told += apart.parts(top, wait)
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
@@ -293,7 +271,8 @@ class RequestTimeline:
         if last is not None and last.reason == reason and last.last >= since:
             last.last, last.to_s, last.detail = self.decisions, now_s, detail
         else:
-            record.add_look(Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
+            record.looks.append(Span(reason, detail, self.decisions, self.decisions, now_s, now_s, worker))
+            del record.looks[:-MAX_SPANS]
 
 
 def _names(record: Record) -> set[str]:
@@ -309,10 +288,10 @@ class Apart:
         for span in sorted(spans, key=lambda span: span.first):
             self._of.setdefault(span.worker, []).append(span)
 
-    def parts(self, span: Span, wait: Wait, last: int) -> list[Span]:
-        """The parts of the span within the wait, up to that decision, that no known range covers."""
+    def parts(self, span: Span, wait: Wait) -> list[Span]:
+        """The parts of the span within the wait that no known range covers."""
         told, parts = self._of.get(span.worker, []), list[Span]()
-        first, last, from_s = max(span.first, wait.first + 1), min(span.last, last), max(span.from_s, wait.from_s)
+        first, last, from_s = max(span.first, wait.first + 1), min(span.last, wait.last), max(span.from_s, wait.from_s)
         for one in itertools.islice(told, bisect_left(told, first, key=lambda one: one.last), None):
             if one.first > last:
                 break
