@@ -32,7 +32,6 @@ from scheduler_svc.core.admission.validation import (
     is_sample_of,
     new_request,
     queue_credit,
-    recheck,
 )
 from scheduler_svc.core.cache.link import CacheLink, ProtocolError
 from scheduler_svc.core.faults.retry_groups import RetryGroups
@@ -100,7 +99,7 @@ class SchedulerCore:
             config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
         )
         self._recovery = Recovery(self._cache, self.workers, self.life)
-        self._groups = BeamGroups(self.life, self.workers)
+        self._groups = BeamGroups(self.life)
         self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
         self._exchanges = StepExchanges(
             self.workers,
@@ -201,7 +200,7 @@ class SchedulerCore:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise failed_precondition("handle", f"{request.handle} is in use")
-        request.arrival_index = request.queue_position = request.siblings.first = self.life.next_arrival_index()
+        request.arrival_index = request.queue_position = request.siblings.first = next(self.life.arrival_indexes)
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
@@ -241,7 +240,7 @@ class SchedulerCore:
         self._next_worker += 1
         self.workers[worker.id] = worker
         if worker.incarnation:
-            self._retry_groups.came_back(worker.incarnation)
+            self._retry_groups.suspects.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
         self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
         self._workers_changed()
@@ -310,7 +309,7 @@ class SchedulerCore:
             self._lose(worker, "its worker was lost")
         newer = (one for one in self.workers.values() if one.id > worker_id)
         if any(one.incarnation == worker.incarnation for one in newer):  # the worker noticed the broken link first
-            self._retry_groups.came_back(worker.incarnation)
+            self._retry_groups.suspects.came_back(worker.incarnation)
 
     def _lose(
         self, worker: WorkerState, why: str, first: int = 0, last: int = 0, absence: Absence | None = None
@@ -352,7 +351,9 @@ class SchedulerCore:
             self._cache.model = first.model.fingerprint
             if fresh:
                 for request in list(self.queue):  # accepted before the model was known
-                    if (rejection := recheck(request, self.limits)) is not None:
+                    try:
+                        check_limits(request, self.limits)
+                    except Rejection as rejection:
                         self.life.end(request, FINISH_REASON_ERROR, rejection)
                 if self._cache.connected:
                     self.life.ask_all_matches()  # in the model's namespace

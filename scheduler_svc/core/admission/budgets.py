@@ -1,5 +1,4 @@
-"""Budgets outside the policies: tokens of a tenant, adapters in a batch; and the time after which a refused client
-should retry."""
+"""Budgets outside the policies (tokens of a tenant, adapters in a batch), and when a refused client should retry."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from scheduler_svc.core.workers.decision import Admitted
 from scheduler_svc.core.workers.state import WorkerState
 from services.runtime.retry_after import RetryAfter
 
-# Tenants with a stored rate: those that were active last.
-MAX_RATES = 1024
+MAX_RATES = 1024  # tenants with a stored rate: those that were active last
 
 
 @dataclass(slots=True)
@@ -49,14 +47,12 @@ class Budgets:
         return self.config.tenant_max_running_tokens > 0
 
     def waits_for_tenant(self, request: Request) -> bool:
-        """Whether other requests of its tenant have to end before it may run. A request that is larger than its
-        tenant's budget still runs, alone."""
+        """Whether it waits for other requests of its tenant to end. A request larger than the budget runs alone."""
         running = self.tenant_tokens[request.tenant]
         return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
 
     def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
-        """The budget that the request does not fit, on top of what is bound and `admitted` on the worker, as "name:
-        numbers". None if it fits."""
+        """The budget ("name: numbers") that the request exceeds on top of bound and `admitted` requests, or None."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
             running = self.tenant_tokens[request.tenant] + admitted.tenant_tokens[request.tenant]
             if running and running + request.max_total_tokens > limit:

@@ -27,11 +27,8 @@ class WaitingQueue:
         `free_tokens` returns the tokens that a tenant may still have running, if tenants have a limit."""
         self._by_arrival_index: dict[int, Request] = {}
         self._free_tokens = free_tokens
-        self._lines = TenantLines(free_tokens) if free_tokens else None
-        # requests that the order sees
-        self._shown = self._by_arrival_index if self._lines is None else dict[int, Request]()
         self._fallback = fallback
-        self._adopt(order)
+        self.reorder(order)
         # Without the beams of a search that has begun: they come and go in every step.
         self.num_requests = self.num_tokens = 0
         self.tenant_tokens: Counter[str] = Counter()
@@ -124,7 +121,8 @@ class WaitingQueue:
 
     def reorder(self, order: OrderPolicy) -> None:
         """Another order takes over. Raises what that order raises; then nothing has changed."""
-        lines, shown = self._lines, self._by_arrival_index
+        lines: TenantLines | None = None
+        shown = self._by_arrival_index  # requests that the order sees
         if self._free_tokens is not None:
             lines, shown = TenantLines(self._free_tokens), {}
             for request in self:
@@ -134,16 +132,12 @@ class WaitingQueue:
         for _, request in sorted(shown.items()):
             order.add(view_of(request))
         self._lines, self._shown = lines, shown
-        self._adopt(order)
-
-    def _adopt(self, order: OrderPolicy) -> None:
         self.order, kind = order, type(order)
         self._follows_runs = kind.started is not OrderPolicy.started or kind.stopped is not OrderPolicy.stopped
 
     def ordered(self, now_s: float) -> Iterator[Request]:
-        """Every waiting request that the order sees, in the policy's order. When a tenant is at its limit of running
-        tokens, the order sees only its requests that still fit. Raises what the policy raises, and PolicyError unless
-        the policy names each of these requests exactly once."""
+        """Every waiting request that the order sees (tenant_lines.py), in the policy's order. Raises what the policy
+        raises, and PolicyError unless the policy names each of these requests exactly once."""
         waiting = self._shown
         named: set[int] = set()
         for view in self.order.ordered(now_s):
@@ -158,8 +152,7 @@ class WaitingQueue:
             raise PolicyError(f"order: {len(waiting) - len(named)} of {len(waiting)} waiting requests are left out")
 
     def hopeless(self, now_s: float) -> list[Request]:
-        """Requests that the order gives up. Empty if the order raises, or names a request that does not wait; then
-        another order replaces it."""
+        """Requests that the order gives up. Empty if it fails or names others: then another order replaces it."""
         named: dict[int, Request] = {}
         try:
             for view in self.order.hopeless(now_s):
@@ -189,7 +182,6 @@ class WaitingQueue:
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:
-    """The request's rank among those of its tenant. An order without ranks leaves it to the queue position. Raises
-    PolicyError."""
+    """The request's rank in its tenant's line. Without ranks, the queue position decides. Raises PolicyError."""
     view = view_of(request)
     return sortable(order.rank(view), view), request.queue_position

@@ -34,8 +34,7 @@ _PENALTIES = tuple(SAMPLING[name] for name in PENALTY_NAMES)
 
 
 def check_sampling(sampling: SamplingParams) -> bool:
-    """Check everything that does not depend on the model. Returns whether the parameters change the logits: finding out
-    takes a while, so it is done once. Raises Rejection."""
+    """Check what does not depend on the model. Returns whether a parameter changes the logits. Raises Rejection."""
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
     if not max_tokens:
         raise invalid("max_tokens", "must be at least 1")
@@ -47,7 +46,9 @@ def check_sampling(sampling: SamplingParams) -> bool:
         raise invalid("top_k", f"{top_k} is negative; 0 keeps every token")
     _check_numbers(sampling, _FILTERS)
     if sampling.logprobs or sampling.prompt_logprobs:
-        _check_logprobs(sampling)
+        for name in ("num_top_logprobs", "num_top_prompt_logprobs"):
+            if (count := getattr(sampling, name)) > MAX_TOP_LOGPROBS:
+                raise invalid(name, f"{count} tokens, {MAX_TOP_LOGPROBS} are possible")
     if not any(getattr(sampling, name) for name in LOGIT_PARAMS):
         return False
     _check_numbers(sampling, _PENALTIES, "g")
@@ -64,12 +65,6 @@ def _check_numbers(sampling: SamplingParams, params: Iterable[SamplingParam], sh
     for param in params:
         if not param.accepts(param.from_wire(value := getattr(sampling, param.name))):
             raise invalid(param.name, f"{value:{shown}} is not in {param.wire_range}")
-
-
-def _check_logprobs(sampling: SamplingParams) -> None:
-    for name in ("num_top_logprobs", "num_top_prompt_logprobs"):
-        if (count := getattr(sampling, name)) > MAX_TOP_LOGPROBS:
-            raise invalid(name, f"{count} tokens, {MAX_TOP_LOGPROBS} are possible")
 
 
 def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> None:

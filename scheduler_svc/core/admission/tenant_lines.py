@@ -53,8 +53,7 @@ class TenantLines:
         self._entries: dict[int, tuple[Entry, Request]] = {}  # by arrival index
 
     def add(self, request: Request, rank: Any) -> list[Request]:
-        """Add a waiting request. Returns the requests of the tenant that become shown, or are shown no more: each call
-        toggles them."""
+        """Add a waiting request. Returns the tenant's requests to toggle: they become shown, or are shown no more."""
         entry = (rank, request.arrival_index)
         self._entries[request.arrival_index] = entry, request
         line = self._lines.setdefault(request.tenant, TenantLine())
@@ -80,10 +79,8 @@ class TenantLines:
     def balance(self, tenant: str) -> list[Request]:
         """The tenant's free tokens have changed. Returns as add()."""
         line = self._lines.get(tenant)
-        if line is None:
-            return []
-        if not line.entries:
-            del self._lines[tenant]
+        if line is None or not line.entries:
+            self._lines.pop(tenant, None)
             return []
         free_tokens, turned = self._free_tokens(tenant), list[Request]()
         while line.num_shown < len(line.entries) and (line.shown_tokens <= free_tokens or not line.num_shown):
@@ -102,8 +99,7 @@ class TenantLines:
         return line is not None and request.arrival_index in line.aside
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> list[Request]:
-        """Check whether these requests, and those that become shown, could run if their tenants had tokens left.
-        Returns as add()."""
+        """Check whether these requests, and those that become shown, are stuck. Returns as add()."""
         looked_at, turned = list(requests), list[Request]()
         for request in looked_at:
             line, (entry, _) = self._lines[request.tenant], self._entries[request.arrival_index]

@@ -24,18 +24,15 @@ from scheduler_svc.core.rejection import CODE_RESOURCE_EXHAUSTED, Rejection, fai
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
-# Longest text of a request, because texts are kept, logged and named in answers.
-MAX_CHARS = 256
+MAX_CHARS = 256  # of each text of a request, because texts are kept, logged and named in answers
 _TEXTS = ("request_id", "answer_id", "lora", *(name for name, field in METADATA.items() if field.kind is str))
-# Metadata that a request keeps as it is. Its deadline is on another clock.
-_KEPT = tuple(name for name in METADATA if name != "deadline_s")
+_KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is not str)
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
-# Limits of a worker's registration. The scheduler allocates tables for slots and for offsets in a block when a worker
-# registers. Block ids are int32.
+# Limits of a worker's registration, by which the scheduler allocates tables of slots. Block ids are int32.
 MAX_WORKER_SIZES = {
     "block_size": 2**16,
     "num_blocks": 2**31 - 1,
@@ -47,11 +44,10 @@ MAX_WORKER_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the attached workers can serve. `pool_tokens`: tokens of the largest pool, and so of the longest
-    sequence."""
+    """What the attached workers can serve."""
 
     model: ModelInfo
-    pool_tokens: int
+    pool_tokens: int  # of the largest pool, and so of the longest sequence
     max_loras: int = 0
 
     @property
@@ -60,13 +56,9 @@ class Limits:
         return min(self.model.max_model_len, self.pool_tokens)
 
 
-# The checks read the request that was made from the submission: each read of a message's field makes an object, and a
-# copy of bytes.
-
-
+# The checks read the request, not the submission: each read of a message's field makes an object, and copies bytes.
 def check_submission(request: Request, submission: Submission) -> bool:
-    """Check everything that does not depend on the model. Returns whether the sampling changes the logits. Raises
-    Rejection."""
+    """Check what does not depend on the model. Returns whether the sampling changes the logits. Raises Rejection."""
     _check_sizes(request)
     if not request.prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
@@ -217,20 +209,11 @@ def is_sample_of(parent: Request, request: Request) -> bool:
     return (parent.tenant, parent.namespace, parent.prompt) == (request.tenant, request.namespace, request.prompt)
 
 
-def recheck(request: Request, limits: Limits) -> Rejection | None:
-    """The rejection, if any, of a request that was accepted before the limits were known."""
-    try:
-        check_limits(request, limits)
-    except Rejection as rejection:
-        return rejection
-    return None
-
-
 def check_registration(
     new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
 ) -> None:
-    """Check that a worker serves the same model as the others, or as the live requests, in the same data type and block
-    size. Raises Rejection, which names both sides."""
+    """Check that a worker's model, data type and block size are those of the other workers, or of the live requests.
+    Raises Rejection, which names both sides."""
     for name, most in MAX_WORKER_SIZES.items():
         size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
         if not least <= size <= most:
@@ -246,8 +229,7 @@ def check_registration(
             "(--allow-mixed-dtypes of the scheduler takes both, which may change tokens)",
         )
     if others and new.block_size != others[0].block_size:
-        message = f"{new.block_size}, but the workers here use {others[0].block_size}"
-        raise failed_precondition("block_size", message)
+        raise failed_precondition("block_size", f"{new.block_size}, but the workers here use {others[0].block_size}")
 
 
 def explain_rejection(ending: Ending, rejection: Rejection) -> None:

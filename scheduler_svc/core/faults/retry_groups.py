@@ -4,16 +4,17 @@ A worker retries one group of suspects at a time, in steps of its own: no other 
 other sequences are on hold. Each suspect computes what it had and then generates until it is past the point of the
 failure: two tokens, so that a prefill and a decode have been seen to work (or as many as there were steps in flight, if
 more). Then it is cleared and runs with the others. Between two groups the worker takes a step with all other sequences.
-A worker admits no request while a group waits that it can retry, so there will be room for the group.
 
-A suspect waits in the queue like any other request. Where it is retried, as many of its group get a slot as there is
-room for; the rest waits for the next turn. A held suspect (suspects.py) is not retried, and no request waits for it.
+A suspect waits in the queue like any other request. While a group waits that a worker can retry, the worker admits no
+other request. As many suspects of the group get a slot as there is room for; the others wait for the next turn. A held
+suspect (suspects.py) is not retried, and no request waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_svc.core.faults.suspects import Absence, Suspects
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
@@ -25,17 +26,20 @@ from scheduler_svc.core.workers.state import WorkerState
 
 # Most time between two ticks that counts for absent workers: during a longer gap this process was stopped.
 MOST_BETWEEN_TICKS_S = 0.5
-# Tokens that a suspect has to generate: the first comes from its prefill, the second from a decode.
-PROOF_TOKENS = 2
+PROOF_TOKENS = 2  # that a suspect has to generate: the first comes from its prefill, the second from a decode
+
+
+class _Retry(NamedTuple):
+    request: Request
+    cleared_at: int  # number of tokens at which the request is past the failure
+    why: str  # the reason of its latest blame
 
 
 @dataclass(slots=True)
 class RetryGroups:
     life: Lifecycle
-    _suspects: Suspects
-    _requests: dict[int, Request] = field(default_factory=dict)  # every suspect, by arrival index
-    _cleared_at: dict[int, int] = field(default_factory=dict)  # number of tokens at which it is past the failure
-    _why: dict[int, str] = field(default_factory=dict)  # the reason of its latest blame
+    suspects: Suspects
+    _retries: dict[int, _Retry] = field(default_factory=dict)  # of every suspect, by arrival index
     _at: dict[int, list[int]] = field(default_factory=dict)  # the group that a worker retries, by worker
     _resting: set[int] = field(default_factory=set)  # workers that run other sequences in their next step
     clock_s: float = 0.0  # does not count time in which this process did not run
@@ -43,7 +47,7 @@ class RetryGroups:
 
     @property
     def active(self) -> bool:
-        return bool(self._requests)
+        return bool(self._retries)
 
     def blame(
         self, requests: Sequence[Request], num_rows: int, num_steps: int, why: str, absence: Absence | None
@@ -51,45 +55,37 @@ class RetryGroups:
         """These requests were in steps that failed, and hold no slot any more. See Suspects.blame."""
         for request in requests:
             self._is_cleared(request)  # what it had done before counts
-        poisoned = self._suspects.blame([request.arrival_index for request in requests], num_rows, absence)
+        poisoned = self.suspects.blame([request.arrival_index for request in requests], num_rows, absence)
         for request in requests:
-            request.is_suspect = request.arrival_index in self._suspects
+            request.is_suspect = request.arrival_index in self.suspects
             if request.is_suspect:
-                self._requests[request.arrival_index] = request
-                self._cleared_at[request.arrival_index] = request.num_tokens + max(PROOF_TOKENS, num_steps)
-                self._why[request.arrival_index] = why
-                if request.arrival_index in self._suspects.held:
+                cleared_at = request.num_tokens + max(PROOF_TOKENS, num_steps)
+                self._retries[request.arrival_index] = _Retry(request, cleared_at, why)
+                if request.arrival_index in self.suspects.held:
                     self.life.note(request, "held", "until it is known whether the workers that were lost come back")
             else:
-                self._forget(request.arrival_index)
+                self._retries.pop(request.arrival_index, None)
         return next((request for request in requests if request.arrival_index == poisoned), None)
-
-    def came_back(self, incarnation: str) -> None:
-        """A lost worker has come back."""
-        self._suspects.came_back(incarnation)
 
     def find_poisoned(self) -> list[tuple[Request, str]]:
         """Held requests that turn out to be poisoned, with the reason. Call it with each tick."""
         self.clock_s += min(self.life.now_s - self._ticked_s, MOST_BETWEEN_TICKS_S)
         self._ticked_s = self.life.now_s
-        for one in list(self._suspects.held):
-            self._is_cleared(self._requests[one])  # the request may have ended
-        found = []
-        for poisoned in self._suspects.find_poisoned(self.clock_s):
-            found.append((self._requests[poisoned], self._why[poisoned]))
-            self._forget(poisoned)
-        return found
+        for one in list(self.suspects.held):
+            self._is_cleared(self._retries[one].request)  # the request may have ended
+        found = [self._retries.pop(poisoned) for poisoned in self.suspects.find_poisoned(self.clock_s)]
+        return [(retry.request, retry.why) for retry in found]
 
     def worker_lost(self, worker: int, blamed: Collection[Request]) -> None:
         """Retry again what the lost worker was retrying, except requests that were blamed again: these wait already."""
         again = {request.arrival_index for request in blamed}
         group = self._at.pop(worker, [])
-        self._suspects.requeue([one for one in group if one in self._requests and one not in again])
+        self.suspects.requeue([one for one in group if one in self._retries and one not in again])
         self._resting.discard(worker)
 
     def has_group_for(self, worker: WorkerState) -> bool:
         """Whether a group waits that the worker can retry. Then the worker admits no other request."""
-        return any(self._suits(worker, group) for group in self._suspects.waiting())
+        return any(self._suits(worker, group) for group in self.suspects.waiting())
 
     def members(self, worker: WorkerState) -> list[Request]:
         """The suspects that the worker's next step retries, alone. Empty if the step is an ordinary one."""
@@ -100,33 +96,33 @@ class RetryGroups:
             if group:  # the group is done
                 self._resting.add(worker.id)
                 return []
-            taken = self._suspects.take(lambda waiting: self._suits(worker, waiting))
+            taken = self.suspects.take(lambda waiting: self._suits(worker, waiting))
             left = self._left(worker, taken)
         if left:
             self._at[worker.id] = [request.arrival_index for request in left]
         return left
 
     def pause(self, worker: WorkerState) -> None:
-        """No suspect of the group could run: there is no room, or the cache has not answered yet. Other requests go
-        on."""
-        self._suspects.requeue(self._at.pop(worker.id, []))
+        """No suspect of the group could run, for want of room or of the cache's answer. Other requests go on."""
+        self.suspects.requeue(self._at.pop(worker.id, []))
         self._resting.add(worker.id)
 
     def others_had_their_turn(self, worker: WorkerState) -> None:
         self._resting.discard(worker.id)
 
     def _suits(self, worker: WorkerState, group: Sequence[int]) -> bool:
-        requests = [self._requests[one] for one in group]
+        requests = [self._retries[one].request for one in group]
         for request in requests:
             worker.want_grammar(request)
         return not worker.draining and all(worker.can_ever_hold(one) and worker.has_grammar(one) for one in requests)
 
     def _left(self, worker: WorkerState, group: Sequence[int]) -> list[Request]:
         """The members of a group that the worker still has to retry. A draining worker admits none."""
-        left = [request for one in group if (request := self._requests.get(one)) and not self._is_cleared(request)]
+        requests = [self._retries[one].request for one in group if one in self._retries]
+        left = [request for request in requests if not self._is_cleared(request)]
         if not worker.draining:
             return left
-        self._suspects.requeue([request.arrival_index for request in left if request.phase is Phase.WAITING])
+        self.suspects.requeue([request.arrival_index for request in left if request.phase is Phase.WAITING])
         return [request for request in left if request.phase is not Phase.WAITING]
 
     def _is_cleared(self, request: Request) -> bool:
@@ -135,18 +131,13 @@ class RetryGroups:
             return True
         if request.phase not in (Phase.ENDED, Phase.PARKED):
             num_tokens = request.num_prompt_tokens + request.num_generated_tokens
-            if num_tokens < self._cleared_at[request.arrival_index]:
+            if num_tokens < self._retries[request.arrival_index].cleared_at:
                 return False
             self.life.note(request, "cleared", "got past the point at which its step had failed")
         request.is_suspect = False
-        self._suspects.clear(request.arrival_index)
-        self._forget(request.arrival_index)
+        self.suspects.clear(request.arrival_index)
+        self._retries.pop(request.arrival_index, None)
         return True
-
-    def _forget(self, arrival_index: int) -> None:
-        self._requests.pop(arrival_index, None)
-        self._cleared_at.pop(arrival_index, None)
-        self._why.pop(arrival_index, None)
 
 
 class RetryCapacity(CapacityPolicy):

@@ -12,27 +12,25 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     a group fails                 Its members stay suspects. A request outside the failed step is not suspected.
     alone, for the second time    in a row (`poisoned_after`): the request is poisoned, and never retried.
 
-Only a request that was alone is ever found poisoned. So a request that is often in a step with a poisoned one is
-cleared as soon as it runs without it. Two failures are required because the first may be a coincidence (an operator
-killed that worker). A poisoned request that arrives in a crowd fails once in the crowd, perhaps once in a small group,
-and twice alone. A machine where workers are killed from outside all the time needs more than two.
+Only a request that was alone is ever found poisoned, so a request that was in a step with a poisoned one is cleared as
+soon as it runs without it. One failure is not enough, as it may be a coincidence: an operator killed that worker. Where
+workers are killed from outside all the time, two are not enough either.
 
-A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. But if the same process comes
+A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
 back, it has not died of these rows, and that blame is withdrawn. So a suspect that is poisoned only if absent workers
-(`Absence`) do not come back is held: it is not retried for RETURN_S, and is found poisoned if no worker is back by
-then.
+(`Absence`) stay away is held: it is not retried, and is found poisoned if no worker is back after RETURN_S.
 
-Blames are not withdrawn without limit. A request that stops its worker's event loop for seconds, or has a result that
-no link can carry, loses the worker each time, and each time the worker comes back. Rows may well stop a process, but
-hardly ever break a connection of a running one. So a blame counts if as many as `Loss` says were withdrawn before it
-since the suspect last got through. What a worker reports itself (a step that raised, or is overdue), and what it does
-wrong, is never withdrawn.
+The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
+carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, the
+suspect's blames count until it gets through. What a worker reports itself (a step that raised, or is overdue), and what
+it does wrong, is never withdrawn.
 
 Suspects are numbers here. The caller, which runs the steps (retry_groups.py), decides when a suspect gets through.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -40,17 +38,15 @@ from itertools import takewhile
 from math import isqrt
 
 FEW = 8
-# A frozen or unreachable worker is mostly back within this time.
-RETURN_S = 10.0
+RETURN_S = 10.0  # a frozen or unreachable worker is mostly back within this time
 
 
 class Loss(IntEnum):
-    """How a worker was lost. The value: how many blames of a suspect in a row may be withdrawn for this kind of
-    loss."""
+    """How a worker was lost. The value: how many of a suspect's blames in a row this kind of loss may withdraw."""
 
     FAULT = 0  # it made no progress with a step, or sent an invalid message
     SILENCE = 3  # no heartbeat came
-    LINK = 16  # its link broke or ended
+    LINK = 16  # its link broke or ended, which hardly ever is the work of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +67,19 @@ class _Blame:
 @dataclass(slots=True)
 class _Record:
     blames: list[_Blame] = field(default_factory=list)  # in a row
-    withdrawn: dict[Loss, int] = field(default_factory=dict)
+    withdrawn: Counter[Loss] = field(default_factory=Counter)
 
     def blame(self, was_alone: bool, absence: Absence | None) -> None:
-        if absence is not None and self.withdrawn.get(absence.loss, 0) >= absence.loss:
+        if absence is not None and self.withdrawn[absence.loss] >= absence.loss:
             absence = None
         self.blames.append(_Blame(was_alone, absence))
 
     def withdraw(self, incarnation: str) -> None:
         """Withdraw every blame for this worker's absence."""
-        standing = []
-        for one in self.blames:
+        for one in list(self.blames):
             if one.absence is not None and one.absence.incarnation == incarnation:
-                self.withdrawn[one.absence.loss] = self.withdrawn.get(one.absence.loss, 0) + 1
-            else:
-                standing.append(one)
-        self.blames = standing
+                self.withdrawn[one.absence.loss] += 1
+                self.blames.remove(one)
 
     def alone(self) -> list[_Blame]:
         """The latest blames, as far back as the suspect was the only row."""
@@ -107,8 +100,7 @@ class Suspects:
 
     def blame(self, rows: Sequence[int], num_rows: int, absence: Absence | None = None) -> int | None:
         """A step has failed, or one of several. `rows` are its live requests, of `num_rows` rows in all. With an
-        absence, it is only known that the worker is away. Returns the suspect that is found poisoned, if any; the
-        others will be retried."""
+        absence, it is only known that the worker is away. Returns the suspect that is found poisoned, if any."""
         fresh = [suspect for suspect in rows if suspect not in self._records]
         for suspect in rows:
             record = self._records.setdefault(suspect, _Record())
@@ -137,14 +129,13 @@ class Suspects:
     def find_poisoned(self, now_s: float) -> list[int]:
         """Held suspects that are poisoned: too many workers have not come back."""
         poisoned = []
-        for suspect in self.held:
+        for suspect in sorted(self.held):
             absences = (one.absence for one in self._records[suspect].alone())
             stands = sum(absence is None or now_s - absence.since_s >= RETURN_S for absence in absences)
             if stands >= self.poisoned_after:
+                self.clear(suspect)
                 poisoned.append(suspect)
-        for suspect in poisoned:
-            self.clear(suspect)
-        return sorted(poisoned)
+        return poisoned
 
     def clear(self, suspect: int) -> None:
         """The suspect got through, or has ended."""

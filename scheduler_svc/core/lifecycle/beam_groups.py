@@ -20,6 +20,7 @@ from paceline.v1.inference_pb2 import BeamOptions, EarlyStopping, Hypothesis, Su
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.admission.sampling_checks import LOGIT_PARAMS
 from scheduler_svc.core.admission.validation import Limits
+from scheduler_svc.core.arrays import packed, unpacked
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
@@ -33,8 +34,7 @@ EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
     EarlyStopping.EARLY_STOPPING_FIRST: True,
     EarlyStopping.EARLY_STOPPING_NEVER: "never",
 }
-# Sampling parameters that beam search does not support.
-UNSEARCHED = (*LOGIT_PARAMS, "grammar", "logprobs", "prompt_logprobs")
+UNSEARCHED = (*LOGIT_PARAMS, "grammar", "logprobs", "prompt_logprobs")  # parameters that beam search does not support
 
 
 def make_search(options: BeamOptions, sampling: SamplingParams, eos_token_ids: Iterable[int] = ()) -> BeamSearch:
@@ -69,14 +69,12 @@ def check_beam(submission: Submission) -> None:
 
 
 class BeamGroups:
-    def __init__(self, life: Lifecycle, workers: dict[int, WorkerState]) -> None:
+    def __init__(self, life: Lifecycle) -> None:
         self._life = life
-        self._workers = workers
         self._unstarted: list[BeamGroup] = []  # accepted before the model was known
 
     def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
-        """Start the search of an accepted root as soon as the model is known. Until then the root waits in the
-        queue."""
+        """Start the search of an accepted root. If the model is not known yet, the root waits in the queue for it."""
         root.group = BeamGroup(root, options)
         self._unstarted.append(root.group)
         self.model_known(limits)
@@ -88,8 +86,9 @@ class BeamGroups:
         for group in groups:
             if group.root.phase is Phase.ENDED:
                 continue
-            if group.root in self._life.queue:
-                self._life.dequeue(group.root)
+            if group.root in self._life.queue:  # the root never runs: its members run for it
+                self._life.queue.remove(group.root)
+                self._life.holdings.release(group.root)
             group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
             self._run_beams(group, group.search, parents=[])
 
@@ -103,15 +102,14 @@ class BeamGroups:
         if logprobs is None:
             self._life.fail(member, "worker: sent no log probabilities for a beam")
             return
-        tokens = np.frombuffer(logprobs.top_token_ids, np.int32).tolist()
+        tokens = unpacked(logprobs.top_token_ids)
         values = np.frombuffer(logprobs.top_logprobs, np.float32).tolist()
         group.reports[group.members.index(member)] = list(zip(tokens, values, strict=True))
         self._life.park(member)
         group.parked[member.arrival_index] = 0
         if len(group.reports) == len(group.members):
-            reports = [group.reports[i] for i in range(len(group.members))]
+            group.search.advance([group.reports[i] for i in range(len(group.members))])
             group.reports.clear()
-            group.search.advance(reports)
             if group.search.done:
                 self._finish(group, group.search)
             else:
@@ -139,13 +137,12 @@ class BeamGroups:
         group.parked = {parent.arrival_index: 0 for parent in parents if parent.phase is Phase.PARKED}
         root, members = group.root, []
         for beam in search.live:
-            tokens = np.array(beam.tokens, np.int32).tobytes()
             parent = parents[beam.parent] if parents else None
             member = replace(
                 root,
-                arrival_index=self._life.next_arrival_index(),
+                arrival_index=next(self._life.arrival_indexes),
                 handle=0,
-                prompt=root.prompt + tokens,
+                prompt=root.prompt + packed(beam.tokens),
                 output=bytearray(),
                 sampling=SamplingParams(
                     max_tokens=1, top_p=1.0, ignore_eos=True, logprobs=True, num_top_logprobs=search.candidates_needed
@@ -168,9 +165,7 @@ class BeamGroups:
     def _finish(self, group: BeamGroup, search: BeamSearch) -> None:
         reasons = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
         group.root.hypotheses = [
-            Hypothesis(
-                token_ids=np.array(found.tokens, np.int32).tobytes(), score=found.score, reason=reasons[found.reason]
-            )
+            Hypothesis(token_ids=packed(found.tokens), score=found.score, reason=reasons[found.reason])
             for found in search.best()
         ]
         first = group.root.hypotheses[0].reason if group.root.hypotheses else FinishReason.FINISH_REASON_LENGTH

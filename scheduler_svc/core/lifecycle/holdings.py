@@ -31,20 +31,13 @@ class Holdings:
     _workers: dict[int, WorkerState]
     _swaps: Swaps
     _partial_reuse: bool
-    # by sequence: requests that the cache was asked to match
-    _matched: dict[int, Request] = field(default_factory=dict, init=False)
-    _sequences: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
-
-    # ── the sequence at the cache ────────────────────────────────────────────────────────────────────────────────────
-
-    def next_sequence(self) -> int:
-        """A sequence name for the cache that was never used."""
-        return next(self._sequences)
+    _matched: dict[int, Request] = field(default_factory=dict, init=False)  # by sequence: known to the cache
+    sequences: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)  # names never used
 
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, under a new name."""
         held = request.held
-        held.sequence, request.matches = self.next_sequence(), None
+        held.sequence, request.matches = next(self.sequences), None
         held.num_registered, held.num_committed = request.num_tokens, 0
         self._cache.matches[held.sequence] = self._matched[held.sequence] = request
 
@@ -62,14 +55,11 @@ class Holdings:
         self._queue.rematched(changed)
 
     def forget_matches(self) -> None:
-        """The cache is gone, with everything it knew of waiting requests. KV in the workers' host memory is still
-        there."""
+        """The cache is lost, with all it knew of waiting requests. KV in the workers' host memory remains."""
         self._matched.clear()
         for request in self._queue:
             if not request.held.swapped_on:
                 request.held.sequence, request.matches = 0, None
-
-    # ── bound to a worker ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, worker: WorkerState, request: Request) -> None:
         """A step takes the waiting request."""
@@ -98,39 +88,41 @@ class Holdings:
 
         `lost`: the worker on which its blocks are lost. The cache is not told, because it knows of the loss, or is lost
         itself. `keeps_sequence`: the cache keeps the sequence. A running request is then swapped out."""
+        held = request.held
+        held.prompt_is_computed = False
+        del held.block_table[:]
         match request.phase:
             case Phase.RUNNING:
-                worker = lost or self._workers[request.held.worker]
-                self._leave_slot(worker, request)
+                worker = lost or self._workers[held.worker]
+                self.flush_output(worker, held.slot)
+                worker.batch.vacate(held.slot)
+                request.parent = None
                 if lost is None:
                     self._commit_last_tokens(worker, request, keeps_sequence)
                 self._unbind(request)
             case Phase.ALLOCATING:
                 self._unbind(request)
             case Phase.PARKED:
-                worker = lost or self._workers[request.held.worker]
+                worker = lost or self._workers[held.worker]
                 del worker.parked[request.arrival_index]
-                request.held.worker, request.held.prompt_is_computed = 0, False
-                del request.held.block_table[:]
-        if not keeps_sequence:
-            self._forget_sequence(request, tells_cache=lost is None)
+                held.worker = 0
+        if keeps_sequence:
+            return
+        if held.swapped_on:
+            self._swaps.forget(request)
+        if held.sequence and lost is None and self._cache.connected:
+            self._cache.forget_sequence(held.sequence, discard=request.kv_is_invalid)
+        self._matched.pop(held.sequence, None)
+        held.sequence = 0
 
     def flush_output(self, worker: WorkerState, slot: int) -> None:
         """Complete the request's own record with the tokens in the slot's output buffer."""
         if tokens := worker.batch.slots.output.flush(slot):
             worker.batch.running[slot].add_output(tokens)
 
-    def _leave_slot(self, worker: WorkerState, request: Request) -> None:
-        self.flush_output(worker, request.held.slot)
-        worker.batch.vacate(request.held.slot)
-        request.held.prompt_is_computed = False
-        request.parent = None
-        del request.held.block_table[:]
-
     def _commit_last_tokens(self, worker: WorkerState, request: Request, swaps: bool) -> None:
-        """Only now the cache learns the tokens that the request generated: another request rarely needs them earlier,
-        and a steady step sends nothing for each sequence (as in SGLang). For a swap the cache has to know all
-        tokens."""
+        """Tell the cache of the tokens that the request generated. Another request rarely needs them earlier, and so a
+        steady step sends nothing for each sequence (as in SGLang). A swap needs all tokens at the cache."""
         held, num_tokens = request.held, request.num_tokens
         num_computed = max(num_tokens - 1, held.num_committed)  # the last token may just be computed, or not yet
         if self._partial_reuse:
@@ -150,12 +142,3 @@ class Holdings:
             worker.adapters.unbind(request)
         request.held.worker = 0
         self._queue.stopped(request)
-
-    def _forget_sequence(self, request: Request, tells_cache: bool) -> None:
-        held = request.held
-        if held.swapped_on:
-            self._swaps.forget(request)
-        if held.sequence and tells_cache and self._cache.connected:
-            self._cache.forget_sequence(held.sequence, discard=request.kv_is_invalid)
-        self._matched.pop(held.sequence, None)
-        held.sequence = 0

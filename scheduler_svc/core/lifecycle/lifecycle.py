@@ -26,8 +26,6 @@ from scheduler_svc.core.types import SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import OutputLength
 
-REASONS = {reason: name.removeprefix("FINISH_REASON_").lower() for name, reason in FinishReason.items()}
-
 
 class Lifecycle:
     def __init__(
@@ -39,9 +37,8 @@ class Lifecycle:
         workers: dict[int, WorkerState],
         sessions: dict[str, Session],
         counters: SchedulerCounters,
-        output_length: OutputLength,
+        output_length: OutputLength,  # learns from requests that end
     ) -> None:
-        """`output_length` learns from requests that end."""
         self.config = config
         self.queue = queue
         self.budgets = budgets
@@ -55,13 +52,10 @@ class Lifecycle:
         self._cache = cache
         self._workers = workers
         self._sessions = sessions
-        self._arrival_indexes = itertools.count(1)  # arrival indexes and queue positions
+        self.arrival_indexes = itertools.count(1)  # arrival indexes and queue positions
         self._front_positions = itertools.count(-1, -1)  # queue positions before all others
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def next_arrival_index(self) -> int:
-        return next(self._arrival_indexes)
 
     def accept(self, session: Session, request: Request, enqueue: bool = True) -> None:
         self.counters.accepted += 1
@@ -81,14 +75,8 @@ class Lifecycle:
         if self._cache.connected:
             self.holdings.ask_match(request)
 
-    def dequeue(self, request: Request) -> None:
-        """Take the root of a beam search out of the queue. It never runs: its members run for it."""
-        self.queue.remove(request)
-        self.holdings.release(request)
-
     def ask_all_matches(self) -> None:
-        """Make all waiting requests known to the cache under new names. The cache does not know them, or knows them
-        under old names."""
+        """Give all waiting requests new names at the cache, which may know them under old ones."""
         for request in self.queue:
             if not request.held.swapped_on:
                 self.holdings.release(request)
@@ -127,8 +115,7 @@ class Lifecycle:
         self.requeue_unchanged(request)
 
     def requeue_unchanged(self, request: Request) -> None:
-        """The request was about to get a slot, and waits again. It keeps its KV in host memory if it can still resume
-        there."""
+        """The request that was about to get a slot waits again. It keeps its KV in host memory if it can resume."""
         self.holdings.release(request, keeps_sequence=True)
         request.advance(Event.REJECT)
         self.queue.add(request)
@@ -150,8 +137,7 @@ class Lifecycle:
         self.enqueue(request)
 
     def preempt(self, request: Request, requeue: str, mode: str, why: str) -> None:
-        """Preempt the request: it waits again, with all its known tokens. `requeue` and `mode` as in PreemptionPolicy;
-        `why` is for the timeline."""
+        """The request waits again, with all its known tokens. `requeue` and `mode` as in PreemptionPolicy."""
         worker, swaps = self._workers[request.held.worker], self.swaps.suits(request, mode)
         request.history.num_preemptions += 1
         self.counters.preempted += 1
@@ -159,7 +145,7 @@ class Lifecycle:
             case "front":
                 request.queue_position = next(self._front_positions)
             case "back":
-                request.queue_position = next(self._arrival_indexes)
+                request.queue_position = next(self.arrival_indexes)
         self.note(request, "preempted", "moves to host memory" if swaps else why)
         if not swaps:
             self.requeue(request, Event.PREEMPT)
@@ -170,8 +156,7 @@ class Lifecycle:
         self.queue.add(request)
 
     def park(self, request: Request) -> None:
-        """A beam has run its one token. It leaves its slot and keeps its blocks, so that other beams can fork from
-        it."""
+        """A beam has run its one token. It leaves its slot and keeps its blocks for the beams that fork from it."""
         self.holdings.park(request)
         request.advance(Event.PARK)
 
@@ -193,15 +178,14 @@ class Lifecycle:
 
     def restore_refused(self, request: Request, why: str) -> None:
         """A new cache refuses to give the request its blocks back: the request computes its tokens again."""
-        worker, why = self._workers.get(request.held.worker), f"the cache was lost, and its blocks with it: {why}"
-        match request.phase:
-            case Phase.RUNNING if worker is not None:
-                self._lose_blocks(worker, request, why)
-                self.enqueue(request)
-            case Phase.PARKED if worker is not None:
-                self._lose_blocks(worker, request)
-            case Phase.WAITING:
-                self.recompute([request], why)
+        why = f"the cache was lost, and its blocks with it: {why}"
+        if request.phase is Phase.WAITING:  # it was swapped out
+            self.recompute([request], why)
+            return
+        ran = request.phase is Phase.RUNNING
+        self._lose_blocks(self._workers[request.held.worker], request, why)
+        if ran:
+            self.enqueue(request)
 
     def _lose_blocks(self, worker: WorkerState, request: Request, why: str = "") -> None:
         """The worker has lost the request's blocks. A parked beam ends; any other request can wait again."""
@@ -220,8 +204,7 @@ class Lifecycle:
         self.fail(request, f"request: alone in what failed, {times} times in a row; the last time, {why}")
 
     def invalidate_kv(self, request: Request, message: str) -> None:
-        """The worker could not compute the request. Nothing of it stays in the cache: other requests would reuse wrong
-        KV."""
+        """The worker could not compute the request. The cache keeps nothing of it, so no request reuses wrong KV."""
         request.kv_is_invalid = True
         self.fail(request, message)
 
@@ -230,15 +213,16 @@ class Lifecycle:
 
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
         """End the request in any phase, and tell its session. A beam ends together with its search."""
-        if request.group is not None:
-            request = request.group.root
-            for member in self._members_of(request):
+        if (group := request.group) is not None:
+            request = group.root
+            parked = [one for worker in self._workers.values() for one in worker.parked.values() if one.group is group]
+            for member in [*group.members, *parked]:
                 self._take_out(member)
         self._take_out(request)
         self.timeouts.remove(request)
         if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
             self._output_length.add(request.num_output_tokens)
-        name = REASONS[reason]
+        name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
         self.timeline.ended(request, name if error is None else error.message, self.now_s)
         session = self._sessions.get(request.session_id)
@@ -251,11 +235,6 @@ class Lifecycle:
             if request.history.cached_tokens:
                 ending.cached_tokens = request.history.cached_tokens
             ending.hypotheses.extend(request.hypotheses)
-
-    def _members_of(self, root: Request) -> list[Request]:
-        assert root.group is not None
-        parked = [request for worker in self._workers.values() for request in worker.parked.values()]
-        return [*root.group.members, *(request for request in parked if request.group is root.group)]
 
     def _take_out(self, request: Request) -> None:
         """Take the request out of its phase, and free everything it holds."""

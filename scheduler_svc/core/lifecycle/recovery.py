@@ -3,22 +3,20 @@
 The KV on the workers is still valid; only the ownership of blocks is lost. The scheduler keeps the block table of every
 running request (Held.block_table) and the host blocks of every swapped-out request (Held.host_blocks). By phase:
 
-    RUNNING, PARKED     The request stays. No step is planned without a cache. Results of steps in flight are applied,
-                        and a request that ends just ends.
-    ALLOCATING          The request waits again. The exchange may or may not have been executed, and no step has written
-                        to the blocks that it granted.
+    RUNNING, PARKED     The request stays, and gets the results of steps in flight. No step is planned without a cache.
+    ALLOCATING          The request waits again. No step has written to the blocks that it may have been granted.
     swapped out         The request stays. Copies that no plan has carried yet go with the next plan, before anything
                         else, so the cache may grant the device blocks again.
     swap not answered   The request computes its tokens again: the cache has not said where its copies go.
     demotions           They are dropped: the new cache starts with nothing in host memory.
 
-A restore entry counts tokens as computed as far as the sent steps compute them, as a commit does
-(Emitter._advance_prefill). A refused entry costs its request a recomputation, and nothing else.
+In a restore entry, as in a commit, the tokens of the steps already sent count as computed. A refused entry costs its
+request a recomputation, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.v1.cache_pb2 import (
@@ -36,10 +34,9 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.state import WorkerState
 
 
-def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequence: Callable[[], int]) -> RestoreOp:
+def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, sequences: Iterator[int]) -> RestoreOp:
     """The operation that makes cached prefixes of the sequences that a worker kept from an earlier link (say, to a
-    scheduler that is gone). When a gateway submits again a request that ran on this worker, the request finds all its
-    tokens, whatever its new id is."""
+    scheduler that is gone). A request that ran on this worker and is submitted again then finds all its tokens."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:
@@ -47,7 +44,7 @@ def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, next_sequenc
         if num_bytes > MAX_EXCHANGE_BYTES:
             break
         entry = op.sequences.add(
-            sequence=next_sequence(),
+            sequence=next(sequences),
             token_ids=one.token_ids,
             num_computed_tokens=one.num_computed_tokens,
             block_table=one.block_table,
@@ -86,7 +83,7 @@ class Recovery:
         )
         ops = [CacheOp(add_worker=op)]
         if kept:
-            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.holdings.next_sequence)))
+            ops.append(CacheOp(restore=_kept_op(worker.id, kept, self.cache.model, self.life.holdings.sequences)))
         return ops
 
     def begin(self) -> None:
@@ -103,14 +100,16 @@ class Recovery:
             message.ops.add().MergeFrom(add_worker)
         num_bytes = 0
         for worker_id, holders in self.cache.restoring.items():
-            op = self._next_op(message, worker_id)
+            op = message.ops.add().restore
+            op.worker = worker_id
             for request in holders.values():
                 entry = op.sequences.add()
                 self._fill(entry, request)
                 num_bytes += len(entry.token_ids) + len(entry.block_table) + len(entry.host_blocks)
                 if num_bytes > MAX_EXCHANGE_BYTES:
                     op.incomplete = True
-                    num_bytes, op = 0, self._next_op(self._next_message(), worker_id)
+                    num_bytes, op = 0, self._next_message().ops.add().restore
+                    op.worker = worker_id
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         """The cache has answered an exchange of `begin`. Steps are planned again after the last one."""
@@ -121,18 +120,15 @@ class Recovery:
             else:
                 refused = [(one.sequence, one.message) for one in result.restore.refused]
             for sequence, why in refused:
-                self._refused(holders.pop(sequence, None), sequence, why)
+                if (request := holders.pop(sequence, None)) is None:
+                    continue
+                self.life.counters.refused_restores += 1
+                if request.held.sequence == sequence:  # the request has neither ended since, nor lost its worker
+                    self.life.restore_refused(request, why)
+                self.cache.never_knew(sequence)
         if not self.cache.opening:
             self.life.counters.restored += sum(map(len, self.cache.restoring.values()))
             self.cache.restoring.clear()
-
-    def _refused(self, request: Request | None, sequence: int, why: str) -> None:
-        if request is None:
-            return
-        self.life.counters.refused_restores += 1
-        if request.held.sequence == sequence:  # the request has neither ended since, nor lost its worker
-            self.life.restore_refused(request, why)
-        self.cache.never_knew(sequence)
 
     def _holders(self, worker: WorkerState) -> Iterator[Request]:
         """All requests with blocks on the worker, with complete records. Notes what the cache will know of each."""
@@ -144,20 +140,13 @@ class Recovery:
             yield request
         yield from worker.parked.values()  # the cache knows all their tokens
         for request in worker.host.swapped.values():
-            request.held.num_committed = max(
-                request.held.num_committed, request.num_tokens - 1
-            )  # as the swap told the cache
+            # as the swap told the cache
+            request.held.num_committed = max(request.held.num_committed, request.num_tokens - 1)
             yield request
 
     def _next_message(self) -> CacheServiceLinkRequest:
         self.cache.opening.append(CacheServiceLinkRequest())
         return self.cache.opening[-1]
-
-    @staticmethod
-    def _next_op(message: CacheServiceLinkRequest, worker: int) -> RestoreOp:
-        op = message.ops.add().restore
-        op.worker = worker
-        return op
 
     def _fill(self, entry: RestoredSequence, request: Request) -> None:
         self.cache.fill(entry, request.held.sequence, request)

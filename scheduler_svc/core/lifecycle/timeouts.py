@@ -24,8 +24,7 @@ class Timeouts:
         self._queue = queue
         self._workers = workers
         self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
-        # The first tick that found no worker attached. None while a worker is attached.
-        self._no_worker_since_s: float | None = None
+        self._no_worker_since_s: float | None = None  # the first tick without an attached worker
         self._most_pool_tokens, self._served_loras = 0, False  # of the workers that were ever attached
         self._unservable_since_s: dict[int, float] = {}  # by arrival index: waiting requests that no worker can hold
 
