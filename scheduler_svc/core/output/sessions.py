@@ -41,8 +41,7 @@ class Session:
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
     _tokens: list[Tokens] = field(default_factory=list)
-    # for each of these: the number of scores gathered before it
-    _scores_before: list[int] = field(default_factory=list)
+    _scores_before: list[int] = field(default_factory=list)  # for each of these: scores gathered before it
     _sent_handles: Longs | None = None  # handles of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later is a copy
     _scores: list[TokenScore] = field(default_factory=list)
@@ -121,8 +120,7 @@ class Session:
         return message
 
     def _next_prompt_scores(self) -> SessionResponse:
-        """Prompt log probabilities, in messages of their own before the tokens that follow; as many as fit one
-        message."""
+        """As many prompt log probabilities as fit a message. They go before the tokens that follow."""
         message, size = SessionResponse(), 0
         while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
             size += self._prompt_scores[0].ByteSize()
@@ -152,8 +150,7 @@ class Publisher:
         return self._sessions[request.session_id].index
 
     def tokens(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
-        """Publish one token for each handle. `session`: the index of all of them; if it is negative, `sessions` has the
-        index of each."""
+        """Publish a token for each handle. `session`: the index of all of them; if negative, `sessions` has each."""
         if session >= 0:
             self._at[session].add_tokens(handles, tokens)
             return

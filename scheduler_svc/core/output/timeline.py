@@ -79,10 +79,9 @@ class Record:
 
 @dataclass(slots=True)
 class TopRejected:
-    """The first request that a worker's decisions rejected, as long as the request and the reason stayed the same. 0
-    and "" if the decisions looked at no request."""
+    """The first request that a worker's decisions rejected, as long as the request and the reason stayed the same."""
 
-    arrival_index: int
+    arrival_index: int  # 0 if the decisions looked at no request
     request_id: str
     span: Span
 
@@ -106,11 +105,9 @@ class RequestTimeline:
     # Arrival indexes by request id and by answer id. Clients choose request ids, and two requests may have the same.
     _names: dict[str, dict[int, None]] = field(default_factory=dict)
     _tops: deque[TopRejected] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
-    # each worker's last decision, and its first rejected request
-    _last: dict[int, tuple[int, TopRejected | None]] = field(default_factory=dict)
+    _last: dict[int, tuple[int, TopRejected | None]] = field(default_factory=dict)  # each worker's last decision
     _limits: deque[AtLimit] = field(default_factory=lambda: deque(maxlen=MAX_TOP_REJECTED))
-    # by worker: its last decision's tenants at their limit
-    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)
+    _at_limit: dict[int, dict[str, AtLimit]] = field(default_factory=dict)  # at each worker's last decision
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
@@ -122,14 +119,12 @@ class RequestTimeline:
 
     def event(self, request: Request, reason: str, detail: str, now_s: float) -> None:
         """Note an event: the request waits, runs, was preempted."""
-        record = self._live.get(request.arrival_index)
-        if record is not None:
+        if (record := self._live.get(request.arrival_index)) is not None:
             record.add_event((reason, detail, self.decisions, now_s))
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
         """The request has ended. From now on its record may be forgotten."""
-        record = self._live.pop(request.arrival_index, None)
-        if record is None:
+        if (record := self._live.pop(request.arrival_index, None)) is None:
             return
         record.add_event(("ended", how, self.decisions, now_s))
         self._ended[record.arrival_index] = record
@@ -159,8 +154,7 @@ class RequestTimeline:
         before, top = self._last.get(worker, (0, None))
         preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
         for request, reason, detail in itertools.chain(rejected, preparing):
-            record = self._live.get(request.root.arrival_index)
-            if record is not None:
+            if (record := self._live.get(request.root.arrival_index)) is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
         if rejected:
             (request, reason, _), detail = rejected[0], ""
@@ -210,9 +204,8 @@ class RequestTimeline:
         known = self._named(name)
         if of_answer := [record for record in known.values() if record.answer_id == name]:
             return of_answer
-        record = known.get(name)
-        if record is None or not record.answer_id:
-            return [] if record is None else [record]
+        if (record := known.get(name)) is None:
+            return []
         continued = (f"{name}.", f"{name}-")
         others = self._named(record.answer_id).values()
         return [record, *(other for other in others if other.request_id.startswith(continued))]
@@ -264,8 +257,7 @@ class RequestTimeline:
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
-        """`before`: the number of the worker's previous decision. Decisions for other workers in between do not end a
-        range; an event of the request does."""
+        """`before`: the worker's previous decision. A range that has it goes on, unless an event came since."""
         last = next((span for span in reversed(record.looks) if span.worker == worker), None)
         since = max(before, record.events[-1][2])
         if last is not None and last.reason == reason and last.last >= since:

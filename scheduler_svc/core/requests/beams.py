@@ -106,8 +106,7 @@ class BeamSearch:
 
     @property
     def candidates_needed(self) -> int:
-        """Candidates needed of each beam: `width` tokens may continue, and every token that may end the beam can rank
-        before them."""
+        """Candidates needed of each beam: `width` tokens that continue, and all stop tokens, which may rank higher."""
         return self.width + len(self._stops)
 
     @property
@@ -117,8 +116,7 @@ class BeamSearch:
     def advance(self, candidates: Sequence[Candidates]) -> Sequence[SearchBeam]:
         """One step. `candidates`: a list for each live beam, in the order of `live`. Returns the new live beams.
 
-        Only the best `width` extensions may end here. An end that ranks lower is dropped, and the next extension takes
-        over.
+        Only the best `width` extensions may end here: an end that ranks lower is dropped.
         """
         if self.done:
             raise RuntimeError("beam search: it is over")
@@ -139,8 +137,8 @@ class BeamSearch:
         return self.live
 
     def best(self) -> list[FinishedBeam]:
-        """The `num_return` best of the hypotheses that have ended so far, best first. When the search is over there are
-        that many, unless the vocabulary is smaller than the width."""
+        """The `num_return` best hypotheses that have ended so far, best first. A search that is over has that many,
+        unless the vocabulary is smaller than the width."""
         return [
             FinishedBeam(
                 beam.tokens, self._score(beam, beam.num_tokens), "stop" if beam.token in self._stops else "length"

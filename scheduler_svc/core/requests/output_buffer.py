@@ -6,8 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.arrays import Slots, Tokens
 
-# How many decode steps of tokens the buffer keeps, and after how many it flushes a slot. The difference leaves room for
-# the steps in flight.
+# Decode steps that the buffer keeps, and after which it flushes a slot. The difference is for the steps in flight.
 BUFFER_STEPS = 256
 FLUSH_EVERY_STEPS = 192
 FAR = np.iinfo(np.int64).max
@@ -28,8 +27,7 @@ class OutputBuffer:
         self._ring = np.zeros((BUFFER_STEPS, num_slots), np.int32)
         self._seen = 0  # decode steps with stored results
         self._flushed = [0] * num_slots
-        # [first, end) steps; the last span is open
-        self._spans: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
+        self._spans: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]  # [first, end); the last is open
 
     def start(self, slot: int, step: int) -> None:
         """The slot's sequence decodes from this decode step on."""
@@ -66,16 +64,14 @@ class OutputBuffer:
 
     def flush(self, slot: int) -> bytes:
         """Remove and return the tokens that are not in the request's own record. Packed int32."""
-        if not self._spans[slot]:
-            return b""
         flushed, seen = self._flushed[slot], self._seen
         self._flushed[slot] = seen
         parts = []
         for first, end in self._spans[slot]:
-            step = max(first, flushed)
-            while step < min(end, seen):
+            step, end = max(first, flushed), min(end, seen)
+            while step < end:
                 row = step % BUFFER_STEPS
-                count = min(min(end, seen) - step, BUFFER_STEPS - row)
+                count = min(end - step, BUFFER_STEPS - row)
                 parts.append(self._ring[row : row + count, slot].tobytes())
                 step += count
         return b"".join(parts)

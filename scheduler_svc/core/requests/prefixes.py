@@ -12,8 +12,7 @@ R = TypeVar("R", Request, RequestView)
 
 class PrefixIndex(Generic[R]):
     """Finds requests that share a block of tokens at a given depth. Most lookups use one depth, where the cached prefix
-    of all requests ends. So the index sorts its requests by their blocks at a depth when a lookup asks for that
-    depth."""
+    of all requests ends. So the index sorts its requests by their blocks at a depth only when a lookup needs it."""
 
     __slots__ = ("_at_depth", "_block_size", "_items")
 
@@ -31,8 +30,8 @@ class PrefixIndex(Generic[R]):
         self._items.append((request, num_tokens))
 
     def alike(self, request: Request | RequestView, depth: int) -> list[tuple[R, int]]:
-        """Requests with the same whole block after `depth` tokens, in insertion order. The caller compares the tokens
-        before that block, and the namespace."""
+        """Requests with the same whole block after `depth` tokens, in insertion order. The tokens before that block and
+        the namespace may differ."""
         first, end = depth * TOKEN_BYTES, (depth + self._block_size) * TOKEN_BYTES
         count, by_block = self._at_depth.get(depth, (0, {}))
         for item in self._items[count:]:

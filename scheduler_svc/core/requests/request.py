@@ -16,10 +16,9 @@ TOKEN_BYTES = 4  # token ids are packed little-endian int32, in messages and in 
 
 
 class PrefixMatch(NamedTuple):
-    """What one worker has of a request in its cache, as in paceline.v1.WorkerMatch. `num_tokens` also counts tokens in
-    host memory: they need not be computed."""
+    """What one worker has of a request in its cache, as in paceline.v1.WorkerMatch."""
 
-    num_tokens: int
+    num_tokens: int  # that need not be computed, also those in host memory
     num_referenced_tokens: int = 0
     num_host_tokens: int = 0  # the last ones of num_tokens; they need new blocks
 
@@ -77,8 +76,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # known tokens, prompt and output (exact while the request does not run)
-    # Log probabilities of the prompt are still to be reported, so all of the prompt is computed, whatever is cached.
-    scores_prompt: bool = field(init=False)
+    scores_prompt: bool = field(init=False)  # its log probabilities are still due, so all of the prompt is computed
     grammar: str = field(init=False)  # empty: none
 
     def __post_init__(self) -> None:
@@ -146,8 +144,7 @@ class Request:
         return self.prompt + self.output if self.output else self.prompt
 
     def tokens_from(self, start: int) -> bytes:
-        """As `token_ids`, without the first `start` tokens. A part of the output is taken without a copy of the
-        prompt."""
+        """As `token_ids`, without the first `start` tokens. Does not copy the prompt for a part of the output."""
         if start >= self.num_prompt_tokens:
             return bytes(self.output[(start - self.num_prompt_tokens) * TOKEN_BYTES :])
         return self.token_ids[start * TOKEN_BYTES :]
@@ -170,8 +167,7 @@ class Request:
 
     @property
     def waits_for_parent(self) -> bool:
-        """Whether its parent is about to compute the prompt that both have in common. A preempted parent does not
-        count: other requests may run before it resumes."""
+        """Whether its parent is about to compute their common prompt. A preempted one is not: others may run first."""
         parent = self.parent
         if parent is None or parent.held.prompt_is_computed or parent.history.num_preemptions:
             return False
@@ -194,8 +190,7 @@ class BeamGroup:
     search: BeamSearch | None = None  # once the model is known
     members: list[Request] = field(default_factory=list)  # one for each live beam, in the order of the search
     reports: dict[int, Candidates] = field(default_factory=dict)  # by index among the members
-    # by arrival index of a parked member: forks that still need it
-    parked: dict[int, int] = field(default_factory=dict)
+    parked: dict[int, int] = field(default_factory=dict)  # forks that still need a parked member, by arrival index
 
 
 class RequestView:
