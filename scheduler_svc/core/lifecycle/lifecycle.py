@@ -258,6 +258,7 @@ class Lifecycle:
             (request, why) for request, why in self.timeouts.late(now_s) if request.phase is not Phase.ENDED
         ]:
             for request, rejection in late:
-                self.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
+                if request.phase is not Phase.ENDED:  # it may be late in two ways
+                    self.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
             if not self.budgets.limits_tenants:
                 break  # with tenant limits, requests that the order now sees may be late too

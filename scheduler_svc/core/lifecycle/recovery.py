@@ -108,7 +108,8 @@ class Recovery:
                 num_bytes += len(entry.token_ids) + len(entry.block_table) + len(entry.host_blocks)
                 if num_bytes > MAX_EXCHANGE_BYTES:
                     op.incomplete = True
-                    num_bytes, op = 0, self._next_message().ops.add().restore
+                    num_bytes, message = 0, self._next_message()
+                    op = message.ops.add().restore
                     op.worker = worker_id
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:

@@ -257,6 +257,16 @@ def test_waiting_and_running_have_their_time() -> None:
     system.assert_at_rest()
 
 
+def test_a_request_that_is_late_in_two_ways_ends_once() -> None:
+    system, client = system_with(waiting_timeout_s=5.0)
+    system.kill(system.workers[0])
+    system.submit("s", 1, [9] * 4, params(4), deadline_s=5.0)
+    system.scheduler.tick(5.1)
+    system.poll()
+    assert client.endings[1].message == "deadline_s: 5 s are over"
+    assert system.scheduler.counters.finished == {"error": 1}
+
+
 def test_what_was_pushed_out_has_no_more_time_than_what_runs() -> None:
     system, client = system_with(build(choose("vllm-v1-priority")), running_timeout_s=7.0)
     system.submit("s", 1, [9] * 100, params(100), priority=0.0)

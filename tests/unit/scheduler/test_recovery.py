@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from paceline.v1.cache_pb2 import CacheServiceLinkRequest
+from paceline.v1.cache_pb2 import CacheServiceLinkRequest, RestoredSequence
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from paceline.v1.worker_pb2 import KeptSequence
@@ -75,8 +75,12 @@ def exchange(system: LocalSystem, tamper: Callable[[CacheServiceLinkRequest], No
     system.from_cache.append(system.cache.exchange(request))
 
 
+def claims_of(request: CacheServiceLinkRequest) -> list[RestoredSequence]:
+    return [claim for op in request.ops for claim in op.restore.sequences]
+
+
 def claims_in(request: CacheServiceLinkRequest) -> list[int]:
-    return [claim.sequence for op in request.ops for claim in op.restore.sequences]
+    return [claim.sequence for claim in claims_of(request)]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -191,6 +195,29 @@ def test_a_large_restore_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch
         client = finish(system, but=3)
         assert client.tokens[9] == expected_output([9], SAMPLING)
         assert system.scheduler.counters.restored == len(PROMPTS)
+
+
+def test_the_restores_of_several_workers_fill_no_exchange_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 300
+    monkeypatch.setattr(recovery, "MAX_EXCHANGE_BYTES", limit)
+    system = make()
+    for worker in range(3):
+        system.attach(toy(max_num_seqs=4))
+        for handle, prompt in PROMPTS.items():
+            system.submit("s", 10 * worker + handle, prompt, SAMPLING)
+        system.run_for(30)
+    assert len(running(system)) == 3 * len(PROMPTS)
+    system.restart_cache()
+    sizes = []
+    while system.to_cache and (claims := claims_of(system.to_cache[0])):
+        sizes.append(sum(len(claim.token_ids) + len(claim.block_table) for claim in claims))
+        system.move("exchange", None)
+        system.move("answer", None)
+    largest_claim = 4 * (len(PROMPTS[5]) + SAMPLING.max_tokens) + 4 * 10
+    assert len(sizes) > 3
+    assert max(sizes) <= limit + largest_claim
+    system.run()
+    assert system.scheduler.counters.restored == 3 * len(PROMPTS)
 
 
 def test_a_long_queue_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
