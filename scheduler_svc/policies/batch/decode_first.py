@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.policy.views import Running
+from scheduler_svc.policies.api import BatchPolicy, Running, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
+from scheduler_svc.policies.api import BatchPolicy, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 

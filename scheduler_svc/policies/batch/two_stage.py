@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import BatchPolicy, RequestView, Running, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut
 from scheduler_svc.policies.options import Amount, Count
 

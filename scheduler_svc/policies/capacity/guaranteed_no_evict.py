@@ -7,16 +7,13 @@ computes its prefix (`prefix_aware`), and others may pass it.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
 
 
 class GuaranteedNoEvict(CapacityPolicy):
     """Admits a request only if the blocks for all its tokens are left."""
 
-    reserves_prompt: ClassVar[bool] = True
+    reserves_prompt = True
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware

@@ -19,13 +19,11 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import islice, takewhile
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
-from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Running, Step, Verdict
 
 Ranked = tuple[Any, RequestView]
 
@@ -33,8 +31,8 @@ Ranked = tuple[Any, RequestView]
 class MaxUtilization(CapacityPolicy):
     """Admits all that fits now, and pauses the least urgent running sequences when they do not fit any more."""
 
-    reserves_prompt: ClassVar[bool] = True
-    preempts_for_waiting: ClassVar[bool] = True
+    reserves_prompt = True
+    preempts_for_waiting = True
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware

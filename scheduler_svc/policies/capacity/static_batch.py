@@ -3,8 +3,7 @@ to completion."""
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, Step, Verdict
 from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvict
 
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar
 
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import Amount
 
 # Shortest time over which the rate is measured.
@@ -24,7 +22,7 @@ WINDOW_S = 1.0
 class EarliestDeadlineFirst(KeyedOrder):
     """Orders by `deadline_s`, and gives up requests that cannot meet it."""
 
-    key_is_constant: ClassVar[bool] = True
+    key_is_constant = True
 
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
         """`prefill_tokens_per_s`: the best rate at which a prompt is computed. 0: the best rate measured so far."""

@@ -29,8 +29,7 @@ from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
-from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import OrderPolicy, RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import OrderPolicy, RequestView
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from sortedcontainers import SortedDict
 
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
+from scheduler_svc.core.requests.request import TOKEN_BYTES
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
 # What requests must have in common to share it: namespace and tokens.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, WorkerView
 from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
 
 

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
-from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import PlacementPolicy, RequestView, WorkerView
 
 # Choices that are kept. A request cancelled while it waits leaves its choice behind; the oldest are dropped first.
 MAX_CHOICES = 1 << 15

@@ -20,9 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 
 # Predictions that differ by less are equal: the fits of two equal workers differ by about this much (5 % jitter of a
 # step over MEMORY_STEPS steps). Of equal workers, the one that has waited longest for a request takes it.

@@ -20,10 +20,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.core.policy.interfaces import Mode
+from scheduler_svc.policies.api import PreemptionPolicy, RequestView, Running, Step
 from scheduler_svc.policies.options import PositiveAmount
 
 # Slots freed at once; the next step frees more.
