@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from scheduler_svc.policies.api import BatchPolicy, Running, Step, Verdict
+from scheduler_svc.policies.api import BatchPolicy, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
@@ -56,12 +56,8 @@ class DecodeFirst(BatchPolicy):
                 step.run(sequence, self._limit(sequence.remaining_tokens))
             return
         for sequence in step.running:
-            self._run_one(step, sequence)
-
-    def _run_one(self, step: Step, sequence: Running) -> None:
-        tokens = min(self._limit(sequence.remaining_tokens), step.budget_tokens)
-        if tokens:
-            step.run(sequence, tokens)
+            if tokens := min(self._limit(sequence.remaining_tokens), step.budget_tokens):
+                step.run(sequence, tokens)
 
     def _is_alone(self, step: Step) -> bool:
         """Whether there is only one request, so that no other waits for the budget that a long prompt takes."""

@@ -15,6 +15,4 @@ class StaticBatch(GuaranteedNoEvict):
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         """STOP while any sequence runs on the worker."""
-        if step.num_running:
-            return Verdict.STOP
-        return super().admit(step, request, need_blocks)
+        return Verdict.STOP if step.num_running else super().admit(step, request, need_blocks)

@@ -25,7 +25,6 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -62,25 +61,18 @@ class Tenant:
     running: dict[int, tuple[RequestView, int]] = field(default_factory=dict)
     charged_s: float = -math.inf  # when running sequences were charged last
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the tenant has no request."""
-        return not (self.waiting or self.running)
-
     def add(self, request: RequestView) -> None:
         """Add a waiting sequence to the queue of its client's request."""
         line = self.lines.get(request.client_request)
         if line is None:
             line = self.lines[request.client_request] = TenantQueue()
-        insort(line.sequences, (request.queue_position, request.arrival_index, request), key=itemgetter(0, 1))
+        insort(line.sequences, (request.queue_position, request.arrival_index, request))
         self._place(line)
 
     def remove(self, request: RequestView) -> None:
         """Remove a waiting sequence. Raises KeyError if its request has none."""
         line = self.lines[request.client_request]
-        del line.sequences[
-            bisect_left(line.sequences, (request.queue_position, request.arrival_index), key=itemgetter(0, 1))
-        ]
+        del line.sequences[bisect_left(line.sequences, (request.queue_position, request.arrival_index))]
         self._place(line)
         if not line.sequences:
             del self.lines[request.client_request]
@@ -107,7 +99,7 @@ class Tenant:
         rest: Iterator[RequestView]
         while following or heap:
             if following and not (heap and heap[0][0] < following.key):
-                (num_running, _, _), rest = following.key, map(_request_of, following.sequences)
+                num_running, rest = following.key[0], (request for _, _, request in following.sequences)
                 request = next(rest)
                 following = next(lines, None)
             else:
@@ -115,10 +107,6 @@ class Tenant:
             yield request
             if (sibling := next(rest, None)) is not None:
                 heapq.heappush(heap, (_standing(sibling, num_running + 1), rest, sibling))
-
-
-def _request_of(sequence: tuple[int, int, RequestView]) -> RequestView:
-    return sequence[2]
 
 
 def _standing(request: RequestView, num_running: int) -> Key:
@@ -148,7 +136,8 @@ class FairAmongTenants(OrderPolicy):
 
     def _left(self, name: str) -> None:
         """A request of the tenant is gone: the tenant may be idle now."""
-        if self.busy[name].is_idle:
+        tenant = self.busy[name]
+        if not (tenant.waiting or tenant.running):
             self.idle[name] = self.busy.pop(name).counter
             if len(self.idle) > MAX_IDLE:
                 del self.idle[next(iter(self.idle))]

@@ -27,13 +27,6 @@ class HrrnEntry:
     uncached_tokens: int
     is_computed: bool  # the whole prompt is cached
 
-    @classmethod
-    def of(cls, request: RequestView, arrived_at: int) -> HrrnEntry:
-        """The entry of a request with its current match."""
-        matched = request.best_matched_tokens
-        uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
-        return cls(request, arrived_at, request.queue_position, uncached, is_computed)
-
 
 class HighestResponseRatioNext(OrderPolicy):
     """Orders by the age of a request, in served tokens, over the tokens that it has to compute."""
@@ -46,7 +39,14 @@ class HighestResponseRatioNext(OrderPolicy):
 
     def add(self, request: RequestView) -> None:
         """Add a request. Its age begins when it is first added."""
-        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
+        matched = request.best_matched_tokens
+        self._entries[request.arrival_index] = HrrnEntry(
+            request=request,
+            arrived_at=self._arrival(request),
+            queue_position=request.queue_position,
+            uncached_tokens=request.num_tokens - matched,
+            is_computed=matched >= request.num_prompt_tokens,
+        )
 
     def remove(self, request: RequestView) -> None:
         """Remove a request. Raises KeyError if it is not in the index."""
@@ -54,7 +54,7 @@ class HighestResponseRatioNext(OrderPolicy):
 
     def rematched(self, request: RequestView) -> None:
         """Read the tokens to compute again."""
-        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
+        self.add(request)
 
     def _arrival(self, request: RequestView) -> int:
         return self._arrived_at.setdefault(request, self._served_tokens)
