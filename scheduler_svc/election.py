@@ -52,7 +52,6 @@ class Election:
         self._lease = 0
         self._lease_clock = LeaseClock()
         self._trouble = ""  # reason of the last failed renewal
-        self._reminded_s = float("-inf")
 
     @property
     def holds(self) -> bool:
@@ -69,18 +68,23 @@ class Election:
 
     async def campaign(self) -> int:
         """Stand by until elected. Returns the epoch."""
+        reminded_s = float("-inf")
         while True:
             try:
                 record = await self._etcd.read_leader()
                 if record.lease is None:
                     if await self._claim(record):
                         return self.epoch
-                else:
-                    self._stand_by(record)
-                    # A silent connection would never report anything: look again from time to time.
-                    await self._etcd.wait_until_left(record, self._ttl_s)
+                    continue
+                if record.address != self.leader:
+                    log.info("standing by", leader=record.address, epoch=record.epoch)
+                self.leader = record.address
+                # A silent connection would never report anything: look again from time to time.
+                await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError as error:
-                self._remind(error)
+                if self._clock() - reminded_s >= REMIND_S:
+                    log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
+                    reminded_s = self._clock()
                 await asyncio.sleep(RETRY_S)
 
     async def lead(self) -> str:
@@ -101,8 +105,6 @@ class Election:
         if self.epoch:
             await self._give_back()
         await self._etcd.close()
-
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _give_back(self) -> None:
         self._lease_clock.end()
@@ -159,13 +161,3 @@ class Election:
                 await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError:  # _renew logs it
                 await asyncio.sleep(RETRY_S)
-
-    def _stand_by(self, record: LeaderRecord) -> None:
-        if record.address != self.leader:
-            log.info("standing by", leader=record.address, epoch=record.epoch)
-        self.leader = record.address
-
-    def _remind(self, error: EtcdError) -> None:
-        if self._clock() - self._reminded_s >= REMIND_S:
-            log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
-            self._reminded_s = self._clock()

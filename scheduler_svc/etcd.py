@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-
-T = TypeVar("T")
 
 
 class EtcdError(Exception):
@@ -54,12 +53,14 @@ class Etcd:
     async def grant(self, ttl_s: int) -> tuple[int, float]:
         """A new lease, with its time to live. It may be longer than asked for."""
         answer = await self._ask("lease/grant", {"TTL": str(ttl_s)})
-        return _read(answer, lambda: (int(answer["ID"]), float(answer["TTL"])))
+        with _parsing(answer):
+            return int(answer["ID"]), float(answer["TTL"])
 
     async def renew(self, lease: int) -> float:
         """Seconds that the lease lives from now on; 0 if it has ended."""
         answer = await self._ask("lease/keepalive", {"ID": str(lease)})
-        return _read(answer, lambda: float(answer["result"].get("TTL", 0)))
+        with _parsing(answer):
+            return float(answer["result"].get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
         """End the lease, and delete its keys."""
@@ -68,8 +69,7 @@ class Etcd:
     async def read_leader(self) -> LeaderRecord:
         ranges = [{"request_range": {"key": key}} for key in (self._leader_key, self._epoch_key)]
         answer = await self._ask("kv/txn", {"success": ranges})
-
-        def read() -> LeaderRecord:
+        with _parsing(answer):
             leaders, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
             leader, epoch = leaders[0] if leaders else None, epochs[0] if epochs else None
             return LeaderRecord(
@@ -79,8 +79,6 @@ class Etcd:
                 epoch=int(_decode(epoch["value"])) if epoch else 0,
                 epoch_revision=int(epoch["mod_revision"]) if epoch else 0,
             )
-
-        return _read(answer, read)
 
     async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
         """Take the leader's key if it is free and no scheduler had it since `seen`. After an EtcdError it is open
@@ -127,7 +125,8 @@ class Etcd:
         if answer.status_code != 200:
             # An endpoint without its cluster answers like this; another endpoint may work.
             raise self._failed(endpoint, f"{method}: {answer.status_code} {answer.text[:200]}")
-        return _read(answer.text, answer.json)
+        with _parsing(answer.text):
+            return answer.json()
 
     def _failed(self, endpoint: str, reason: object) -> EtcdError:
         if self._endpoints[0] == endpoint:  # otherwise another request has failed there before
@@ -137,16 +136,15 @@ class Etcd:
 
 
 def _ends_watch(line: str) -> bool:
-    def read() -> bool:
+    with _parsing(line):
         result = json.loads(line)["result"]
         return bool(result.get("canceled") or result.get("events"))
 
-    return bool(_read(line, read))
 
-
-def _read(answer: object, read: Callable[[], T]) -> T:
+@contextmanager
+def _parsing(answer: object) -> Iterator[None]:
     try:
-        return read()
+        yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EtcdError(f"not an answer of etcd: {str(answer)[:200]}") from error
 

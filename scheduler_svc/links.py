@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paceline.v1 import cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
@@ -20,7 +19,7 @@ from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.suspects import Loss
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.generate import generate
+from scheduler_svc.generate import STATUS_BY_CODE, generate
 from scheduler_svc.standby import step_down
 from scheduler_svc.streams import Outgoing, keep, stream
 from services.runtime import fence, refusal
@@ -39,8 +38,6 @@ MAX_NAMED = 16  # requests named in one log line
 # Until its first step is done, a worker may be silent for this many times as long: it may load kernels, which holds
 # Python's lock.
 FIRST_STEP_PATIENCE = 4.0
-
-STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
@@ -129,7 +126,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         step_down(await election.lead())
 
     def _watch(self, *, promised: bool) -> Watch:
-        """A watch over a peer after its first message."""
+        """A watch over a peer. `promised`: the peer sends heartbeats."""
         watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
         watch.promised = promised
         return watch
@@ -306,7 +303,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._cache = outgoing = Outgoing[CacheServiceLinkRequest]()
         call = stub.Link(aiter(outgoing), metadata=fence.to_metadata(self.core.fence))
         # An unanswered opening is no reason to give up: there is no other cache.
-        watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
+        watch = self._watch(promised=False)
 
         async def read() -> None:
             async for response in call:

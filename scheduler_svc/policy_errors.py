@@ -21,10 +21,11 @@ class PolicyErrors:
 
     def __call__(self, error: Exception) -> None:
         now_s, key = self._clock(), self._place(error)
-        logged_s, suppressed = self._seen.get(key, (-SAME_ERROR_S, 0))
-        if now_s - logged_s < SAME_ERROR_S or (key not in self._seen and not self._room(now_s)):
-            if key in self._seen:
-                self._seen[key] = logged_s, suppressed + 1
+        logged_s, suppressed = self._seen.get(key, (float("-inf"), 0))
+        if now_s - logged_s < SAME_ERROR_S:
+            self._seen[key] = logged_s, suppressed + 1
+            return
+        if key not in self._seen and not self._room(now_s):
             return
         self._seen[key] = now_s, 0
         same = {"same_error_since": suppressed} if suppressed else {}

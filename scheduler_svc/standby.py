@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
-import grpc.aio
 
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger

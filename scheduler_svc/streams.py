@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc
-import grpc.aio
 
 from services.runtime.liveness import Silent, Watch, beat
 

@@ -41,7 +41,6 @@ from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
-from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_FAILED_PRECONDITION, CODE_INVALID_ARGUMENT, Rejection, invalid
 from scheduler_svc.core.requests.phases import Phase
@@ -99,6 +98,7 @@ class SchedulerCore:
         self.life = Lifecycle(
             config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
         )
+        self.timeline = self.life.timeline
         self._recovery = Recovery(self._cache, self.workers, self.life)
         self._groups = BeamGroups(self.life, self.workers)
         self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
@@ -135,11 +135,6 @@ class SchedulerCore:
         """Failures since the policies were last set."""
         return self._step_scheduler.failures
 
-    @property
-    def timeline(self) -> RequestTimeline:
-        """What has happened to live requests and the last finished ones, for `paceline explain`."""
-        return self.life.timeline
-
     def event_at(self, now_s: float) -> None:
         """Set the time of the next event. Without this call, it is the time of the last `poll` or `tick`."""
         self.life.now_s = now_s
@@ -164,12 +159,10 @@ class SchedulerCore:
 
     def close_session(self, session_id: str) -> None:
         """The gateway is gone, and so are its requests."""
-        session = self.sessions.pop(session_id, None)
-        if session is None:
-            return
-        for request in list(session.live.values()):
-            self.life.end(request, FINISH_REASON_ABORT)
-        self._publisher.closed(session)
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            for request in list(session.live.values()):
+                self.life.end(request, FINISH_REASON_ABORT)
+            self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
         """A gateway's message: requests, cancellations, and how many responses it has read.
@@ -189,8 +182,7 @@ class SchedulerCore:
                 ending.handle = submission.handle
                 explain_rejection(ending, rejection)
         for handle in message.cancels:
-            request = session.live.get(handle)
-            if request is not None:
+            if (request := session.live.get(handle)) is not None:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
@@ -207,15 +199,14 @@ class SchedulerCore:
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
-        # Nothing accepted is lost. Samples are one request: the check of the first sample holds for all.
-        if not (request.accepted_before or parent):
-            check_queue(self.queue, request, self.config, self.life.budgets)
-        if parent is not None:
+        if parent is not None:  # samples are one request: the queue was checked for the first sample
             request.siblings = parent.siblings
-        if parent is not None and not (request.output or request.scores_prompt):
-            request.parent = parent
-            request.samples = parent.samples = parent.samples or [parent]
-            request.samples.append(request)
+            if not (request.output or request.scores_prompt):
+                request.parent = parent
+                request.samples = parent.samples = parent.samples or [parent]
+                request.samples.append(request)
+        elif not request.accepted_before:  # no accepted request is lost
+            check_queue(self.queue, request, self.config, self.life.budgets)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
         for worker in self.workers.values():
             worker.want_grammar(request, early=True)
@@ -245,7 +236,7 @@ class SchedulerCore:
         if worker.incarnation:
             self._retry_groups.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
-        self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
+        self._send_worker(worker.id, WorkerServiceLinkResponse(registered=registered))
         self._workers_changed()
         if self._cache.connected:
             self._cache.added[worker.id] = self._recovery.added(worker)
@@ -287,7 +278,7 @@ class SchedulerCore:
         """The worker gets no more requests. It finishes its running requests; those that it has swapped out run
         on another worker."""
         self.workers[worker_id].draining = True
-        self.life.recompute(self.workers[worker_id].host.swapped.values())  # they run on another worker
+        self.life.recompute(self.workers[worker_id].host.swapped.values())
         self._workers_changed()
 
     def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
@@ -299,8 +290,7 @@ class SchedulerCore:
 
     def worker_lost(self, worker_id: int, loss: Loss = Loss.LINK) -> None:
         """The worker's link is gone: its requests go back to the queue with the tokens they have."""
-        worker = self.workers.get(worker_id)
-        if worker is None:
+        if (worker := self.workers.get(worker_id)) is None:
             return
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
@@ -363,12 +353,12 @@ class SchedulerCore:
         self._status.announce(self.limits)
 
     def _note_outage(self) -> None:
+        reason = detail = ""
         if not self._cache.connected:
-            self.timeline.out("no-cache", "the cache does not answer", self.life.now_s)
+            reason, detail = "no-cache", "the cache does not answer"
         elif not self._status.has_worker:
-            self.timeline.out("no-worker", "none is attached", self.life.now_s)
-        else:
-            self.timeline.out("", "", self.life.now_s)
+            reason, detail = "no-worker", "none is attached"
+        self.timeline.out(reason, detail, self.life.now_s)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -434,18 +424,15 @@ class SchedulerCore:
             session.queue_credit = credit
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
-        self._release_drained()
+        for worker in self.workers.values():
+            if worker.draining and worker.is_idle and not worker.released:
+                worker.released = True
+                self._send_worker(worker.id, WorkerServiceLinkResponse(released=WorkerReleased()))
         outbox, self._outbox = self._outbox, Outbox()
         return outbox
 
     def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
         self._outbox.to_workers.append((worker, message))
-
-    def _release_drained(self) -> None:
-        for worker in self.workers.values():
-            if worker.draining and worker.is_idle and not worker.released:
-                worker.released = True
-                self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
 
 
 def _steps(first: int, last: int) -> str:
