@@ -111,19 +111,16 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     async def work(self, grpc_server: GrpcServer) -> None:
         """Run for ever. With an election: stand by until it is won, and end the process when it is lost."""
-        if self.election is None:
-            grpc_server.set_serving(True)
-            await asyncio.gather(self.tick(), self.keep_cache_link())
-            return
-        grpc_server.set_serving(True, standby=True)
-        epoch = await self.election.campaign()
-        self.core.epoch = self.core.fence = epoch
-        log.info("elected leader", epoch=epoch)
+        if self.election is not None:
+            grpc_server.set_serving(True, standby=True)
+            self.core.epoch = self.core.fence = await self.election.campaign()
+            log.info("elected leader", epoch=self.core.epoch)
         grpc_server.set_serving(True)
-        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead(self.election))
+        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead())
 
-    async def _lead(self, election: Election) -> None:
-        step_down(await election.lead())
+    async def _lead(self) -> None:
+        if self.election is not None:
+            step_down(await self.election.lead())
 
     def _watch(self, *, promised: bool) -> Watch:
         """A watch over a peer. `promised`: the peer sends heartbeats."""

@@ -12,19 +12,14 @@ import grpc
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
 
+if TYPE_CHECKING:
+    from scheduler_svc.election import Election
+
 log = get_logger(__name__)
 
 # Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
 LOST_STATUS = 75
 EVERY_ADDRESS = {"0.0.0.0", "::"}
-
-if TYPE_CHECKING:
-    from scheduler_svc.election import Election
-
-    # Generic in the stubs only.
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor
 
 
 def open_election(settings: SchedulerSettings) -> Election:
@@ -39,7 +34,7 @@ def open_election(settings: SchedulerSettings) -> Election:
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s)
 
 
-class StandbyGate(_Interceptor):
+class StandbyGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Refuses every call before the election is won, except health and reflection."""
 
     def __init__(self, election: Election) -> None:

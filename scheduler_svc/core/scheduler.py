@@ -88,41 +88,29 @@ class SchedulerCore:
         self._outbox = Outbox()
         self._next_worker = 1
         self._step_times = FleetStepTimes()
-        self._cache = CacheLink(epoch)
+        cache = self._cache = CacheLink(epoch)
         budgets = Budgets(config)
         output_length = OutputLength()
-        self._step_scheduler = StepScheduler(
+        step_scheduler = self._step_scheduler = StepScheduler(
             policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
         )
-        self.queue = self._step_scheduler.queue
-        self.life = Lifecycle(
-            config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
+        self.queue = step_scheduler.queue
+        life = self.life = Lifecycle(
+            config, self.queue, budgets, cache, self.workers, self.sessions, self.counters, output_length
         )
-        self.timeline = self.life.timeline
-        self._recovery = Recovery(self._cache, self.workers, self.life)
-        self._groups = BeamGroups(self.life, self.workers)
-        self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
+        self.timeline = life.timeline
+        self._recovery = Recovery(cache, self.workers, life)
+        self._groups = BeamGroups(life, self.workers)
+        self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
+        emitter = Emitter(cache, life.swaps, self._publisher)
         self._exchanges = StepExchanges(
-            self.workers,
-            self._cache,
-            self._step_scheduler,
-            Emitter(self._cache, self.life.swaps, self._publisher),
-            self.life,
-            self._groups,
-            self._send_worker,
+            self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
         self._rounds = Rounds(
-            self.workers,
-            self._cache,
-            self._step_scheduler,
-            Decider(self.life),
-            self._exchanges,
-            self.life,
-            self._groups,
-            self._retry_groups,
+            self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
         )
-        self._results = ResultReader(self.life, self._publisher, self._groups)
-        self._status = StatusReport(config, self.workers, self.sessions, self.queue, self._cache)
+        self._results = ResultReader(life, self._publisher, self._groups)
+        self._status = StatusReport(config, self.workers, self.sessions, self.queue, cache)
         self._note_outage()
 
     @property

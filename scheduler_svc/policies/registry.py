@@ -77,17 +77,17 @@ def check_given(choice: PolicySet, options: Mapping[str, Any]) -> None:
 def build(choice: PolicySet) -> Policies:
     """Make the policies. Raises PolicyError, which names the policy or option that is wrong. An option may belong to
     another policy: to one that was replaced, or to another preset that is tried on the same scenario."""
-    left = dict(choice.options)
     policies: dict[str, Any] = {}
     used: set[str] = set()
     for kind in KINDS:
         cls = find(kind, getattr(choice, kind))
-        policies[kind] = _make(kind, cls, left, used)
-    if unused := [name for name in left if name not in used]:
+        policies[kind] = _make(kind, cls, choice.options)
+        used.update(_parameters(kind, cls))
+    if unused := [name for name in choice.options if name not in used]:
         known = _options_of_any()
         for name in unused:
             if name in known:
-                _checked(name, known[name], left[name])
+                _checked(name, known[name], choice.options[name])
             else:
                 raise PolicyError(f"options.{name}: no policy has such an option; there are {', '.join(sorted(known))}")
     return Policies(**policies)
@@ -131,11 +131,10 @@ def _parameters(kind: str, cls: type) -> dict[str, Any]:
     return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in named}
 
 
-def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> object:
+def _make(kind: str, cls: type, options: dict[str, Any]) -> object:
     arguments = {}
     for name, annotation in _parameters(kind, cls).items():
         if name in options:
-            used.add(name)
             arguments[name] = _checked(name, annotation, options[name])
     try:
         policy = cls(**arguments)

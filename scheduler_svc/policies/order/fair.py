@@ -146,17 +146,12 @@ class FairAmongTenants(OrderPolicy):
         """Add a request. A tenant that begins to wait gets at least the lowest counter of the others."""
         tenant = self._busy(request.tenant)
         if not tenant.waiting:
-            if not request.has_run:  # a preempted request is not a new one
-                self._lift(tenant, request.arrival_s)
+            was_last = not self._waiting and self._last_waited == tenant.name  # it would be compared with itself
+            if not (request.has_run or was_last):  # a preempted request is not a new one
+                self._charge_output(tenant, request.arrival_s)
+                tenant.counter = max(tenant.counter, self._lowest(request.arrival_s))
             self._waiting.add((tenant.counter, tenant.name))
         tenant.add(request)
-
-    def _lift(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant begins to wait; its counter is raised to the lowest of the others."""
-        if not self._waiting and self._last_waited == tenant.name:
-            return  # it would be compared with itself
-        self._charge_output(tenant, now_s)
-        tenant.counter = max(tenant.counter, self._lowest(now_s))
 
     def _lowest(self, now_s: float) -> float:
         """The counter of a tenant that begins to wait now."""

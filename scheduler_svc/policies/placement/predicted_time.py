@@ -105,7 +105,9 @@ class PredictedTime(PlacementPolicy):
             other = self._least(ideal, workers)
             lost_s = costs[best].total_s - ideal[other].total_s
             if other != best and cached[other] < most:
-                prefix = self._key(request, most // workers[best].block_size * workers[best].block_size, workers[best])
+                size = workers[best].block_size
+                num_tokens = most // size * size
+                prefix = request.namespace, num_tokens, request.token_ids[4 * (num_tokens - size) : 4 * num_tokens]
                 copy_s = costs[other].total_s - ideal[other].total_s
                 lost_s = max(lost_s, LEAST_LOST * copy_s)
                 lost_before_s = self._round_lost_s.get(prefix, self._lost_s.get(prefix, 0.0))
@@ -161,11 +163,6 @@ class PredictedTime(PlacementPolicy):
         most_s, latest_s = least.total_s * (1 + SAME), least.first_s * (1 + SAME)
         same = [i for i, cost in enumerate(costs) if cost.total_s <= most_s and cost.first_s <= latest_s]
         return min(same, key=lambda i: self._last_binding.get(workers[i].id, 0))
-
-    @staticmethod
-    def _key(request: RequestView, num_tokens: int, worker: WorkerView) -> PrefixKey:
-        last_block = request.token_ids[4 * (num_tokens - worker.block_size) : 4 * num_tokens]
-        return request.namespace, num_tokens, last_block
 
 
 def _explained(choice: PlacementChoice) -> str:
