@@ -25,12 +25,10 @@ class LeaderRecord:
     """What etcd knows of the leader, at one revision."""
 
     revision: int
-    # Of the leader; None if there is none.
-    lease: int | None
+    lease: int | None  # of the leader; None if there is none
     address: str
-    # Of the latest leader, and the revision at which it was written; 0 if there never was one.
-    epoch: int
-    epoch_revision: int
+    epoch: int  # of the latest leader; 0 if there never was one
+    epoch_revision: int  # at which the epoch was written
 
 
 class Etcd:
@@ -81,8 +79,7 @@ class Etcd:
             )
 
     async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
-        """Take the leader's key if it is free and no scheduler had it since `seen`. After an EtcdError it is open
-        whether the key was taken."""
+        """Take the leader's key if it is free and none had it since `seen`. EtcdError: it may have been taken."""
         body = {
             "compare": [
                 {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},

@@ -35,8 +35,7 @@ log = get_logger(__name__)
 TICK_S = 0.25
 CACHE_RETRY_S = 0.2
 MAX_NAMED = 16  # requests named in one log line
-# Until its first step is done, a worker may be silent for this many times as long: it may load kernels, which holds
-# Python's lock.
+# A worker may be silent for this many times as long until its first step is done: loading kernels holds the GIL.
 FIRST_STEP_PATIENCE = 4.0
 
 
@@ -61,8 +60,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
-        # Reasons why there was no cache link, until the cache answers. (Now and then grpc says that a write failed,
-        # without a reason.)
+        # Why the cache link broke, until the cache answers. grpc may give no reason; then it is "".
         self._cache_troubles: set[str] = set()
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────

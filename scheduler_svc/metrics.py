@@ -51,9 +51,8 @@ class SchedulerMetrics(Collector):
             ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
         )
         yield from _families(GaugeMetricFamily, gauges_of_model, model)
-        finished = CounterMetricFamily(
-            PREFIX + "requests_finished", "Requests that ended", labels=[*model, "finish_reason"]
-        )
+        labels = [*model, "finish_reason"]
+        finished = CounterMetricFamily(PREFIX + "requests_finished", "Requests that ended", labels=labels)
         for reason, count in list(counters.finished.items()):
             finished.add_metric([*model.values(), reason], count)
         yield finished

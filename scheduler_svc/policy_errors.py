@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# The same error is logged again after this time, with the number of repetitions.
-SAME_ERROR_S = 10.0
-# Errors that are told apart. A policy with a different error each time gets no more log lines than this.
-MAX_ERRORS = 64
+SAME_ERROR_S = 10.0  # then the same error is logged again, with the number of repetitions
+MAX_ERRORS = 64  # told apart: so many log lines in SAME_ERROR_S, even if each error is a different one
 
 
 class PolicyErrors:
@@ -33,8 +31,7 @@ class PolicyErrors:
 
     @staticmethod
     def _place(error: Exception) -> tuple[type, str, int]:
-        """The type and source line of an error. Two errors with the same are equal, whatever numbers are in their
-        messages."""
+        """The type and source line of an error. Errors that share both are equal, whatever their messages say."""
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next

@@ -48,20 +48,18 @@ class StandbyGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
         handler = await continuation(handler_call_details)
         if handler is None or self._election.epoch or handler_call_details.method.startswith("/grpc."):
             return handler
-        return _refusing(handler, f"standby; the leader is {self._election.leader or 'not elected yet'}")
+        why = f"standby; the leader is {self._election.leader or 'not elected yet'}"
 
+        async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
 
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, why)
-
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+        make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(refuse, handler.request_deserializer, handler.response_serializer)
 
 
 def step_down(reason: str) -> NoReturn:

@@ -24,8 +24,7 @@ class Outgoing(Generic[M]):
         self._queue.put_nowait(message)
 
     def beat(self, heartbeat: M) -> None:
-        """Send a heartbeat, unless another message is queued: heartbeats do not pile up for a peer that does not
-        read."""
+        """Send a heartbeat, unless a message is queued: heartbeats do not pile up for a peer that does not read."""
         if self._queue.empty():
             self._queue.put_nowait(heartbeat)
 

@@ -7,10 +7,8 @@ clocks run equally fast.
 
 from __future__ import annotations
 
-# Share of the lease's time that a leader relies on.
-SAFE_SHARE = 5 / 6
-# Renewals per lease time.
-RENEWALS = 4
+SAFE_SHARE = 5 / 6  # of the lease's time: a leader relies on it
+RENEWALS = 4  # per lease time
 
 
 class LeaseClock:

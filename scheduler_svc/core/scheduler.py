@@ -82,8 +82,7 @@ class SchedulerCore:
         self.counters = SchedulerCounters()
         self.workers: dict[int, WorkerState] = {}
         self.sessions: dict[str, Session] = {}
-        # of the last workers seen, so that requests can be checked while no worker is attached
-        self.limits: Limits | None = None
+        self.limits: Limits | None = None  # of the last workers seen: requests are checked without a worker, too
         self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
         self._next_worker = 1
@@ -153,11 +152,8 @@ class SchedulerCore:
             self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
-        """A gateway's message: requests, cancellations, and how many responses it has read.
-
-        A request that is refused gets an answer with the reason; the session goes on. Raises KeyError if no
-        such session is open.
-        """
+        """A gateway's message: requests, cancellations, and how many responses it has read. A request that is refused
+        gets an answer with the reason; the session goes on. Raises KeyError if no such session is open."""
         session = self.sessions[session_id]
         session.read = max(session.read, min(message.responses_read, session.sent))
         session.num_submissions += len(message.submissions)
@@ -251,8 +247,7 @@ class SchedulerCore:
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
 
     def worker_grammar(self, worker_id: int, prepared: GrammarPrepared) -> None:
-        """A worker has prepared a grammar, or refuses it: then the waiting requests with this grammar fail. Raises
-        ProtocolError."""
+        """A worker has prepared or refused a grammar. A refusal fails its waiting requests. Raises ProtocolError."""
         grammar = self.workers[worker_id].grammars.answered(prepared.id, not prepared.refused)
         if grammar is None:
             raise ProtocolError(f"an answer about grammar {prepared.id}, for which the worker was not asked")
@@ -263,8 +258,7 @@ class SchedulerCore:
                 self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
-        """The worker gets no more requests. It finishes its running requests; those that it has swapped out run
-        on another worker."""
+        """The worker finishes its running requests and gets no more. Those that it swapped out run on another one."""
         self.workers[worker_id].draining = True
         self.life.recompute(self.workers[worker_id].host.swapped.values())
         self._workers_changed()

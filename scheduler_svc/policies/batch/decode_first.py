@@ -1,8 +1,7 @@
-"""Running sequences first, then waiting requests, until the token budget is spent; prefill in chunks (vLLM V1, after
-Sarathi-Serve).
+"""Running sequences first, then waiting requests, until the token budget is spent (vLLM V1, after Sarathi-Serve).
 
-There are no phases: every sequence has tokens to compute, one token if it decodes. Running sequences get theirs in
-order of admission. Waiting requests get what the budget leaves, unless a sequence was preempted in this step.
+Every sequence has tokens to compute: one token if it decodes, else a chunk of its prompt. Running sequences get theirs
+in order of admission. Waiting requests get what the budget leaves, unless a sequence was preempted in this step.
 """
 
 from __future__ import annotations

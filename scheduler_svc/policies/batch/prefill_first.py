@@ -44,10 +44,6 @@ class Left:
         """The tokens, rounded up to whole units."""
         return -(-tokens // self._unit) * self._unit
 
-    def holds(self, tokens: int) -> bool:
-        """Whether a prompt with this many tokens to compute fits without a cut."""
-        return self.in_units(tokens) <= self.chunk_tokens
-
     def largest_cut(self) -> int:
         """Tokens of the longest chunk that fits: whole units if there is one."""
         return self.chunk_tokens // self._unit * self._unit or self.chunk_tokens
@@ -139,7 +135,7 @@ class PrefillFirst(BatchPolicy):
                 step.reject(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
-            cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
+            cut = left.in_units(tokens) > left.chunk_tokens and may_cut(step, tokens, self.chunked_prefill)
             if cut:
                 tokens = min(tokens, left.largest_cut())
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.

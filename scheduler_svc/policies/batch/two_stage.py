@@ -96,8 +96,7 @@ class TwoStage(BatchPolicy):
                 step.reject(context.item, Verdict.STOP, reason, detail)
 
     def _contexts(self, step: Step) -> list[Context]:
-        """Prompts that fit the resources: unfinished ones, then as many waiting ones as the budget may have tokens
-        for."""
+        """Prompts that fit the resources: unfinished ones, then waiting ones while the budget may have tokens."""
         contexts: list[Context] = []
         left = step.budget_tokens
         for sequence in step.prefills:

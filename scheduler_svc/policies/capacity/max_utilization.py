@@ -9,8 +9,7 @@ request always runs.
 Under an order that ranks only waiting requests (fair, lpm), running sequences come first, by queue position: no waiting
 request preempts them.
 
-Mostly all running sequences fit, and no waiting request is more urgent. Then the pass does not go through the running
-sequences, nor through more of the queue than fits.
+If all running sequences fit and no waiting request is more urgent (the usual case), the pass skips the running ones.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
 
 
 def _growth(step: Step, sequence: Running) -> int:
-    """Blocks for its next token. A sequence in the middle of its prompt may need some too, if less was cached than
-    expected."""
+    """Blocks for its next token. In its prompt it may need some too, if less was cached than expected."""
     return max(0, step.blocks_for(sequence.num_computed_tokens + 1) - sequence.num_blocks)
 
 

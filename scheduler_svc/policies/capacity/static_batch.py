@@ -1,5 +1,4 @@
-"""One batch after the other (TensorRT-LLM STATIC_BATCH): requests are admitted only while nothing runs, each with room
-to completion."""
+"""One batch after the other (TensorRT-LLM STATIC_BATCH): admits only while nothing runs, with room to completion."""
 
 from __future__ import annotations
 

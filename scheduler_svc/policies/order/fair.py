@@ -8,14 +8,13 @@ tenants that wait, or, if none waits, to that of the tenant that waited last. So
 not ask for, however much of it runs.
 
 Within a tenant, the client's request with the fewest running sequences is next (max-min fairness in slots); of equal
-requests, the one that came first. A request for one sequence runs none while it waits, so without `n`, `best_of` and
-beam search this is first come, first served. The samples of a request with n = 64 take turns with the tenant's other
-requests, and no request starves: its first sequence waits only for requests that came earlier. The beams of a search
-run for one token at a time; all but the first rank like a request that runs one sequence.
+requests, the one that came first. Without `n`, `best_of` and beam search this is first come, first served. No request
+starves: its first sequence waits only for requests that came earlier. The beams of a search run for one token at a
+time; all but the first rank like a request that runs one sequence.
 
 Clients choose tenant names, so there may be any number of tenants. A pass looks at the tenants with running sequences
-and at the first of the waiting tenants. While only one tenant waits, a pass compares no counters and charges nothing.
-Idle tenants cost nothing, and only the last MAX_IDLE of them are remembered: a forgotten tenant begins like a new one.
+and at the first of the waiting tenants. Idle tenants cost nothing. Only the last MAX_IDLE of them are remembered; a
+forgotten tenant begins like a new one.
 """
 
 from __future__ import annotations

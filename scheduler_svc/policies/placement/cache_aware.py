@@ -2,8 +2,7 @@
 
 The worker with the fewest requests is chosen if the busiest worker has `balance_abs_threshold` more requests than the
 idlest one, and `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if that is
-more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens to cache (the smallest
-tree).
+more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest tree).
 
 The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
 and what requests ahead compute, as in the router's event-driven mode.

@@ -22,24 +22,20 @@ from typing import NamedTuple
 
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 
-# Predictions that differ by less are equal: the fits of two equal workers differ by about this much (5 % jitter of a
-# step over MEMORY_STEPS steps). Of equal workers, the one that has waited longest for a request takes it.
+# Costs that differ by less are equal: so much do the fits of equal workers differ (5 % jitter over MEMORY_STEPS steps).
 SAME = 0.02
-# A request that waits this many steps for its first token counts as if it had waited twice as long; n times as many, as
-# n + 1 times: a plain sum of seconds lets a few requests wait so that many others save little. Steps are those of the
-# fastest worker with one row, so a slow model shares out its requests as a fast one does. Of the values from 2 to 100,
-# this one had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+# A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
+# would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
+# slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
+# (docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
 # Least share of a copy that a request which follows a prefix counts as lost. 1/50 left workers without the prefix for
 # too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
 LEAST_LOST = 1 / 20
 LEAST_STEP_S = 1e-6
-# Expected output tokens of a request before the first one has ended.
-GUESSED_OUTPUT_TOKENS = 256.0
-# Prefixes with a sum of lost time. The prefix that no request has followed for longest is forgotten first.
-MAX_PREFIXES = 4096
-# Workers that `explain` names.
-MAX_NAMED = 4
+GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended
+MAX_PREFIXES = 4096  # with a sum of lost time; the prefix that no request has followed for longest is forgotten first
+MAX_NAMED = 4  # workers that `explain` names
 
 # Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before: then
 # a copy is made a little early.

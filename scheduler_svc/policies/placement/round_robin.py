@@ -1,5 +1,4 @@
-"""Each request goes to the worker after the one before it (the default of Dynamo's frontend, and an option of every
-router)."""
+"""Requests go to the workers in turn (the default of Dynamo's frontend, and an option of every router)."""
 
 from __future__ import annotations
 

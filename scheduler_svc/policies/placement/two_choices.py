@@ -1,5 +1,4 @@
-"""Of two workers drawn at random, the one with fewer requests (Mitzenmacher, 2001; `power_of_two` of SGLang's
-router)."""
+"""Of two workers drawn at random, the one with fewer requests (Mitzenmacher 2001; SGLang's router: `power_of_two`)."""
 
 from __future__ import annotations
 

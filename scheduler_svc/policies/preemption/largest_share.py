@@ -1,15 +1,13 @@
-"""The tenant and the request that hold most are preempted first; and further sequences are preempted for waiting
-requests.
+"""The tenant and the request that hold most are preempted first, also to make room for waiting requests.
 
-When running sequences need more blocks than there are: of the tenant that holds most blocks (over its weight), of the
-request with the most running sequences, the sequence that was admitted last. With one tenant and one sequence for each
-request that is `last-in`.
+If running sequences need more blocks than there are, the victim belongs to the tenant with most blocks (over its
+weight), and there to the request with the most running sequences; it is the sequence admitted last. With one tenant and
+one sequence for each request that is `last-in`.
 
-When a request without running sequences waits, and the worker has no slot or no blocks for it: sequences of requests
-that run several, from the request with the most, the last admitted first. A request always keeps one sequence, and no
-sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot that no other
-request wants, and the next request waits for one step, not for the end of a sample. A preempted sequence computes again
-what the cache has not kept of it, mostly the last block only.
+If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims are sequences
+of requests that run several, from the request with the most, the last admitted first. A request always keeps one
+sequence, and no sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot
+that no other request wants, and the next request waits for one step, not for the end of a sample.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from scheduler_svc.core.policy.interfaces import Mode
 from scheduler_svc.policies.api import PreemptionPolicy, RequestView, Running, Step
 from scheduler_svc.policies.options import PositiveAmount
 
-# Slots freed at once; the next step frees more.
-MAX_SLOTS = 16
+MAX_SLOTS = 16  # freed at once; the next step frees more
 
 
 class LargestShare(PreemptionPolicy):
