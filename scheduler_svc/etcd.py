@@ -1,7 +1,5 @@
-"""The requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer).
-
-In that JSON, 64-bit numbers are strings, keys and values are base64, and zero values are left out.
-"""
+"""The requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer). In that JSON, 64-bit
+numbers are strings, keys and values are base64, and zero values are left out."""
 
 from __future__ import annotations
 
@@ -95,13 +93,11 @@ class Etcd:
     async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
         """Wait until the leader's key is deleted after `seen`, for at most `at_most_s`. Returns early if the watch
         cannot continue (a revision that was compacted away), so look again. Raises EtcdError."""
-        body = {
-            "create_request": {"key": self._leader_key, "start_revision": str(seen.revision + 1), "filters": ["NOPUT"]}
-        }
+        watch = {"key": self._leader_key, "start_revision": str(seen.revision + 1), "filters": ["NOPUT"]}
         endpoint = self._endpoints[0]
         try:
             async with asyncio.timeout(at_most_s):
-                async with self._http.stream("POST", f"{endpoint}/v3/watch", json=body) as answer:
+                async with self._http.stream("POST", f"{endpoint}/v3/watch", json={"create_request": watch}) as answer:
                     async for line in answer.aiter_lines():
                         if line and _ends_watch(line):
                             return

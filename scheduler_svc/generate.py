@@ -179,11 +179,8 @@ def _prompt_logprobs(part: PromptLogprobs) -> Iterator[tuple[int, TokenLogprob]]
 
 
 def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:
-    return Usage(
-        prompt_tokens=len(submission.prompt_token_ids) // 4,
-        completion_tokens=num_tokens,
-        cached_tokens=ending.cached_tokens,
-    )
+    prompt_tokens = len(submission.prompt_token_ids) // 4
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=num_tokens, cached_tokens=ending.cached_tokens)
 
 
 async def abort(

@@ -67,9 +67,7 @@ async def stream(
 
 async def keep(watch: Watch, outgoing: Outgoing[M], heartbeat: M | None, give_up: Callable[[str], None]) -> None:
     """Send heartbeats to a peer (None: it does not read them) until the peer is silent for too long; then give it up.
-
-    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection.
-    """
+    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection."""
 
     def send() -> None:
         if heartbeat is not None:

@@ -135,9 +135,8 @@ class SchedulerCore:
     def open_session(self, session_id: str, window: int) -> None:
         """Raises Rejection if the id is taken or the window is 0."""
         if session_id in self.sessions:
-            raise Rejection(
-                CODE_FAILED_PRECONDITION, f"session_id: session {session_id!r} is open already", "session_id"
-            )
+            why = f"session_id: session {session_id!r} is open already"
+            raise Rejection(CODE_FAILED_PRECONDITION, why, "session_id")
         if window < 1:
             raise invalid("response_window", "must be at least 1")
         session = self._publisher.open(session_id, window)
@@ -172,8 +171,7 @@ class SchedulerCore:
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         request = new_request(session.id, submission, now_s)
         changes_logits = check_submission(request, submission)
-        is_search = submission.HasField("beam")
-        if is_search:
+        if is_search := submission.HasField("beam"):
             check_beam(submission)
         if self.limits:
             check_limits(request, self.limits, changes_logits)

@@ -12,13 +12,12 @@ import reprlib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies, PreemptionPolicy
-from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
-from scheduler_svc.core.policy.step import CapacityPolicy
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 
 GROUP = "paceline.policies"
@@ -28,13 +27,7 @@ DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "batch": {"shares_in_step": (True, False)},
     "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
-KINDS: dict[str, type] = {
-    "order": OrderPolicy,
-    "capacity": CapacityPolicy,
-    "batch": BatchPolicy,
-    "preemption": PreemptionPolicy,
-    "placement": PlacementPolicy,
-}
+KINDS: dict[str, type] = get_type_hints(Policies)  # order, capacity, batch, preemption, placement
 
 
 @cache

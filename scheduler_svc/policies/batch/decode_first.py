@@ -29,7 +29,9 @@ class DecodeFirst(BatchPolicy):
 
     def schedule(self, step: Step) -> None:
         """Run every running sequence, then admit waiting requests until the budget is spent."""
-        self._longest_chunk = 0 if self._is_alone(step) else self.threshold
+        # No other request waits for the budget that the chunks of a lone request take: they have no limit.
+        is_alone = self.threshold and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
+        self._longest_chunk = 0 if is_alone else self.threshold
         self._run(step)
         if step.preempted:
             reject_after_preemption(step)
@@ -57,10 +59,6 @@ class DecodeFirst(BatchPolicy):
         for sequence in step.running:
             if tokens := min(self._limit(sequence.remaining_tokens), step.budget_tokens):
                 step.run(sequence, tokens)
-
-    def _is_alone(self, step: Step) -> bool:
-        """Whether there is only one request, so that no other waits for the budget that a long prompt takes."""
-        return bool(self.threshold) and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
 
     def _limit(self, tokens: int) -> int:
         return min(tokens, self._longest_chunk) if self._longest_chunk else tokens

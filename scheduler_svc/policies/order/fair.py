@@ -62,9 +62,7 @@ class Tenant:
 
     def add(self, request: RequestView) -> None:
         """Add a waiting sequence to the queue of its client's request."""
-        line = self.lines.get(request.client_request)
-        if line is None:
-            line = self.lines[request.client_request] = TenantQueue()
+        line = self.lines.setdefault(request.client_request, TenantQueue())
         insort(line.sequences, (request.queue_position, request.arrival_index, request))
         self._place(line)
 
@@ -220,9 +218,8 @@ class FairAmongTenants(OrderPolicy):
     def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
         """Compare the tenants' counters; within a tenant, the requests' running sequences."""
         if waiting.tenant == running.tenant:
-            return _standing(waiting, waiting.num_running_siblings) < _standing(
-                running, running.num_running_siblings - 1
-            )
+            standing = _standing(running, running.num_running_siblings - 1)
+            return _standing(waiting, waiting.num_running_siblings) < standing
         return self._position(waiting.tenant, now_s) < self._position(running.tenant, now_s)
 
     def _position(self, name: str, now_s: float) -> tuple[float, str]:

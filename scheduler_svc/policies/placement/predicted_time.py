@@ -29,8 +29,7 @@ SAME = 0.02
 # slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
 # (docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
-# Least share of a copy that a request which follows a prefix counts as lost. 1/50 left workers without the prefix for
-# too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
+# With 1/50, workers stayed without the prefix for too long: 99th percentiles of TTFT were up to twice as long.
 LEAST_LOST = 1 / 20
 LEAST_STEP_S = 1e-6
 GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended

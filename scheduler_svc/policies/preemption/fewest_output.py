@@ -1,6 +1,5 @@
-"""The sequence with the fewest generated tokens is preempted first; of equal ones the longest prompt, then the newest
-(SGLang's retraction). So the least work is lost, and the most blocks become free. SGLang moves it to the end of the
-queue; here it keeps its queue position unless `requeue` says "back"."""
+"""The sequence with the fewest generated tokens is preempted first, so that the least work is lost (SGLang's
+retraction). SGLang moves it to the end of the queue; here only `requeue` "back" does that."""
 
 from __future__ import annotations
 

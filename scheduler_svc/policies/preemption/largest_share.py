@@ -15,11 +15,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal
 
 from scheduler_svc.core.policy.interfaces import Mode
-from scheduler_svc.policies.api import PreemptionPolicy, RequestView, Running, Step
+from scheduler_svc.policies.api import PreemptionPolicy, Running, Step
 from scheduler_svc.policies.options import PositiveAmount
 
 MAX_SLOTS = 16  # freed at once; the next step frees more
@@ -63,11 +63,8 @@ class LargestShare(PreemptionPolicy):
     def for_waiting(self, step: Step) -> Iterable[Running]:
         """Spare sequences of requests that run several, for up to MAX_SLOTS waiting requests that run none."""
         requests = (request for request in step.waiting() if not step.has_admitted(request))
-        newcomers: list[RequestView] = []
-        for request in islice(requests, MAX_SLOTS):
-            if request.num_running_siblings or request.is_swapped:
-                break  # the freed slots would be offered to it first
-            newcomers.append(request)
+        # If a request already runs sequences or is swapped out, the freed slots would be offered to it first.
+        newcomers = list(takewhile(lambda r: not (r.num_running_siblings or r.is_swapped), islice(requests, MAX_SLOTS)))
         if not newcomers:
             return
         spare = (one for one in self._spare(step) if step.goes_before(newcomers[0], one.request))
