@@ -77,7 +77,7 @@ class Etcd:
             )
 
     async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
-        """Take the leader's key if it is free and none had it since `seen`. EtcdError: it may have been taken."""
+        """Take the leader's key if it has been free since `seen`. After an EtcdError the key may be taken or not."""
         body = {
             "compare": [
                 {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},

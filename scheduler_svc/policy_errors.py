@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SAME_ERROR_S = 10.0  # then the same error is logged again, with the number of repetitions
-MAX_ERRORS = 64  # told apart: so many log lines in SAME_ERROR_S, even if each error is a different one
+SAME_ERROR_S = 10.0  # after this time, the same error is logged again, with the number of repetitions
+MAX_ERRORS = 64  # log lines in SAME_ERROR_S at most, even if each error is a different one
 
 
 class PolicyErrors:

@@ -30,7 +30,7 @@ async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
     """Run the scheduler until `stop` is set."""
-    # All other fields of the configuration are settings of the same names.
+    # Every field but these two is a setting of the same name.
     same = {field.name for field in fields(SchedulerConfig)} - {"stall_s", "stuck_decisions"}
     config = SchedulerConfig(stall_s=settings.heartbeat_timeout_s, **{name: getattr(settings, name) for name in same})
     overrides = {kind: getattr(settings, kind) for kind in KINDS}

@@ -7,7 +7,7 @@ clocks run equally fast.
 
 from __future__ import annotations
 
-SAFE_SHARE = 5 / 6  # of the lease's time, on which a leader relies
+SAFE_SHARE = 5 / 6  # a leader relies on this share of the lease's time
 RENEWALS = 4  # per lease time
 
 

@@ -82,7 +82,7 @@ class SchedulerCore:
         self.counters = SchedulerCounters()
         self.workers: dict[int, WorkerState] = {}
         self.sessions: dict[str, Session] = {}
-        self.limits: Limits | None = None  # of the last workers seen: requests are checked without a worker, too
+        self.limits: Limits | None = None  # of the last workers seen; kept while none is attached
         self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
         self._next_worker = 1

@@ -29,7 +29,7 @@ class DecodeFirst(BatchPolicy):
 
     def schedule(self, step: Step) -> None:
         """Run every running sequence, then admit waiting requests until the budget is spent."""
-        # No other request waits for the budget that the chunks of a lone request take: they have no limit.
+        # If there is only one request, no other waits for the budget, and chunks need no limit.
         is_alone = self.threshold and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
         self._longest_chunk = 0 if is_alone else self.threshold
         self._run(step)

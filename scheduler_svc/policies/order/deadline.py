@@ -2,8 +2,8 @@
 with a deadline in the past under any order. This order also gives up a waiting request that cannot get its first token
 in time any more: at the best measured rate of prompts, its own prompt would take longer than the time left.
 
-The rate is measured only while prompts are the bottleneck: in each moment a request waits and a prompt is computed.
-Otherwise it would show the demand or the number of slots. Before the first measurement no request is given up.
+The rate is measured only while prompts are the bottleneck: a request waits all the time, and a prompt is computed all
+the time. Otherwise it would show the demand or the number of slots. Without a measurement no request is given up.
 """
 
 from __future__ import annotations
