@@ -51,7 +51,15 @@ class Admin(AdminServiceServicer):
             preemptions=sorted(names("preemption")),
             placements=sorted(names("placement")),
             failed_order=self.choice.order if self._has_failed else "",
-            failures=self._failures(),
+            failures=[
+                PolicyFailure(
+                    kind=failure.kind,
+                    policy=getattr(self.choice, failure.kind, ""),
+                    count=failure.count,
+                    last_error=_encodable(failure.last_error),
+                )
+                for failure in self.core.policy_failures.by_kind.values()
+            ],
             num_steps=self.core.counters.steps - self.core.policy_failures.num_steps_before,
             fallback=_as_message(DEFAULT, PRESETS[DEFAULT]),
         )
@@ -110,20 +118,9 @@ class Admin(AdminServiceServicer):
     @property
     def _in_force(self) -> PolicySet:
         """The choice, without an order that failed, and without that order's options."""
-        return (
-            choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice) if self._has_failed else self.choice
-        )
-
-    def _failures(self) -> list[PolicyFailure]:
-        return [
-            PolicyFailure(
-                kind=failure.kind,
-                policy=getattr(self.choice, failure.kind, ""),
-                count=failure.count,
-                last_error=_encodable(failure.last_error),
-            )
-            for failure in self.core.policy_failures.by_kind.values()
-        ]
+        if not self._has_failed:
+            return self.choice
+        return choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice)
 
     def _message(self) -> PolicyChoice:
         choice = self._in_force

@@ -1,14 +1,11 @@
-"""One leader among several schedulers, by a lease in etcd.
+"""One leader among several schedulers, by a lease in etcd. simulator/network/election.py does the same with events.
 
-A scheduler that puts its key under a lease where there is none is the leader, with a higher epoch than every earlier
-leader (both in one transaction). It renews the lease. If that fails, etcd deletes the key, and another scheduler takes
-it.
+If etcd has no leader's key, a scheduler writes one under a lease, and an epoch higher than all earlier ones, in one
+transaction: it is the leader. If it fails to renew the lease, etcd deletes the key, and another scheduler takes it.
 
 A leader's time ends before its lease does, whatever the network does (core/lease.py). The leader looks at the clock
-before everything it does (`holds`), so a frozen leader that wakes up does nothing more. What it had sent before it was
-frozen is refused by its receivers, because of its epoch (services/runtime/fence.py).
-
-simulator/network/election.py does the same with events instead of coroutines.
+before everything it does (`holds`), so a frozen leader that wakes up does nothing more. Receivers refuse what it had
+sent before it was frozen, because of its epoch (services/runtime/fence.py).
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from services.runtime.logs import get_logger
 log = get_logger(__name__)
 
 RETRY_S = 0.1
-# Interval of the log lines about an etcd that stays unreachable.
-REMIND_S = 15.0
+REMIND_S = 15.0  # between two log lines about an etcd that stays unreachable
 
 
 class Election:
@@ -52,7 +48,6 @@ class Election:
         self._lease = 0
         self._lease_clock = LeaseClock()
         self._trouble = ""  # reason of the last failed renewal
-        self._reminded_s = float("-inf")
 
     @property
     def holds(self) -> bool:
@@ -69,18 +64,23 @@ class Election:
 
     async def campaign(self) -> int:
         """Stand by until elected. Returns the epoch."""
+        reminded_s = float("-inf")
         while True:
             try:
                 record = await self._etcd.read_leader()
                 if record.lease is None:
                     if await self._claim(record):
                         return self.epoch
-                else:
-                    self._stand_by(record)
-                    # A silent connection would never report anything: look again from time to time.
-                    await self._etcd.wait_until_left(record, self._ttl_s)
+                    continue
+                if record.address != self.leader:
+                    log.info("standing by", leader=record.address, epoch=record.epoch)
+                self.leader = record.address
+                # A silent connection would never report anything: look again from time to time.
+                await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError as error:
-                self._remind(error)
+                if self._clock() - reminded_s >= REMIND_S:
+                    log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
+                    reminded_s = self._clock()
                 await asyncio.sleep(RETRY_S)
 
     async def lead(self) -> str:
@@ -96,13 +96,10 @@ class Election:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Give the lease back, if we hold it, so that another scheduler takes over at once. Call it when nothing more
-        is sent."""
+        """Give the lease back, so that another scheduler takes over at once. Call it when nothing more is sent."""
         if self.epoch:
             await self._give_back()
         await self._etcd.close()
-
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _give_back(self) -> None:
         self._lease_clock.end()
@@ -130,8 +127,8 @@ class Election:
         return won
 
     async def _renew(self) -> str:
-        pause_s = self._ttl_s / RENEWALS
         while True:
+            pause_s = RETRY_S if self._trouble else self._ttl_s / RENEWALS
             await asyncio.sleep(min(pause_s, max(self._lease_clock.ends_s - self._clock(), 0)))
             asked_s = self._clock()
             if not self.holds:
@@ -140,14 +137,14 @@ class Election:
                 async with asyncio.timeout(self._lease_clock.ends_s - asked_s):
                     ttl_s = await self._etcd.renew(self._lease)
             except EtcdError as error:
-                self._trouble, pause_s = str(error), RETRY_S
+                self._trouble = str(error)
             except TimeoutError:
                 self._trouble = "no answer"
             else:
                 if not ttl_s:
                     return "etcd has ended the lease"
                 self._lease_clock.extend(asked_s, ttl_s)
-                self._trouble, pause_s = "", self._ttl_s / RENEWALS
+                self._trouble = ""
 
     async def _watch(self) -> str:
         """Watch the key: an operator may delete it, to have another leader."""
@@ -159,13 +156,3 @@ class Election:
                 await self._etcd.wait_until_left(record, self._ttl_s)
             except EtcdError:  # _renew logs it
                 await asyncio.sleep(RETRY_S)
-
-    def _stand_by(self, record: LeaderRecord) -> None:
-        if record.address != self.leader:
-            log.info("standing by", leader=record.address, epoch=record.epoch)
-        self.leader = record.address
-
-    def _remind(self, error: EtcdError) -> None:
-        if self._clock() - self._reminded_s >= REMIND_S:
-            log.warning("etcd does not say which scheduler is the leader, retrying", reason=str(error))
-            self._reminded_s = self._clock()

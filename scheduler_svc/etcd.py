@@ -1,20 +1,17 @@
-"""The requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer).
-
-In that JSON, 64-bit numbers are strings, keys and values are base64, and zero values are left out.
-"""
+"""The requests to etcd that an election needs, over its JSON gateway (API v3, etcd 3.4 or newer). In that JSON, 64-bit
+numbers are strings, keys and values are base64, and zero values are left out."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
-
-T = TypeVar("T")
 
 
 class EtcdError(Exception):
@@ -26,12 +23,10 @@ class LeaderRecord:
     """What etcd knows of the leader, at one revision."""
 
     revision: int
-    # Of the leader; None if there is none.
-    lease: int | None
+    lease: int | None  # of the leader; None if there is none
     address: str
-    # Of the latest leader, and the revision at which it was written; 0 if there never was one.
-    epoch: int
-    epoch_revision: int
+    epoch: int  # of the latest leader; 0 if there never was one
+    epoch_revision: int  # at which the epoch was written
 
 
 class Etcd:
@@ -54,12 +49,14 @@ class Etcd:
     async def grant(self, ttl_s: int) -> tuple[int, float]:
         """A new lease, with its time to live. It may be longer than asked for."""
         answer = await self._ask("lease/grant", {"TTL": str(ttl_s)})
-        return _read(answer, lambda: (int(answer["ID"]), float(answer["TTL"])))
+        with _parsing(answer):
+            return int(answer["ID"]), float(answer["TTL"])
 
     async def renew(self, lease: int) -> float:
         """Seconds that the lease lives from now on; 0 if it has ended."""
         answer = await self._ask("lease/keepalive", {"ID": str(lease)})
-        return _read(answer, lambda: float(answer["result"].get("TTL", 0)))
+        with _parsing(answer):
+            return float(answer["result"].get("TTL", 0))
 
     async def revoke(self, lease: int) -> None:
         """End the lease, and delete its keys."""
@@ -68,8 +65,7 @@ class Etcd:
     async def read_leader(self) -> LeaderRecord:
         ranges = [{"request_range": {"key": key}} for key in (self._leader_key, self._epoch_key)]
         answer = await self._ask("kv/txn", {"success": ranges})
-
-        def read() -> LeaderRecord:
+        with _parsing(answer):
             leaders, epochs = (part["response_range"].get("kvs", []) for part in answer["responses"])
             leader, epoch = leaders[0] if leaders else None, epochs[0] if epochs else None
             return LeaderRecord(
@@ -80,11 +76,8 @@ class Etcd:
                 epoch_revision=int(epoch["mod_revision"]) if epoch else 0,
             )
 
-        return _read(answer, read)
-
     async def claim(self, seen: LeaderRecord, lease: int, address: str, epoch: int) -> bool:
-        """Take the leader's key if it is free and no scheduler had it since `seen`. After an EtcdError it is open
-        whether the key was taken."""
+        """Take the leader's key if it has been free since `seen`. After an EtcdError the key may be taken or not."""
         body = {
             "compare": [
                 {"key": self._leader_key, "target": "CREATE", "create_revision": "0"},
@@ -100,13 +93,11 @@ class Etcd:
     async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
         """Wait until the leader's key is deleted after `seen`, for at most `at_most_s`. Returns early if the watch
         cannot continue (a revision that was compacted away), so look again. Raises EtcdError."""
-        body = {
-            "create_request": {"key": self._leader_key, "start_revision": str(seen.revision + 1), "filters": ["NOPUT"]}
-        }
+        watch = {"key": self._leader_key, "start_revision": str(seen.revision + 1), "filters": ["NOPUT"]}
         endpoint = self._endpoints[0]
         try:
             async with asyncio.timeout(at_most_s):
-                async with self._http.stream("POST", f"{endpoint}/v3/watch", json=body) as answer:
+                async with self._http.stream("POST", f"{endpoint}/v3/watch", json={"create_request": watch}) as answer:
                     async for line in answer.aiter_lines():
                         if line and _ends_watch(line):
                             return
@@ -127,7 +118,8 @@ class Etcd:
         if answer.status_code != 200:
             # An endpoint without its cluster answers like this; another endpoint may work.
             raise self._failed(endpoint, f"{method}: {answer.status_code} {answer.text[:200]}")
-        return _read(answer.text, answer.json)
+        with _parsing(answer.text):
+            return answer.json()
 
     def _failed(self, endpoint: str, reason: object) -> EtcdError:
         if self._endpoints[0] == endpoint:  # otherwise another request has failed there before
@@ -137,16 +129,15 @@ class Etcd:
 
 
 def _ends_watch(line: str) -> bool:
-    def read() -> bool:
+    with _parsing(line):
         result = json.loads(line)["result"]
         return bool(result.get("canceled") or result.get("events"))
 
-    return bool(_read(line, read))
 
-
-def _read(answer: object, read: Callable[[], T]) -> T:
+@contextmanager
+def _parsing(answer: object) -> Iterator[None]:
     try:
-        return read()
+        yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise EtcdError(f"not an answer of etcd: {str(answer)[:200]}") from error
 

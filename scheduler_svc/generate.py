@@ -6,7 +6,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
-import grpc.aio
 import numpy as np
 
 from paceline.request_fields import METADATA, SAMPLING, SamplingParam
@@ -26,6 +25,7 @@ from scheduler_svc.core.admission.validation import Limits
 from scheduler_svc.core.rejection import Rejection, invalid
 
 HANDLE = 1
+STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
 _FORMS = (("json_schema", ""), ("regex", ""), ("choice", ""), ("grammar", ""))
 
 
@@ -179,16 +179,12 @@ def _prompt_logprobs(part: PromptLogprobs) -> Iterator[tuple[int, TokenLogprob]]
 
 
 def _usage(submission: Submission, num_tokens: int, ending: Ending) -> Usage:
-    return Usage(
-        prompt_tokens=len(submission.prompt_token_ids) // 4,
-        completion_tokens=num_tokens,
-        cached_tokens=ending.cached_tokens,
-    )
+    prompt_tokens = len(submission.prompt_token_ids) // 4
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=num_tokens, cached_tokens=ending.cached_tokens)
 
 
 async def abort(
     context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse], code: int, message: str, retry_after_s: float
 ) -> None:
-    status = next(status for status in grpc.StatusCode if status.value[0] == code)
     trailers = (("retry-after-s", f"{retry_after_s:g}"),) if retry_after_s else ()
-    await context.abort(status, message, trailers)
+    await context.abort(STATUS_BY_CODE[code], message, trailers)

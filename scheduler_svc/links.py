@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError
 
 from paceline.v1 import cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
@@ -20,7 +19,7 @@ from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.suspects import Loss
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.scheduler import SchedulerCore
-from scheduler_svc.generate import generate
+from scheduler_svc.generate import STATUS_BY_CODE, generate
 from scheduler_svc.standby import step_down
 from scheduler_svc.streams import Outgoing, keep, stream
 from services.runtime import fence, refusal
@@ -36,11 +35,8 @@ log = get_logger(__name__)
 TICK_S = 0.25
 CACHE_RETRY_S = 0.2
 MAX_NAMED = 16  # requests named in one log line
-# Until its first step is done, a worker may be silent for this many times as long: it may load kernels, which holds
-# Python's lock.
+# A worker may be silent for this many times as long until its first step is done: loading kernels holds the GIL.
 FIRST_STEP_PATIENCE = 4.0
-
-STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
@@ -64,8 +60,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._sessions: dict[str, Outgoing[SessionResponse]] = {}
         self._workers: dict[int, Outgoing[WorkerServiceLinkResponse]] = {}
         self._cache: Outgoing[CacheServiceLinkRequest] | None = None
-        # Reasons why there was no cache link, until the cache answers. (Now and then grpc says that a write failed,
-        # without a reason.)
+        # Why the cache link broke, until the cache answers. grpc may give no reason; then it is "".
         self._cache_troubles: set[str] = set()
 
     # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,22 +109,19 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     async def work(self, grpc_server: GrpcServer) -> None:
         """Run for ever. With an election: stand by until it is won, and end the process when it is lost."""
-        if self.election is None:
-            grpc_server.set_serving(True)
-            await asyncio.gather(self.tick(), self.keep_cache_link())
-            return
-        grpc_server.set_serving(True, standby=True)
-        epoch = await self.election.campaign()
-        self.core.epoch = self.core.fence = epoch
-        log.info("elected leader", epoch=epoch)
+        if self.election is not None:
+            grpc_server.set_serving(True, standby=True)
+            self.core.epoch = self.core.fence = await self.election.campaign()
+            log.info("elected leader", epoch=self.core.epoch)
         grpc_server.set_serving(True)
-        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead(self.election))
+        await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead())
 
-    async def _lead(self, election: Election) -> None:
-        step_down(await election.lead())
+    async def _lead(self) -> None:
+        if self.election is not None:
+            step_down(await self.election.lead())
 
     def _watch(self, *, promised: bool) -> Watch:
-        """A watch over a peer after its first message."""
+        """A watch over a peer. `promised`: the peer sends heartbeats."""
         watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
         watch.promised = promised
         return watch
@@ -306,7 +298,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self._cache = outgoing = Outgoing[CacheServiceLinkRequest]()
         call = stub.Link(aiter(outgoing), metadata=fence.to_metadata(self.core.fence))
         # An unanswered opening is no reason to give up: there is no other cache.
-        watch = Watch(self._heartbeat_timeout_s, time.monotonic(), opened=True)
+        watch = self._watch(promised=False)
 
         async def read() -> None:
             async for response in call:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from scheduler_svc.links import SchedulerServer
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 PREFIX = "paceline_scheduler_"
 
@@ -26,17 +22,15 @@ class SchedulerMetrics(Collector):
         REGISTRY.unregister(self)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._process()
-        yield from self._of_model()
-
-    def _process(self) -> Iterator[Metric]:
-        """Metrics of this scheduler, without a model label."""
         core, election = self._server.core, self._server.election
-        counters = core.counters
-        yield _gauge("is_master", "1: leader, 0: standby", election is None or election.epoch > 0)
-        yield _gauge("epoch", "This leader's epoch, higher than all earlier ones; 0 on a standby", core.epoch)
-        yield _gauge("num_workers", "Workers attached", len(core.workers))
-        for name, documentation, value in (
+        counters, workers = core.counters, list(core.workers.values())
+        gauges = (
+            ("is_master", "1: leader, 0: standby", election is None or election.epoch > 0),
+            ("epoch", "This leader's epoch, higher than all earlier ones; 0 on a standby", core.epoch),
+            ("num_workers", "Workers attached", len(workers)),
+        )
+        yield from _families(GaugeMetricFamily, gauges, {})
+        totals = (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of such steps that were retried", counters.retried),
             ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
@@ -45,31 +39,24 @@ class SchedulerMetrics(Collector):
             ("steps", "Plans sent to workers", counters.steps),
             ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
             ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),
-        ):
-            yield CounterMetricFamily(PREFIX + name, documentation, value=value)
-
-    def _of_model(self) -> Iterator[Metric]:
-        core = self._server.core
-        counters, workers = core.counters, list(core.workers.values())
-        labels, values = ["model_name"], [self._server.model_name]
+        )
+        yield from _families(CounterMetricFamily, totals, {})
+        model = {"model_name": self._server.model_name}
         total = sum(w.num_blocks for w in workers)
         available = sum(w.available_blocks for w in workers)
-        for name, documentation, value in (
+        gauges_of_model = (
             ("num_requests_waiting", "Requests in the queue", len(core.queue)),
             ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens),
             ("num_requests_running", "Requests that hold a slot", sum(len(w.batch.running) for w in workers)),
             ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
-        ):
-            gauge = GaugeMetricFamily(PREFIX + name, documentation, labels=labels)
-            gauge.add_metric(values, value)
-            yield gauge
-        finished = CounterMetricFamily(
-            PREFIX + "requests_finished", "Requests that ended", labels=[*labels, "finish_reason"]
         )
+        yield from _families(GaugeMetricFamily, gauges_of_model, model)
+        labels = [*model, "finish_reason"]
+        finished = CounterMetricFamily(PREFIX + "requests_finished", "Requests that ended", labels=labels)
         for reason, count in list(counters.finished.items()):
-            finished.add_metric([*values, reason], count)
+            finished.add_metric([*model.values(), reason], count)
         yield finished
-        for name, documentation, value in (
+        totals_of_model = (
             ("requests_accepted", "Requests that entered the queue", counters.accepted),
             ("requests_rejected", "Requests refused at validation", counters.rejected),
             ("generated_tokens", "Tokens delivered to sessions", counters.tokens),
@@ -77,11 +64,16 @@ class SchedulerMetrics(Collector):
             ("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out),
             ("swapped_in", "Requests that came back from host memory", counters.swapped_in),
             ("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued),
-        ):
-            counter = CounterMetricFamily(PREFIX + name, documentation, labels=labels)
-            counter.add_metric(values, value)
-            yield counter
+        )
+        yield from _families(CounterMetricFamily, totals_of_model, model)
 
 
-def _gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(PREFIX + name, documentation, value=value)
+def _families(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    rows: Iterable[tuple[str, str, float]],
+    labels: dict[str, str],
+) -> Iterator[Metric]:
+    for name, documentation, value in rows:
+        metric = family(PREFIX + name, documentation, labels=list(labels))
+        metric.add_metric(list(labels.values()), value)
+        yield metric

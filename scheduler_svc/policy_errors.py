@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# The same error is logged again after this time, with the number of repetitions.
-SAME_ERROR_S = 10.0
-# Errors that are told apart. A policy with a different error each time gets no more log lines than this.
-MAX_ERRORS = 64
+SAME_ERROR_S = 10.0  # after this time, the same error is logged again, with the number of repetitions
+MAX_ERRORS = 64  # log lines in SAME_ERROR_S at most, even if each error is a different one
 
 
 class PolicyErrors:
@@ -21,10 +19,11 @@ class PolicyErrors:
 
     def __call__(self, error: Exception) -> None:
         now_s, key = self._clock(), self._place(error)
-        logged_s, suppressed = self._seen.get(key, (-SAME_ERROR_S, 0))
-        if now_s - logged_s < SAME_ERROR_S or (key not in self._seen and not self._room(now_s)):
-            if key in self._seen:
-                self._seen[key] = logged_s, suppressed + 1
+        logged_s, suppressed = self._seen.get(key, (float("-inf"), 0))
+        if now_s - logged_s < SAME_ERROR_S:
+            self._seen[key] = logged_s, suppressed + 1
+            return
+        if key not in self._seen and not self._room(now_s):
             return
         self._seen[key] = now_s, 0
         same = {"same_error_since": suppressed} if suppressed else {}
@@ -32,8 +31,7 @@ class PolicyErrors:
 
     @staticmethod
     def _place(error: Exception) -> tuple[type, str, int]:
-        """The type and source line of an error. Two errors with the same are equal, whatever numbers are in their
-        messages."""
+        """The type and source line of an error. Errors that share both are equal, whatever their messages say."""
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next

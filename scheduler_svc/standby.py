@@ -8,24 +8,18 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
-import grpc.aio
 
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
+
+if TYPE_CHECKING:
+    from scheduler_svc.election import Election
 
 log = get_logger(__name__)
 
 # Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
 LOST_STATUS = 75
 EVERY_ADDRESS = {"0.0.0.0", "::"}
-
-if TYPE_CHECKING:
-    from scheduler_svc.election import Election
-
-    # Generic in the stubs only.
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor
 
 
 def open_election(settings: SchedulerSettings) -> Election:
@@ -40,7 +34,7 @@ def open_election(settings: SchedulerSettings) -> Election:
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s)
 
 
-class StandbyGate(_Interceptor):
+class StandbyGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Refuses every call before the election is won, except health and reflection."""
 
     def __init__(self, election: Election) -> None:
@@ -54,20 +48,18 @@ class StandbyGate(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None or self._election.epoch or handler_call_details.method.startswith("/grpc."):
             return handler
-        return _refusing(handler, f"standby; the leader is {self._election.leader or 'not elected yet'}")
+        why = f"standby; the leader is {self._election.leader or 'not elected yet'}"
 
+        async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, why)
 
-def _refusing(handler: grpc.RpcMethodHandler[Any, Any], why: str) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, why)
-
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+        make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        return make(refuse, handler.request_deserializer, handler.response_serializer)
 
 
 def step_down(reason: str) -> NoReturn:

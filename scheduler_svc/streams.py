@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 import grpc
-import grpc.aio
 
 from services.runtime.liveness import Silent, Watch, beat
 
@@ -25,8 +24,7 @@ class Outgoing(Generic[M]):
         self._queue.put_nowait(message)
 
     def beat(self, heartbeat: M) -> None:
-        """Send a heartbeat, unless another message is queued: heartbeats do not pile up for a peer that does not
-        read."""
+        """Send a heartbeat, unless a message is queued: heartbeats do not pile up for a peer that does not read."""
         if self._queue.empty():
             self._queue.put_nowait(heartbeat)
 
@@ -69,9 +67,7 @@ async def stream(
 
 async def keep(watch: Watch, outgoing: Outgoing[M], heartbeat: M | None, give_up: Callable[[str], None]) -> None:
     """Send heartbeats to a peer (None: it does not read them) until the peer is silent for too long; then give it up.
-
-    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection.
-    """
+    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection."""
 
     def send() -> None:
         if heartbeat is not None:

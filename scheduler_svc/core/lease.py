@@ -7,10 +7,8 @@ clocks run equally fast.
 
 from __future__ import annotations
 
-# Share of the lease's time that a leader relies on.
-SAFE_SHARE = 5 / 6
-# Renewals per lease time.
-RENEWALS = 4
+SAFE_SHARE = 5 / 6  # a leader relies on this share of the lease's time
+RENEWALS = 4  # per lease time
 
 
 class LeaseClock:

@@ -40,7 +40,6 @@ from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
-from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.phases import Phase
@@ -82,46 +81,34 @@ class SchedulerCore:
         self.counters = SchedulerCounters()
         self.workers: dict[int, WorkerState] = {}
         self.sessions: dict[str, Session] = {}
-        # of the last workers seen, so that requests can be checked while no worker is attached
-        self.limits: Limits | None = None
+        self.limits: Limits | None = None  # of the last workers seen; kept while none is attached
         self._publisher = Publisher(self.sessions)
         self._outbox = Outbox()
         self._next_worker = 1
         self._step_times = FleetStepTimes()
-        self._cache = CacheLink(epoch)
+        cache = self._cache = CacheLink(epoch)
         budgets = Budgets(config)
         output_length = OutputLength()
-        self._step_scheduler = StepScheduler(
+        step_scheduler = self._step_scheduler = StepScheduler(
             policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
         )
-        self.queue = self._step_scheduler.queue
-        self.life = Lifecycle(
-            config, self.queue, budgets, self._cache, self.workers, self.sessions, self.counters, output_length
+        self.queue = step_scheduler.queue
+        life = self.life = Lifecycle(
+            config, self.queue, budgets, cache, self.workers, self.sessions, self.counters, output_length
         )
-        self._recovery = Recovery(self._cache, self.workers, self.life)
-        self._groups = BeamGroups(self.life)
-        self._retry_groups = RetryGroups(self.life, Suspects(config.poison_failures))
+        self.timeline = life.timeline
+        self._recovery = Recovery(cache, self.workers, life)
+        self._groups = BeamGroups(life)
+        self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
+        emitter = Emitter(cache, life.swaps, self._publisher)
         self._exchanges = StepExchanges(
-            self.workers,
-            self._cache,
-            self._step_scheduler,
-            Emitter(self._cache, self.life.swaps, self._publisher),
-            self.life,
-            self._groups,
-            self._send_worker,
+            self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
         self._rounds = Rounds(
-            self.workers,
-            self._cache,
-            self._step_scheduler,
-            Decider(self.life),
-            self._exchanges,
-            self.life,
-            self._groups,
-            self._retry_groups,
+            self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
         )
-        self._results = ResultReader(self.life, self._publisher, self._groups)
-        self._status = StatusReport(config, self.workers, self.sessions, self.queue, self._cache)
+        self._results = ResultReader(life, self._publisher, self._groups)
+        self._status = StatusReport(config, self.workers, self.sessions, self.queue, cache)
         self._note_outage()
 
     @property
@@ -133,11 +120,6 @@ class SchedulerCore:
     def policy_failures(self) -> PolicyFailures:
         """Failures since the policies were last set."""
         return self._step_scheduler.failures
-
-    @property
-    def timeline(self) -> RequestTimeline:
-        """What has happened to live requests and the last finished ones, for `paceline explain`."""
-        return self.life.timeline
 
     def event_at(self, now_s: float) -> None:
         """Set the time of the next event. Without this call, it is the time of the last `poll` or `tick`."""
@@ -161,19 +143,14 @@ class SchedulerCore:
 
     def close_session(self, session_id: str) -> None:
         """The gateway is gone, and so are its requests."""
-        session = self.sessions.pop(session_id, None)
-        if session is None:
-            return
-        for request in list(session.live.values()):
-            self.life.end(request, FINISH_REASON_ABORT)
-        self._publisher.closed(session)
+        if (session := self.sessions.pop(session_id, None)) is not None:
+            for request in list(session.live.values()):
+                self.life.end(request, FINISH_REASON_ABORT)
+            self._publisher.closed(session)
 
     def session_message(self, session_id: str, message: SessionRequest, now_s: float) -> None:
-        """A gateway's message: requests, cancellations, and how many responses it has read.
-
-        A request that is refused gets an answer with the reason; the session goes on. Raises KeyError if no
-        such session is open.
-        """
+        """A gateway's message: requests, cancellations, and how many responses it has read. A request that is refused
+        gets an answer with the reason; the session goes on. Raises KeyError if no such session is open."""
         session = self.sessions[session_id]
         session.read = max(session.read, min(message.responses_read, session.sent))
         session.num_submissions += len(message.submissions)
@@ -186,15 +163,13 @@ class SchedulerCore:
                 ending.handle = submission.handle
                 explain_rejection(ending, rejection)
         for handle in message.cancels:
-            request = session.live.get(handle)
-            if request is not None:
+            if (request := session.live.get(handle)) is not None:
                 self.life.end(request, FINISH_REASON_ABORT)
 
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         request = new_request(session.id, submission, now_s)
         changes_logits = check_submission(request, submission)
-        is_search = submission.HasField("beam")
-        if is_search:
+        if is_search := submission.HasField("beam"):
             check_beam(submission)
         if self.limits:
             check_limits(request, self.limits, changes_logits)
@@ -204,15 +179,14 @@ class SchedulerCore:
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
-        # Nothing accepted is lost. Samples are one request: the check of the first sample holds for all.
-        if not (request.accepted_before or parent):
-            check_queue(self.queue, request, self.config, self.life.budgets)
-        if parent is not None:
+        if parent is not None:  # samples are one request: the queue was checked for the first sample
             request.siblings = parent.siblings
-        if parent is not None and not (request.output or request.scores_prompt):
-            request.parent = parent
-            request.samples = parent.samples = parent.samples or [parent]
-            request.samples.append(request)
+            if not (request.output or request.scores_prompt):
+                request.parent = parent
+                request.samples = parent.samples = parent.samples or [parent]
+                request.samples.append(request)
+        elif not request.accepted_before:  # no accepted request is lost
+            check_queue(self.queue, request, self.config, self.life.budgets)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
         for worker in self.workers.values():
             worker.want_grammar(request, early=True)
@@ -242,7 +216,7 @@ class SchedulerCore:
         if worker.incarnation:
             self._retry_groups.suspects.came_back(worker.incarnation)
         registered = WorkerRegistered(worker=worker.id, epoch=self.epoch, window=worker.window, fence=self.fence)
-        self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(registered=registered)))
+        self._send_worker(worker.id, WorkerServiceLinkResponse(registered=registered))
         self._workers_changed()
         if self._cache.connected:
             self._cache.added[worker.id] = self._recovery.added(worker)
@@ -269,8 +243,7 @@ class SchedulerCore:
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
 
     def worker_grammar(self, worker_id: int, prepared: GrammarPrepared) -> None:
-        """A worker has prepared a grammar, or refuses it: then the waiting requests with this grammar fail. Raises
-        ProtocolError."""
+        """A worker has prepared or refused a grammar. A refusal fails its waiting requests. Raises ProtocolError."""
         grammar = self.workers[worker_id].grammars.answered(prepared.id, not prepared.refused)
         if grammar is None:
             raise ProtocolError(f"an answer about grammar {prepared.id}, for which the worker was not asked")
@@ -281,10 +254,9 @@ class SchedulerCore:
                 self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
-        """The worker gets no more requests. It finishes its running requests; those that it has swapped out run
-        on another worker."""
+        """The worker finishes its running requests and gets no more. Those that it swapped out run on another one."""
         self.workers[worker_id].draining = True
-        self.life.recompute(self.workers[worker_id].host.swapped.values())  # they run on another worker
+        self.life.recompute(self.workers[worker_id].host.swapped.values())
         self._workers_changed()
 
     def worker_failed(self, worker_id: int, failure: StepFailure) -> None:
@@ -296,8 +268,7 @@ class SchedulerCore:
 
     def worker_lost(self, worker_id: int, loss: Loss = Loss.LINK) -> None:
         """The worker's link is gone: its requests go back to the queue with the tokens they have."""
-        worker = self.workers.get(worker_id)
-        if worker is None:
+        if (worker := self.workers.get(worker_id)) is None:
             return
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
@@ -362,12 +333,12 @@ class SchedulerCore:
         self._status.announce(self.limits)
 
     def _note_outage(self) -> None:
+        reason = detail = ""
         if not self._cache.connected:
-            self.timeline.out("no-cache", "the cache does not answer", self.life.now_s)
+            reason, detail = "no-cache", "the cache does not answer"
         elif not self._status.has_worker:
-            self.timeline.out("no-worker", "none is attached", self.life.now_s)
-        else:
-            self.timeline.out("", "", self.life.now_s)
+            reason, detail = "no-worker", "none is attached"
+        self.timeline.out(reason, detail, self.life.now_s)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -433,18 +404,15 @@ class SchedulerCore:
             session.queue_credit = credit
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
-        self._release_drained()
+        for worker in self.workers.values():
+            if worker.draining and worker.is_idle and not worker.released:
+                worker.released = True
+                self._send_worker(worker.id, WorkerServiceLinkResponse(released=WorkerReleased()))
         outbox, self._outbox = self._outbox, Outbox()
         return outbox
 
     def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
         self._outbox.to_workers.append((worker, message))
-
-    def _release_drained(self) -> None:
-        for worker in self.workers.values():
-            if worker.draining and worker.is_idle and not worker.released:
-                worker.released = True
-                self._outbox.to_workers.append((worker.id, WorkerServiceLinkResponse(released=WorkerReleased())))
 
 
 def _steps(first: int, last: int) -> str:

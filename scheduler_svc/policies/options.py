@@ -1,7 +1,5 @@
 """Types of options with their ranges; the registry checks a value against them before the policy sees it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

@@ -12,13 +12,12 @@ import reprlib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, Policies, PreemptionPolicy
-from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
-from scheduler_svc.core.policy.step import CapacityPolicy
+from scheduler_svc.core.policy.interfaces import Policies
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
 
 GROUP = "paceline.policies"
@@ -28,13 +27,7 @@ DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "batch": {"shares_in_step": (True, False)},
     "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
-KINDS: dict[str, type] = {
-    "order": OrderPolicy,
-    "capacity": CapacityPolicy,
-    "batch": BatchPolicy,
-    "preemption": PreemptionPolicy,
-    "placement": PlacementPolicy,
-}
+KINDS: dict[str, type] = get_type_hints(Policies)  # order, capacity, batch, preemption, placement
 
 
 @cache
@@ -77,17 +70,17 @@ def check_given(choice: PolicySet, options: Mapping[str, Any]) -> None:
 def build(choice: PolicySet) -> Policies:
     """Make the policies. Raises PolicyError, which names the policy or option that is wrong. An option may belong to
     another policy: to one that was replaced, or to another preset that is tried on the same scenario."""
-    left = dict(choice.options)
     policies: dict[str, Any] = {}
     used: set[str] = set()
     for kind in KINDS:
         cls = find(kind, getattr(choice, kind))
-        policies[kind] = _make(kind, cls, left, used)
-    if unused := [name for name in left if name not in used]:
+        policies[kind] = _make(kind, cls, choice.options)
+        used.update(_parameters(kind, cls))
+    if unused := [name for name in choice.options if name not in used]:
         known = _options_of_any()
         for name in unused:
             if name in known:
-                _checked(name, known[name], left[name])
+                _checked(name, known[name], choice.options[name])
             else:
                 raise PolicyError(f"options.{name}: no policy has such an option; there are {', '.join(sorted(known))}")
     return Policies(**policies)
@@ -131,11 +124,10 @@ def _parameters(kind: str, cls: type) -> dict[str, Any]:
     return {parameter.name: parameter.annotation for parameter in parameters if parameter.kind in named}
 
 
-def _make(kind: str, cls: type, options: dict[str, Any], used: set[str]) -> object:
+def _make(kind: str, cls: type, options: dict[str, Any]) -> object:
     arguments = {}
     for name, annotation in _parameters(kind, cls).items():
         if name in options:
-            used.add(name)
             arguments[name] = _checked(name, annotation, options[name])
     try:
         policy = cls(**arguments)

@@ -1,17 +1,14 @@
-"""Running sequences first, then waiting requests, until the token budget is spent; prefill in chunks (vLLM V1, after
-Sarathi-Serve).
+"""Running sequences first, then waiting requests, until the token budget is spent (vLLM V1, after Sarathi-Serve).
 
-There are no phases: every sequence has tokens to compute, one token if it decodes. Running sequences get theirs in
-order of admission. Waiting requests get what the budget leaves, unless a sequence was preempted in this step.
+Every sequence has tokens to compute: one token if it decodes, else a chunk of its prompt. Running sequences get theirs
+in order of admission. Waiting requests get what the budget leaves, unless a sequence was preempted in this step.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.policy.views import Running
+from scheduler_svc.policies.api import BatchPolicy, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
@@ -32,7 +29,9 @@ class DecodeFirst(BatchPolicy):
 
     def schedule(self, step: Step) -> None:
         """Run every running sequence, then admit waiting requests until the budget is spent."""
-        self._longest_chunk = 0 if self._is_alone(step) else self.threshold
+        # If there is only one request, no other waits for the budget, and chunks need no limit.
+        is_alone = self.threshold and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
+        self._longest_chunk = 0 if is_alone else self.threshold
         self._run(step)
         if step.preempted:
             reject_after_preemption(step)
@@ -58,16 +57,8 @@ class DecodeFirst(BatchPolicy):
                 step.run(sequence, self._limit(sequence.remaining_tokens))
             return
         for sequence in step.running:
-            self._run_one(step, sequence)
-
-    def _run_one(self, step: Step, sequence: Running) -> None:
-        tokens = min(self._limit(sequence.remaining_tokens), step.budget_tokens)
-        if tokens:
-            step.run(sequence, tokens)
-
-    def _is_alone(self, step: Step) -> bool:
-        """Whether there is only one request, so that no other waits for the budget that a long prompt takes."""
-        return bool(self.threshold) and step.num_running + len(list(islice(step.waiting(), 2))) <= 1
+            if tokens := min(self._limit(sequence.remaining_tokens), step.budget_tokens):
+                step.run(sequence, tokens)
 
     def _limit(self, tokens: int) -> int:
         return min(tokens, self._longest_chunk) if self._longest_chunk else tokens

@@ -16,8 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
+from scheduler_svc.policies.api import BatchPolicy, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut, reject_after_preemption
 from scheduler_svc.policies.options import Count
 
@@ -44,10 +43,6 @@ class Left:
     def in_units(self, tokens: int) -> int:
         """The tokens, rounded up to whole units."""
         return -(-tokens // self._unit) * self._unit
-
-    def holds(self, tokens: int) -> bool:
-        """Whether a prompt with this many tokens to compute fits without a cut."""
-        return self.in_units(tokens) <= self.chunk_tokens
 
     def largest_cut(self) -> int:
         """Tokens of the longest chunk that fits: whole units if there is one."""
@@ -91,16 +86,15 @@ class PrefillFirst(BatchPolicy):
             step.reject_all("interval", f"{since} of {self.interval} decode steps since the last prompts")
         if step.budget_tokens == step.max_batched_tokens:
             step.run_decodes()
-            self._resume_swapped(step)
-            if step.is_empty and step.num_swapped:  # the capacity policy prefers other requests: admit those
-                self._admit_waiting(step, self._left(step))
+            if step.num_swapped:
+                self._resume_swapped(step)
+                if step.is_empty:  # the capacity policy prefers other requests: admit those
+                    self._admit_waiting(step, self._left(step))
 
     def _left(self, step: Step) -> Left:
         return Left(step, self.max_prefill_tokens, step.block_size if self.charges_blocks else 1)
 
     def _resume_swapped(self, step: Step) -> None:
-        if not step.num_swapped:
-            return
         for request in itertools.islice(step.waiting(), step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
@@ -141,10 +135,12 @@ class PrefillFirst(BatchPolicy):
                 step.reject(request, Verdict.STOP, "budget", "nothing of it is left")
                 break
             tokens = step.uncached_tokens(request)
-            cut = not left.holds(tokens) and may_cut(step, tokens, self.chunked_prefill)
+            cut = left.in_units(tokens) > left.chunk_tokens and may_cut(step, tokens, self.chunked_prefill)
             if cut:
                 tokens = min(tokens, left.largest_cut())
-            fits = tokens <= step.budget_tokens and self._within(left, step, tokens)
+            # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
+            within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
+            fits = tokens <= step.budget_tokens and within
             if fits or self.closes_when_full:  # a request without room closes the batch too
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
@@ -159,11 +155,6 @@ class PrefillFirst(BatchPolicy):
             if cut:
                 return False
         return bool(step.num_admissions or step.rejected) and step.capacity_is_spent
-
-    def _within(self, left: Left, step: Step, tokens: int) -> bool:
-        """Without chunks, the first prompt may be longer than `max_prefill_tokens`; otherwise it would never be
-        admitted."""
-        return self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
 
     def planned(self, step: Step) -> None:
         """Count the decode steps since the worker's last prompts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy.step import Step
+from scheduler_svc.policies.api import Step
 
 
 def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:

@@ -11,10 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import BatchPolicy
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import BatchPolicy, RequestView, Running, Step, Verdict
 from scheduler_svc.policies.batch.rules import may_cut
 from scheduler_svc.policies.options import Amount, Count
 
@@ -86,10 +83,8 @@ class TwoStage(BatchPolicy):
         sizes = self._sizes(step, contexts)
         reason, detail = "budget", "what is left is less than a chunk"
         if self._delays_prefills(step, sum(sizes)):
-            reason, detail = (
-                "batch-wait",
-                f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations",
-            )
+            reason = "batch-wait"
+            detail = f"{sum(sizes)} tokens, for {self._next_waited} of {self.wait_iters} iterations"
             sizes = [0] * len(contexts)
         for context, size in zip(contexts, sizes, strict=True):
             if isinstance(context.item, Running):
@@ -101,8 +96,7 @@ class TwoStage(BatchPolicy):
                 step.reject(context.item, Verdict.STOP, reason, detail)
 
     def _contexts(self, step: Step) -> list[Context]:
-        """Prompts that fit the resources: unfinished ones, then as many waiting ones as the budget may have tokens
-        for."""
+        """Prompts that fit the resources: unfinished ones, then waiting ones while the budget may have tokens."""
         contexts: list[Context] = []
         left = step.budget_tokens
         for sequence in step.prefills:
@@ -149,15 +143,13 @@ class TwoStage(BatchPolicy):
 
     def _delays_prefills(self, step: Step, context_tokens: int) -> bool:
         waited = self._waited.get(step.worker_id, 0)
-        self._next_waited = 0
         if not (step.num_decoding and context_tokens):
             self._next_waited = waited
             return False
         few = context_tokens + step.num_decoding < self.wait_ratio * step.max_batched_tokens
-        if waited < self.wait_iters and few:
-            self._next_waited = waited + 1
-            return True
-        return False
+        delays = waited < self.wait_iters and few
+        self._next_waited = waited + 1 if delays else 0
+        return delays
 
     def planned(self, step: Step) -> None:
         """Note for how many steps the worker's prompts have been delayed."""

@@ -1,22 +1,18 @@
 """Reserve to completion (TensorRT-LLM GUARANTEED_NO_EVICT): an admitted request is never preempted.
 
-A request may start if enough blocks are left for all that it can ever need, after all running sequences have got all
-blocks that they can ever need. The first request that does not fit ends the search. A request waits while another one
-computes its prefix (`prefix_aware`), and others may pass it.
+A request may start if the pool has all blocks that it and the running sequences can ever need. The first request that
+does not fit ends the search. With `prefix_aware`, a request waits while another computes its prefix; others may pass.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
 
 
 class GuaranteedNoEvict(CapacityPolicy):
     """Admits a request only if the blocks for all its tokens are left."""
 
-    reserves_prompt: ClassVar[bool] = True
+    reserves_prompt = True
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware

@@ -9,8 +9,7 @@ request always runs.
 Under an order that ranks only waiting requests (fair, lpm), running sequences come first, by queue position: no waiting
 request preempts them.
 
-Mostly all running sequences fit, and no waiting request is more urgent. Then the pass does not go through the running
-sequences, nor through more of the queue than fits.
+If all running sequences fit and no waiting request is more urgent (the usual case), the pass skips the running ones.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from collections.abc import Iterator
 from heapq import merge
 from itertools import islice, takewhile
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
-from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Running, Step, Verdict
 
 Ranked = tuple[Any, RequestView]
 
@@ -33,8 +30,8 @@ Ranked = tuple[Any, RequestView]
 class MaxUtilization(CapacityPolicy):
     """Admits all that fits now, and pauses the least urgent running sequences when they do not fit any more."""
 
-    reserves_prompt: ClassVar[bool] = True
-    preempts_for_waiting: ClassVar[bool] = True
+    reserves_prompt = True
+    preempts_for_waiting = True
 
     def __init__(self, prefix_aware: bool = True) -> None:
         self.prefix_aware = prefix_aware
@@ -120,8 +117,7 @@ def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
 
 
 def _growth(step: Step, sequence: Running) -> int:
-    """Blocks for its next token. A sequence in the middle of its prompt may need some too, if less was cached than
-    expected."""
+    """Blocks for its next token. In its prompt it may need some too, if less was cached than expected."""
     return max(0, step.blocks_for(sequence.num_computed_tokens + 1) - sequence.num_blocks)
 
 

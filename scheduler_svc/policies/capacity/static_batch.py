@@ -1,10 +1,8 @@
-"""One batch after the other (TensorRT-LLM STATIC_BATCH): requests are admitted only while nothing runs, each with room
-to completion."""
+"""One batch after the other (TensorRT-LLM STATIC_BATCH): admits only while nothing runs, with room to completion."""
 
 from __future__ import annotations
 
-from scheduler_svc.core.policy.step import Step, Verdict
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, Step, Verdict
 from scheduler_svc.policies.capacity.guaranteed_no_evict import GuaranteedNoEvict
 
 
@@ -16,6 +14,4 @@ class StaticBatch(GuaranteedNoEvict):
 
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         """STOP while any sequence runs on the worker."""
-        if step.num_running:
-            return Verdict.STOP
-        return super().admit(step, request, need_blocks)
+        return Verdict.STOP if step.num_running else super().admit(step, request, need_blocks)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import CapacityPolicy, RequestView, Step, Verdict
 from scheduler_svc.policies.options import Count, Positive, PositiveShare
 
 

@@ -2,29 +2,25 @@
 with a deadline in the past under any order. This order also gives up a waiting request that cannot get its first token
 in time any more: at the best measured rate of prompts, its own prompt would take longer than the time left.
 
-The rate shows what is possible only while prompts are the bottleneck. So it is measured while a request waits and a
-prompt is being computed, both all the time. A queue that is empty now and then shows the demand, and a queue that does
-not move while every sequence decodes shows the number of slots. Before the first measurement no request is given up.
+The rate is measured only while prompts are the bottleneck: a request waits all the time, and a prompt is computed all
+the time. Otherwise it would show the demand or the number of slots. Without a measurement no request is given up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar
 
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import Amount
 
-# Shortest time over which the rate is measured.
-WINDOW_S = 1.0
+WINDOW_S = 1.0  # shortest time over which the rate is measured
 
 
 class EarliestDeadlineFirst(KeyedOrder):
     """Orders by `deadline_s`, and gives up requests that cannot meet it."""
 
-    key_is_constant: ClassVar[bool] = True
+    key_is_constant = True
 
     def __init__(self, prefill_tokens_per_s: Amount = 0.0) -> None:
         """`prefill_tokens_per_s`: the best rate at which a prompt is computed. 0: the best rate measured so far."""
@@ -33,8 +29,7 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._best_tokens_per_s = 0.0
         self._began_s = math.nan  # start of the measurement
         self._begun_tokens = 0
-        # Running requests that have generated nothing since they started, with their output tokens then; by arrival
-        # index.
+        # Running requests without output since they started, and their output tokens then; by arrival index.
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
@@ -57,8 +52,7 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._computing.pop(request.arrival_index, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
-        """Requests with a deadline before the time when their own prompts could be computed. None before the
-        first measurement."""
+        """Requests with a deadline before their own prompts could be computed. None before the first measurement."""
         rate = self.prefill_tokens_per_s or self._measure(now_s)
         for request in super().ordered(now_s) if rate else ():
             if request.deadline_s == math.inf:

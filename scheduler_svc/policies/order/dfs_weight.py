@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
+from scheduler_svc.core.requests.request import TOKEN_BYTES
+from scheduler_svc.policies.api import OrderPolicy, RequestView
 from scheduler_svc.policies.options import Positive
 
 # Key of a child: its tokens. On the first level also the namespace, which is the same below.

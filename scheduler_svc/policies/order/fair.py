@@ -8,14 +8,13 @@ tenants that wait, or, if none waits, to that of the tenant that waited last. So
 not ask for, however much of it runs.
 
 Within a tenant, the client's request with the fewest running sequences is next (max-min fairness in slots); of equal
-requests, the one that came first. A request for one sequence runs none while it waits, so without `n`, `best_of` and
-beam search this is first come, first served. The samples of a request with n = 64 take turns with the tenant's other
-requests, and no request starves: its first sequence waits only for requests that came earlier. The beams of a search
-run for one token at a time; all but the first rank like a request that runs one sequence.
+requests, the one that came first. Without `n`, `best_of` and beam search this is first come, first served. No request
+starves: its first sequence waits only for requests that came earlier. The beams of a search run for one token at a
+time; all but the first rank like a request that runs one sequence.
 
 Clients choose tenant names, so there may be any number of tenants. A pass looks at the tenants with running sequences
-and at the first of the waiting tenants. While only one tenant waits, a pass compares no counters and charges nothing.
-Idle tenants cost nothing, and only the last MAX_IDLE of them are remembered: a forgotten tenant begins like a new one.
+and at the first of the waiting tenants. Idle tenants cost nothing. Only the last MAX_IDLE of them are remembered; a
+forgotten tenant begins like a new one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from sortedcontainers import SortedDict, SortedList
 
-from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import OrderPolicy, RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024
@@ -63,25 +60,16 @@ class Tenant:
     running: dict[int, tuple[RequestView, int]] = field(default_factory=dict)
     charged_s: float = -math.inf  # when running sequences were charged last
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the tenant has no request."""
-        return not (self.waiting or self.running)
-
     def add(self, request: RequestView) -> None:
         """Add a waiting sequence to the queue of its client's request."""
-        line = self.lines.get(request.client_request)
-        if line is None:
-            line = self.lines[request.client_request] = TenantQueue()
-        insort(line.sequences, (request.queue_position, request.arrival_index, request), key=itemgetter(0, 1))
+        line = self.lines.setdefault(request.client_request, TenantQueue())
+        insort(line.sequences, (request.queue_position, request.arrival_index, request))
         self._place(line)
 
     def remove(self, request: RequestView) -> None:
         """Remove a waiting sequence. Raises KeyError if its request has none."""
         line = self.lines[request.client_request]
-        del line.sequences[
-            bisect_left(line.sequences, (request.queue_position, request.arrival_index), key=itemgetter(0, 1))
-        ]
+        del line.sequences[bisect_left(line.sequences, (request.queue_position, request.arrival_index))]
         self._place(line)
         if not line.sequences:
             del self.lines[request.client_request]
@@ -108,7 +96,7 @@ class Tenant:
         rest: Iterator[RequestView]
         while following or heap:
             if following and not (heap and heap[0][0] < following.key):
-                (num_running, _, _), rest = following.key, map(_request_of, following.sequences)
+                num_running, rest = following.key[0], (request for _, _, request in following.sequences)
                 request = next(rest)
                 following = next(lines, None)
             else:
@@ -116,10 +104,6 @@ class Tenant:
             yield request
             if (sibling := next(rest, None)) is not None:
                 heapq.heappush(heap, (_standing(sibling, num_running + 1), rest, sibling))
-
-
-def _request_of(sequence: tuple[int, int, RequestView]) -> RequestView:
-    return sequence[2]
 
 
 def _standing(request: RequestView, num_running: int) -> Key:
@@ -149,7 +133,8 @@ class FairAmongTenants(OrderPolicy):
 
     def _left(self, name: str) -> None:
         """A request of the tenant is gone: the tenant may be idle now."""
-        if self.busy[name].is_idle:
+        tenant = self.busy[name]
+        if not (tenant.waiting or tenant.running):
             self.idle[name] = self.busy.pop(name).counter
             if len(self.idle) > MAX_IDLE:
                 del self.idle[next(iter(self.idle))]
@@ -158,17 +143,12 @@ class FairAmongTenants(OrderPolicy):
         """Add a request. A tenant that begins to wait gets at least the lowest counter of the others."""
         tenant = self._busy(request.tenant)
         if not tenant.waiting:
-            if not request.has_run:  # a preempted request is not a new one
-                self._lift(tenant, request.arrival_s)
+            was_last = not self._waiting and self._last_waited == tenant.name  # it would be compared with itself
+            if not (request.has_run or was_last):  # a preempted request is not a new one
+                self._charge_output(tenant, request.arrival_s)
+                tenant.counter = max(tenant.counter, self._lowest(request.arrival_s))
             self._waiting.add((tenant.counter, tenant.name))
         tenant.add(request)
-
-    def _lift(self, tenant: Tenant, now_s: float) -> None:
-        """The tenant begins to wait; its counter is raised to the lowest of the others."""
-        if not self._waiting and self._last_waited == tenant.name:
-            return  # it would be compared with itself
-        self._charge_output(tenant, now_s)
-        tenant.counter = max(tenant.counter, self._lowest(now_s))
 
     def _lowest(self, now_s: float) -> float:
         """The counter of a tenant that begins to wait now."""
@@ -238,9 +218,8 @@ class FairAmongTenants(OrderPolicy):
     def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
         """Compare the tenants' counters; within a tenant, the requests' running sequences."""
         if waiting.tenant == running.tenant:
-            return _standing(waiting, waiting.num_running_siblings) < _standing(
-                running, running.num_running_siblings - 1
-            )
+            standing = _standing(running, running.num_running_siblings - 1)
+            return _standing(waiting, waiting.num_running_siblings) < standing
         return self._position(waiting.tenant, now_s) < self._position(running.tenant, now_s)
 
     def _position(self, name: str, now_s: float) -> tuple[float, str]:

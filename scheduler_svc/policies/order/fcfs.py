@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 
 
 class FirstComeFirstServed(KeyedOrder):
     """Orders by queue position."""
 
-    key_is_constant: ClassVar[bool] = True
+    key_is_constant = True
 
     def key(self, request: RequestView) -> int:
         """The same for all requests."""

@@ -1,11 +1,9 @@
-"""Highest response ratio next, in tokens (SGLang `hrrn`): (tokens served since it arrived) / (tokens it has to
-compute).
+"""Highest response ratio next (SGLang `hrrn`): tokens served since a request arrived / tokens that it has to compute.
 
 The clock is the work admitted so far, so short requests go first and no request waits for ever. A request with its
 whole prompt cached goes before all others: since a match never has the last token, it has run before. A request
-advances the clock when it first runs, and keeps its age when it has to wait again.
-
-All ratios change with the clock, each at its own rate, so a pass looks at every waiting request.
+advances the clock when it first runs, and keeps its age when it has to wait again. With the clock each ratio changes at
+its own rate, so a pass looks at every waiting request.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from scheduler_svc.core.policy.order import OrderPolicy
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import OrderPolicy, RequestView
 
 
 @dataclass(slots=True)
@@ -27,13 +24,6 @@ class HrrnEntry:
     queue_position: int
     uncached_tokens: int
     is_computed: bool  # the whole prompt is cached
-
-    @classmethod
-    def of(cls, request: RequestView, arrived_at: int) -> HrrnEntry:
-        """The entry of a request with its current match."""
-        matched = request.best_matched_tokens
-        uncached, is_computed = request.num_tokens - matched, matched >= request.num_prompt_tokens
-        return cls(request, arrived_at, request.queue_position, uncached, is_computed)
 
 
 class HighestResponseRatioNext(OrderPolicy):
@@ -47,7 +37,14 @@ class HighestResponseRatioNext(OrderPolicy):
 
     def add(self, request: RequestView) -> None:
         """Add a request. Its age begins when it is first added."""
-        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
+        matched = request.best_matched_tokens
+        self._entries[request.arrival_index] = HrrnEntry(
+            request=request,
+            arrived_at=self._arrival(request),
+            queue_position=request.queue_position,
+            uncached_tokens=request.num_tokens - matched,
+            is_computed=matched >= request.num_prompt_tokens,
+        )
 
     def remove(self, request: RequestView) -> None:
         """Remove a request. Raises KeyError if it is not in the index."""
@@ -55,7 +52,7 @@ class HighestResponseRatioNext(OrderPolicy):
 
     def rematched(self, request: RequestView) -> None:
         """Read the tokens to compute again."""
-        self._entries[request.arrival_index] = HrrnEntry.of(request, self._arrival(request))
+        self.add(request)
 
     def _arrival(self, request: RequestView) -> int:
         return self._arrived_at.setdefault(request, self._served_tokens)

@@ -1,20 +1,18 @@
 """Longest cached prefix first (SGLang `lpm`), with its in-batch rule: of requests that share a prefix which is not
 computed yet, one goes first and the others wait behind everything else, so that they find the prefix cached.
 
-SGLang matches every waiting request again in every pass, and builds a throw-away tree of those that match little; above
-128 waiting requests it falls back to fcfs. Here a request is matched on arrival, and moves when the cache reports a
-change. The tree reduces to groups: in that tree a request meets an earlier one's first
-`in_batch_deprioritize_threshold` tokens exactly if its own are equal and of the same namespace. So the first request of
-each group with equal beginnings is its leader, and the rest are deprioritised. Every operation is O(log waiting), at
-any length of the queue.
+SGLang matches every waiting request again in every pass, and builds a tree of those that match little; above 128
+waiting requests it falls back to fcfs. Here a request is matched on arrival, and moves when the cache reports a change.
+Groups replace the tree: requests of one namespace with the same first `in_batch_deprioritize_threshold` tokens. The
+first request of a group leads it, and the rest are deprioritised. Every operation is O(log waiting).
 """
 
 from __future__ import annotations
 
 from sortedcontainers import SortedDict
 
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import TOKEN_BYTES, RequestView
+from scheduler_svc.core.requests.request import TOKEN_BYTES
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
 # What requests must have in common to share it: namespace and tokens.
@@ -50,8 +48,7 @@ class LongestPrefixMatch(KeyedOrder):
             led_before = group.peekitem(0)[1] if group else None
             group[request.queue_position, request.arrival_index] = request
             self._group_of[request.arrival_index] = beginning
-            # it came back to a position before the others
-            if led_before is not None and group.peekitem(0)[1] == request:
+            if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a position before all
                 super().rematched(led_before)
         super().add(request)
 

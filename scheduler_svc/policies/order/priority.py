@@ -6,17 +6,14 @@ second since its arrival. All gain at the same rate, so two requests never chang
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import Amount
 
 
 class Priority(KeyedOrder):
     """Orders by priority, with ageing; larger priorities first."""
 
-    key_is_constant: ClassVar[bool] = True
+    key_is_constant = True
 
     def __init__(self, ageing_per_s: Amount = 0.0) -> None:
         super().__init__()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import ClassVar
 
-from scheduler_svc.core.policy.order import KeyedOrder
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import KeyedOrder, RequestView
 
 
 class Random(KeyedOrder):
     """Orders by a hash of the seed and the arrival index."""
 
-    key_is_constant: ClassVar[bool] = True
+    key_is_constant = True
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -2,8 +2,7 @@
 
 The worker with the fewest requests is chosen if the busiest worker has `balance_abs_threshold` more requests than the
 idlest one, and `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if that is
-more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens to cache (the smallest
-tree).
+more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest tree).
 
 The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
 and what requests ahead compute, as in the router's event-driven mode.
@@ -11,12 +10,12 @@ and what requests ahead compute, as in the router's event-driven mode.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, WorkerView
 from scheduler_svc.policies.options import Amount, Count, Share
-from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
+from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 
 class CacheAware(OnArrival):
@@ -30,13 +29,13 @@ class CacheAware(OnArrival):
         self.cache_threshold = cache_threshold
         self.balance_abs_threshold = balance_abs_threshold
         self.balance_rel_threshold = balance_rel_threshold
-        self._given_tokens: dict[int, int] = {}  # uncached tokens of the requests placed on it, by worker
+        self._given_tokens: Counter[int] = Counter()  # uncached tokens of the requests placed on it, by worker
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
         """Choose by load, then by match, then by the tokens given so far."""
         cached = {worker.id: worker.cached_tokens(request) for worker in workers}
         chosen, why = self._choose(request, workers, cached)
-        self._given_tokens[chosen.id] = self._given(chosen) + request.num_tokens - cached[chosen.id]
+        self._given_tokens[chosen.id] += request.num_tokens - cached[chosen.id]
         return chosen, why
 
     def _choose(
@@ -45,11 +44,10 @@ class CacheAware(OnArrival):
         loads = [worker.num_rows for worker in workers]
         most, fewest = max(loads), min(loads)
         if most - fewest > self.balance_abs_threshold and most > self.balance_rel_threshold * fewest:
-            return fewest_requests(workers), f"the load was uneven, {fewest} to {most} requests"
+            idlest = min(workers, key=lambda worker: worker.num_rows)
+            return idlest, f"the load was uneven, {fewest} to {most} requests"
         best = max(workers, key=lambda worker: cached[worker.id])
         if cached[best.id] > self.cache_threshold * request.num_tokens:
             return best, f"{cached[best.id]} of {request.num_tokens} tokens are cached"
-        return min(workers, key=self._given), "it had been given the fewest tokens to cache"
-
-    def _given(self, worker: WorkerView) -> int:
-        return self._given_tokens.get(worker.id, 0)
+        smallest = min(workers, key=lambda worker: self._given_tokens[worker.id])
+        return smallest, "it had been given the fewest tokens to cache"

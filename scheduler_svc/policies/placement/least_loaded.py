@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
-from scheduler_svc.policies.placement.on_arrival import OnArrival, fewest_requests
+from scheduler_svc.policies.api import RequestView, WorkerView
+from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 
 class LeastLoaded(OnArrival):
@@ -14,5 +13,5 @@ class LeastLoaded(OnArrival):
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
         """The worker with the fewest requests; of equal ones the smallest id."""
-        chosen = fewest_requests(workers)
+        chosen = min(workers, key=lambda worker: worker.num_rows)
         return chosen, f"it had the fewest requests, {chosen.num_rows}"

@@ -1,16 +1,14 @@
 """The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks. The smallest cost is chosen.
 
 Prefill blocks are those that the worker would have to compute: what is queued there, and what the request has not
-cached there. Decode blocks are those in use there, with the request. As in Dynamo at its default temperature of 0, the
-choice is not random; of equal costs the worker with the fewest requests is chosen.
+cached there. Decode blocks are those in use there, with the request. Of equal costs the fewest requests decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, WorkerView
 from scheduler_svc.policies.options import Amount
 from scheduler_svc.policies.placement.on_arrival import OnArrival
 

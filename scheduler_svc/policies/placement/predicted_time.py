@@ -20,28 +20,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.worker_view import FleetView, WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 
-# Predictions that differ by less are equal: the fits of two equal workers differ by about this much (5 % jitter of a
-# step over MEMORY_STEPS steps). Of equal workers, the one that has waited longest for a request takes it.
+# Costs that differ by less are equal: so much do the fits of equal workers differ (5 % jitter over MEMORY_STEPS steps).
 SAME = 0.02
-# A request that waits this many steps for its first token counts as if it had waited twice as long; n times as many, as
-# n + 1 times: a plain sum of seconds lets a few requests wait so that many others save little. Steps are those of the
-# fastest worker with one row, so a slow model shares out its requests as a fast one does. Of the values from 2 to 100,
-# this one had the lowest 99th percentiles, and cost no throughput (docs/placement-comparison.md).
+# A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
+# would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
+# slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
+# (docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
-# Least share of a copy that a request which follows a prefix counts as lost. 1/50 left workers without the prefix for
-# too long: 99th percentiles of TTFT up to twice as long with conversations and agents.
+# With 1/50, workers stayed without the prefix for too long: 99th percentiles of TTFT were up to twice as long.
 LEAST_LOST = 1 / 20
 LEAST_STEP_S = 1e-6
-# Expected output tokens of a request before the first one has ended.
-GUESSED_OUTPUT_TOKENS = 256.0
-# Prefixes with a sum of lost time. The prefix that no request has followed for longest is forgotten first.
-MAX_PREFIXES = 4096
-# Workers that `explain` names.
-MAX_NAMED = 4
+GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended
+MAX_PREFIXES = 4096  # with a sum of lost time; the prefix that no request has followed for longest is forgotten first
+MAX_NAMED = 4  # workers that `explain` names
 
 # Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before: then
 # a copy is made a little early.
@@ -107,7 +100,9 @@ class PredictedTime(PlacementPolicy):
             other = self._least(ideal, workers)
             lost_s = costs[best].total_s - ideal[other].total_s
             if other != best and cached[other] < most:
-                prefix = self._key(request, most // workers[best].block_size * workers[best].block_size, workers[best])
+                size = workers[best].block_size
+                num_tokens = most // size * size
+                prefix = request.namespace, num_tokens, request.token_ids[4 * (num_tokens - size) : 4 * num_tokens]
                 copy_s = costs[other].total_s - ideal[other].total_s
                 lost_s = max(lost_s, LEAST_LOST * copy_s)
                 lost_before_s = self._round_lost_s.get(prefix, self._lost_s.get(prefix, 0.0))
@@ -163,11 +158,6 @@ class PredictedTime(PlacementPolicy):
         most_s, latest_s = least.total_s * (1 + SAME), least.first_s * (1 + SAME)
         same = [i for i, cost in enumerate(costs) if cost.total_s <= most_s and cost.first_s <= latest_s]
         return min(same, key=lambda i: self._last_binding.get(workers[i].id, 0))
-
-    @staticmethod
-    def _key(request: RequestView, num_tokens: int, worker: WorkerView) -> PrefixKey:
-        last_block = request.token_ids[4 * (num_tokens - worker.block_size) : 4 * num_tokens]
-        return request.namespace, num_tokens, last_block
 
 
 def _explained(choice: PlacementChoice) -> str:

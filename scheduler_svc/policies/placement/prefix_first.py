@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.interfaces import PlacementPolicy
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import PlacementPolicy, RequestView, WorkerView
 from scheduler_svc.policies.options import Count
 
 

@@ -1,12 +1,10 @@
-"""Each request goes to the worker after the one before it (the default of Dynamo's frontend, and an option of every
-router)."""
+"""Requests go to the workers in turn (the default of Dynamo's frontend, and an option of every router)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, WorkerView
 from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 

@@ -1,14 +1,13 @@
-"""Of two workers drawn at random, the one with fewer requests (Mitzenmacher, 2001; `power_of_two` of SGLang's
-router)."""
+"""Of two workers drawn at random, the one with fewer requests (Mitzenmacher 2001; SGLang's router: `power_of_two`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
-from scheduler_svc.core.policy.worker_view import WorkerView
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.policies.api import RequestView, WorkerView
 from scheduler_svc.policies.options import Count
-from scheduler_svc.policies.placement.on_arrival import OnArrival, drawn, fewest_requests
+from scheduler_svc.policies.placement.on_arrival import OnArrival
 
 
 class TwoChoices(OnArrival):
@@ -23,7 +22,8 @@ class TwoChoices(OnArrival):
         count = len(workers)
         if count == 1:
             return workers[0], "the only one"
-        first, second = divmod(drawn(self.placement_seed, request, count * (count - 1)), count - 1)
+        digest = blake2b(f"{self.placement_seed} {request.arrival_index}".encode(), digest_size=8).digest()
+        first, second = divmod(int.from_bytes(digest, "little") % (count * (count - 1)), count - 1)
         second += second >= first  # each ordered pair of different workers is equally likely
-        chosen = fewest_requests([workers[i] for i in sorted((first, second))])
+        chosen = min((workers[i] for i in sorted((first, second))), key=lambda worker: worker.num_rows)
         return chosen, f"of {workers[first].id} and {workers[second].id} it had fewer requests, {chosen.num_rows}"

@@ -1,15 +1,13 @@
-"""The sequence with the fewest generated tokens is preempted first; of equal ones the longest prompt, then the newest
-(SGLang's retraction). So the least work is lost, and the most blocks become free. SGLang moves it to the end of the
-queue; here it keeps its queue position unless `requeue` says "back"."""
+"""The sequence with the fewest generated tokens is preempted first, so that the least work is lost (SGLang's
+retraction). SGLang moves it to the end of the queue; here only `requeue` "back" does that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.policy.interfaces import Mode
+from scheduler_svc.policies.api import PreemptionPolicy, Running, Step
 
 
 class FewestOutput(PreemptionPolicy):

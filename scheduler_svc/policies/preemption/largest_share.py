@@ -1,15 +1,13 @@
-"""The tenant and the request that hold most are preempted first; and further sequences are preempted for waiting
-requests.
+"""The tenant and the request that hold most are preempted first, also to make room for waiting requests.
 
-When running sequences need more blocks than there are: of the tenant that holds most blocks (over its weight), of the
-request with the most running sequences, the sequence that was admitted last. With one tenant and one sequence for each
-request that is `last-in`.
+If running sequences need more blocks than there are, the victim belongs to the tenant with most blocks (over its
+weight), and there to the request with the most running sequences; it is the sequence admitted last. With one tenant and
+one sequence for each request that is `last-in`.
 
-When a request without running sequences waits, and the worker has no slot or no blocks for it: sequences of requests
-that run several, from the request with the most, the last admitted first. A request always keeps one sequence, and no
-sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot that no other
-request wants, and the next request waits for one step, not for the end of a sample. A preempted sequence computes again
-what the cache has not kept of it, mostly the last block only.
+If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims are sequences
+of requests that run several, from the request with the most, the last admitted first. A request always keeps one
+sequence, and no sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot
+that no other request wants, and the next request waits for one step, not for the end of a sample.
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.request import RequestView
+from scheduler_svc.core.policy.interfaces import Mode
+from scheduler_svc.policies.api import PreemptionPolicy, Running, Step
 from scheduler_svc.policies.options import PositiveAmount
 
-# Slots freed at once; the next step frees more.
-MAX_SLOTS = 16
+MAX_SLOTS = 16  # freed at once; the next step frees more
 
 
 class LargestShare(PreemptionPolicy):
@@ -68,11 +63,8 @@ class LargestShare(PreemptionPolicy):
     def for_waiting(self, step: Step) -> Iterable[Running]:
         """Spare sequences of requests that run several, for up to MAX_SLOTS waiting requests that run none."""
         requests = (request for request in step.waiting() if not step.has_admitted(request))
-        newcomers: list[RequestView] = []
-        for request in islice(requests, MAX_SLOTS):
-            if request.num_running_siblings or request.is_swapped:
-                break  # the freed slots would be offered to it first
-            newcomers.append(request)
+        # If a request already runs sequences or is swapped out, the freed slots would be offered to it first.
+        newcomers = list(takewhile(lambda r: not (r.num_running_siblings or r.is_swapped), islice(requests, MAX_SLOTS)))
         if not newcomers:
             return
         spare = (one for one in self._spare(step) if step.goes_before(newcomers[0], one.request))

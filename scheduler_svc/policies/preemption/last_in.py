@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from scheduler_svc.core.policy.interfaces import Mode, PreemptionPolicy
-from scheduler_svc.core.policy.step import Step
-from scheduler_svc.core.policy.views import Running
+from scheduler_svc.core.policy.interfaces import Mode
+from scheduler_svc.policies.api import PreemptionPolicy, Running, Step
 
 
 class LastIn(PreemptionPolicy):
