@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,116 +18,60 @@ from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAd
 from scheduler_svc.core.workers.state import WorkerState
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StepView:
     """Every counter includes the decisions made so far. Only names that begin with _ can be written; they belong to
     Step.
 
-    All state is in __slots__, and everything public is a property or a method. So an assignment to a public name raises
+    All state is in slots, and everything public is a property or a method. So an assignment to a public name raises
     AttributeError, and Step's own writes are plain assignments.
     """
 
-    __slots__ = (
-        "_arriving",
-        "_available_blocks",
-        "_budget_tokens",
-        "_budgeted",
-        "_chunks",
-        "_closed",
-        "_computing",
-        "_considered",
-        "_credit_of",
-        "_decodes",
-        "_full_loras",
-        "_growth",
-        "_lack",
-        "_now_s",
-        "_num_free_slots",
-        "_num_running",
-        "_offered",
-        "_open",
-        "_order",
-        "_over_budget",
-        "_placed",
-        "_preempted",
-        "_prefilling",
-        "_rejected",
-        "_running",
-        "_shares",
-        "_waiting",
-        "_worker",
-    )
-
     _worker: WorkerState
     _waiting: Callable[[], Iterator[Request]]
-    _over_budget: Callable[[Request, Admitted], str | None]
     _now_s: float
+    _over_budget: Callable[[Request, Admitted], str | None]  # the budget outside the policies that a request exceeds
     _order: OrderPolicy
-    _num_running: int
-    _preempted: tuple[RequestView, ...]
-    _running: tuple[Running, ...] | None  # computed at the first use
-    _available_blocks: int
-    _budget_tokens: int
-    _num_free_slots: int
-    _growth: list[Slots]
-    _decodes: list[int] | None  # slots; None: all decoding slots
-    _chunks: dict[int, int]  # tokens by slot
+    _shares: bool  # as BatchPolicy.shares_in_step; False without prefix caching
+    _num_running: int = field(init=False)
+    _preempted: tuple[RequestView, ...] = field(init=False)
+    _running: tuple[Running, ...] | None = field(default=None, init=False)  # computed at the first use
+    _available_blocks: int = field(init=False)
+    _budget_tokens: int = field(init=False)
+    _num_free_slots: int = field(init=False)
+    _growth: list[Slots] = field(default_factory=list, init=False)
+    _decodes: list[int] | None = field(default_factory=list, init=False)  # slots; None: all decoding slots
+    _chunks: dict[int, int] = field(default_factory=dict, init=False)  # tokens by slot
     # requests with tokens to compute in the step, and how many tokens are computed after it
-    _computing: PrefixIndex[Request]
-    _arriving: PrefixIndex[Request]  # considered requests, with all known tokens
-    _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; computed at the first use
-    _offered: dict[int, Request]  # requests that `waiting` yielded, by arrival index
-    _considered: dict[int, PlannedAdmission]  # by arrival index
-    _placed: dict[int, PlannedAdmission]  # by arrival index
-    _budgeted: Admitted  # considered requests
-    _full_loras: set[str]  # adapters that the batch has no room for
-    _rejected: list[tuple[Request, str, str]]
-    _closed: tuple[str, str] | None  # why no request is offered a slot: reason, detail
-    _open: bool
-    _lack: OutOfBlocks | None  # set when the schedule has failed for want of blocks
-    _shares: bool
+    _computing: PrefixIndex[Request] = field(init=False)
+    _arriving: PrefixIndex[Request] = field(init=False)  # considered requests, with all known tokens
+    # `prefills`, with all known tokens; computed at the first use
+    _prefilling: PrefixIndex[Request] | None = field(default=None, init=False)
+    # By arrival index: requests that `waiting` yielded, considered ones, placed ones.
+    _offered: dict[int, Request] = field(default_factory=dict, init=False)
+    _considered: dict[int, PlannedAdmission] = field(default_factory=dict, init=False)
+    _placed: dict[int, PlannedAdmission] = field(default_factory=dict, init=False)
+    _budgeted: Admitted = field(default_factory=Admitted, init=False)  # considered requests
+    _full_loras: set[str] = field(default_factory=set, init=False)  # adapters that the batch has no room for
+    _rejected: list[tuple[Request, str, str]] = field(default_factory=list, init=False)
+    # why no request is offered a slot: reason, detail
+    _closed: tuple[str, str] | None = field(default=None, init=False)
+    _open: bool = field(default=True, init=False)
+    _lack: OutOfBlocks | None = field(default=None, init=False)  # set when the schedule has failed for want of blocks
     # The last request that was asked for, its cached and its referenced tokens. Valid until a request is placed or
     # computed.
-    _credit_of: tuple[Request, int, int] | None
+    _credit_of: tuple[Request, int, int] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        worker: WorkerState,
-        waiting: Callable[[], Iterator[Request]],
-        now_s: float,
-        over_budget: Callable[[Request, Admitted], str | None],
-        order: OrderPolicy,
-        shares: bool = False,
-    ) -> None:
-        """`over_budget` names the budget outside the policies that a request exceeds, if any. `shares` is
-        BatchPolicy.shares_in_step."""
-        self._worker = worker
-        self._waiting = waiting
-        self._over_budget = over_budget
-        self._order = order
-        self._now_s = now_s
+    def __post_init__(self) -> None:
+        worker = self._worker
         self._num_running = len(worker.batch.running)
         self._preempted = tuple(map(view_of, worker.preempted))
-        self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
         self._num_free_slots = worker.batch.slots.num_free
-        self._growth = []
-        self._decodes = []
-        self._chunks = {}
         self._computing = PrefixIndex(worker.block_size)
         self._arriving = PrefixIndex(worker.block_size)
-        self._prefilling = None
-        self._offered = {}
-        self._considered = {}
-        self._placed = {}
-        self._budgeted = Admitted()
-        self._full_loras = set()
-        self._rejected = []
-        self._closed = None
-        self._open = True
-        self._lack = None
-        self._shares = shares and worker.prefix_caching
-        self._credit_of = None
+        self._shares = self._shares and worker.prefix_caching
 
     # ── what does not change while a step is scheduled ───────────────────────────────────────────────────────────────
 

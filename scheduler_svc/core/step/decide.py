@@ -58,7 +58,7 @@ class Decider:
         worker.allocating_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.life.budgets.exceeded, worker)
-        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
+        step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity)
         try:
             policies.capacity.begin(step)
             policies.batch.schedule(step)
