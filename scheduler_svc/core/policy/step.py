@@ -17,7 +17,7 @@ from scheduler_svc.core.policy.step_view import StepView
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
 from scheduler_svc.core.workers.block_boundaries import NONE
-from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES, Decision, OutOfBlocks, PlannedAdmission, plan_bytes
+from scheduler_svc.core.workers.steps import MAX_PLAN_BYTES, Decision, OutOfBlocks, PlannedAdmission, plan_bytes
 
 
 class Verdict(enum.Enum):

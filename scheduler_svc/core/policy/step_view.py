@@ -14,8 +14,8 @@ from scheduler_svc.core.policy.order import OrderPolicy, sortable
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Request, RequestView, view_of
-from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import Admitted, OutOfBlocks, PlannedAdmission
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -13,8 +13,8 @@ from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.decision import OutOfBlocks
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import OutOfBlocks
 
 # Reasons for rejecting a waiting request that preempting another sequence can remove.
 ROOM = ("slots", "capacity", "blocks")

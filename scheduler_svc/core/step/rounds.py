@@ -20,9 +20,8 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.schedule import StepScheduler
-from scheduler_svc.core.workers.decision import Decision
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
-from scheduler_svc.core.workers.steps import PendingStep
+from scheduler_svc.core.workers.steps import Decision, PendingStep
 
 
 @dataclass(slots=True, eq=False)

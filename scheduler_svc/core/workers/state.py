@@ -11,11 +11,10 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.core.workers.batch import Batch
-from scheduler_svc.core.workers.decision import PlannedAdmission
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.progress import WorkerProgress
 from scheduler_svc.core.workers.step_time import StepTimeFit
-from scheduler_svc.core.workers.steps import PendingStep, StepInFlight
+from scheduler_svc.core.workers.steps import PendingStep, PlannedAdmission, StepInFlight
 from scheduler_svc.core.workers.swap_space import SwapSpace
 
 
