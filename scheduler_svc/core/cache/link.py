@@ -224,8 +224,7 @@ class CacheLink:
         return message
 
     def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent, num_bytes: int) -> None:
-        """Add matches until the message, which has `num_bytes` bytes already, is full. The others go with the next
-        exchange."""
+        """Add matches until the message is full; it has `num_bytes` bytes already. The next exchange has the others."""
         for sequence, request in self.matches.items():
             if num_bytes > MAX_EXCHANGE_BYTES:
                 break

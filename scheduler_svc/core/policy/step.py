@@ -72,12 +72,10 @@ class Step(StepView):
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # An impossible decision raises before it changes anything. A lack of blocks ends the schedule, even if the policy
-    # catches the exception.
+    # A lack of blocks ends the schedule, even if the policy catches the exception.
 
     def run_decodes(self) -> None:
-        """Every decoding sequence gets its token. Raises OutOfBlocks, and PolicyError if the token budget is too
-        small."""
+        """Run all decoding sequences. Raises OutOfBlocks, and PolicyError if the token budget is too small."""
         self._expect_open()
         if self._decodes != []:
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
@@ -183,14 +181,12 @@ class Step(StepView):
         return verdict
 
     def reject_all(self, reason: str, detail: str = "") -> None:
-        """Note why no request is offered a slot in this step, for `paceline explain`, without a look at the waiting
-        requests."""
+        """Note, for `paceline explain`, why the step offers no waiting request a slot and looks at none."""
         self._expect_open()
         self._closed = str(reason), str(detail)
 
     def pause(self, victims: Iterable[Running]) -> None:
-        """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
-        Paused)."""
+        """Preempt running sequences for recomputation. Raises Paused: the step is scheduled again without them."""
         if own := self._own_all(victims):
             raise Paused(own)
 

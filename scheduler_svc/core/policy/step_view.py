@@ -17,6 +17,8 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Reques
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.steps import Admitted, OutOfBlocks, PlannedAdmission
 
+Waiting = Callable[[], Iterator[Request]]  # gives the requests that a step may admit, in order
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class StepView:
@@ -28,7 +30,7 @@ class StepView:
     """
 
     _worker: WorkerState
-    _waiting: Callable[[], Iterator[Request]]
+    _waiting: Waiting
     _now_s: float
     _over_budget: Callable[[Request, Admitted], str | None]  # the budget outside the policies that a request exceeds
     _order: OrderPolicy
@@ -58,8 +60,7 @@ class StepView:
     _closed: tuple[str, str] | None = field(default=None, init=False)
     _open: bool = field(default=True, init=False)
     _lack: OutOfBlocks | None = field(default=None, init=False)  # set when the schedule has failed for want of blocks
-    # The last request that was asked for, its cached and its referenced tokens. Valid until a request is placed or
-    # computed.
+    # The last answer of _credit(). Valid until a request is placed or computed.
     _credit_of: tuple[Request, int, int] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -86,8 +87,7 @@ class StepView:
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
-        """The rank of a request, waiting or running: smaller first. None if the order ranks only waiting requests.
-        Raises PolicyError for NaN."""
+        """The rank of a request, smaller first; None if only waiting requests have one. Raises PolicyError for NaN."""
         key = self._order.rank(request)
         return None if key is None else (sortable(key, request), request.queue_position)
 
@@ -159,8 +159,7 @@ class StepView:
 
     @property
     def running(self) -> tuple[Running, ...]:
-        """Sequences that can run, in order of admission. Costs time in proportion to their number; a steady step need
-        not read it."""
+        """Sequences that can run, in order of admission. The first use takes time in proportion to their number."""
         if self._running is None:
             running, over = self._worker.batch.running, self._worker.batch.finishing
             self._running = tuple(Running(self._worker, slot, running[slot]) for slot in running if slot not in over)
@@ -198,17 +197,18 @@ class StepView:
         return self._credit(own)[1]
 
     def _credit(self, request: Request) -> tuple[Request, int, int]:
-        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, counting what
-        this step has admitted before. A policy asks for the values that the step needs next, so the last answer is
-        kept."""
+        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, those in this
+        step included. The last answer is kept, because a policy and then the step ask for the same request."""
         known = self._credit_of
         if known is not None and known[0] is request:
             return known
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.held.swapped_on or request.scores_prompt):
-            computed = self._computed_in_step(request, on_device)
-            cached, referenced = max(cached, computed), max(referenced, computed)
+            # Tokens that the step computes for other requests, or has on the device for them.
+            computed = self._computing.shared_tokens(request, on_device)
+            if computed > on_device:
+                cached, referenced = max(cached, computed), max(referenced, computed)
         # Only the cache knows which blocks a swapped-out request shares.
         if referenced < on_device and self._considered and not request.held.swapped_on:
             referenced = self._shared_tokens(request, on_device, referenced)
@@ -225,8 +225,7 @@ class StepView:
         return request.arrival_index in self._placed
 
     def exceeds_budget(self, request: RequestView) -> bool:
-        """Whether a budget outside the policies keeps a waiting request out of this step: that of its tenant, or that
-        of adapters in the batch."""
+        """Whether the budget of its tenant, or of adapters in the batch, keeps a waiting request out of the step."""
         return self._over_budget(request._request, self._budgeted) is not None
 
     def uncached_tokens(self, request: RequestView) -> int:
@@ -285,8 +284,7 @@ class StepView:
         return self._prefilling
 
     def _shared_tokens(self, request: Request, on_device: int, referenced: int) -> int:
-        """The longest prefix of whole blocks that is on the device, and is referenced or belongs to a request
-        considered before."""
+        """The longest prefix on the device, in whole blocks, that is referenced or shared with a considered request."""
         tokens, block_size = request.token_ids, self._worker.block_size
         for other, _ in self._arriving.alike(request, referenced):
             if referenced >= on_device:
@@ -298,19 +296,3 @@ class StepView:
             if others.startswith(tokens[: referenced * TOKEN_BYTES]):
                 referenced = common_blocks(others, tokens, referenced, longest, block_size)
         return referenced
-
-    def _computed_in_step(self, request: Request, on_device: int) -> int:
-        """Tokens of whole blocks at the beginning of a waiting request that the step computes for other requests, or
-        has on the device for them."""
-        block_size, tokens, shared = self._worker.block_size, request.token_ids, on_device
-        whole = (request.num_tokens - 1) // block_size * block_size
-        for other, num_computed in self._computing.alike(request, on_device):
-            if shared >= whole:
-                break
-            end = min(whole, num_computed // block_size * block_size)
-            if end <= shared or other.namespace != request.namespace:
-                continue
-            others = other.token_ids
-            if others.startswith(tokens[: shared * TOKEN_BYTES]):
-                shared = common_blocks(others, tokens, shared, end, block_size)
-        return shared if shared > on_device else 0

@@ -87,8 +87,7 @@ class Rounds:
         )
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
-        """Turn a scheduled step into a plan, or into a pending step that waits for the cache. Returns False if the step
-        is empty."""
+        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns False if it is empty."""
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()

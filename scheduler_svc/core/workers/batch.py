@@ -47,8 +47,7 @@ class Batch:
         return self.paused.get(slot) or int(self.slots.base[slot]) + self.decode_step
 
     def num_computed_tokens(self, slot: int) -> int:
-        """Of the known tokens of the slot's request, those that are computed after the steps in flight. The last token
-        may still be uncomputed."""
+        """Known tokens that are computed after the steps in flight. The last token may still be uncomputed."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_planned
         num_known = self.running[slot].num_tokens
