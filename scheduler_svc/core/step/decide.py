@@ -134,9 +134,9 @@ class Decider:
         victims = step._own_all(policies.preemption.for_waiting(step))
         if len(victims) >= len(step.running):
             victims = victims[:-1]
-        requeue, why = policies.preemption.requeue, "preempted for a waiting request"
         for victim in victims:
-            self._preempt(worker, victim, requeue, "recompute", why)
+            requeue = policies.preemption.requeue
+            self._preempt(worker, victim, requeue, "recompute", "preempted for a waiting request")
         return bool(victims)
 
     def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:

@@ -29,8 +29,8 @@ class Batch:
     decode_step: int = 0  # number of the next decode step
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
-    # Step timers, by decode step: the slots whose last token it samples, with their decode epochs. That step is known
-    # when a sequence starts to decode, so no step scans the running sequences.
+    # Step timers, by decode step: the slots that sample their last token in it, with their decode epochs. That step is
+    # known when a sequence starts to decode, so no step scans the running sequences.
     _last_steps: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────────────────────────
