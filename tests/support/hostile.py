@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scheduler_svc.core.policy.views import Paused
-from scheduler_svc.core.workers.decision import OutOfBlocks
+from scheduler_svc.core.workers.steps import OutOfBlocks
 from scheduler_svc.policies.api import (
     CapacityPolicy,
     FleetView,

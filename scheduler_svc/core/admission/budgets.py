@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.core.workers.decision import Admitted
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import Admitted
 from services.runtime.retry_after import RetryAfter
 
 MAX_RATES = 1024  # tenants with a stored rate: those that were active last

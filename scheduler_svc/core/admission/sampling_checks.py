@@ -19,7 +19,7 @@ MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # tokens of one bad word; the worker has the same limit
-# Parameters travel with every sequence that a plan places, and count against the plan's bytes (decision.py).
+# Parameters travel with every sequence that a plan places, and count against the plan's bytes (steps.py).
 MAX_BAD_WORDS_TOKENS = 4096  # of all bad words together
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192

@@ -21,9 +21,8 @@ from paceline.v1.cache_pb2 import (
     WorkerMatch,
 )
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
-from scheduler_svc.core.workers.decision import PlannedAdmission
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
-from scheduler_svc.core.workers.steps import PendingStep
+from scheduler_svc.core.workers.steps import PendingStep, PlannedAdmission
 
 # Bytes of tokens and tables in one exchange before the next one begins. Half of the message limit, so that one more
 # sequence still fits (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
@@ -43,8 +42,7 @@ class Sent:
     restores: list[tuple[int, int]] = field(default_factory=list)  # (operation, worker)
     # workers with a next step that waits for the answer
     awaiting_cache: list[WorkerState] = field(default_factory=list)
-    # (pending step, index of extend or None, indexes of admits)
-    pending_steps: list[tuple[PendingStep, int | None, list[int]]] = field(default_factory=list)
+    pending_steps: list[PendingStep] = field(default_factory=list)
 
     def matched(self, response: CacheServiceLinkResponse) -> Iterator[tuple[int, Iterable[WorkerMatch]]]:
         """For each sequence that the exchange made known: what the cache holds of it."""
@@ -89,8 +87,7 @@ class CacheLink:
     @property
     def has_gathered(self) -> bool:
         """Whether operations have gathered."""
-        changed = self._commits[0] or self.swap_outs or self.frees or self.discards or self.matches or self.rematches
-        return bool(changed or self.added or self.removed or self.unpins)
+        return bool(self._commits[0]) or not self.has_only_commits
 
     @property
     def has_only_commits(self) -> bool:
@@ -107,14 +104,9 @@ class CacheLink:
         self.connected = False
         self.exchange = 0
         self.sent = None
-        self.matches.clear()
-        self.swap_outs.clear()
-        self.rematches.clear()
-        self.opening.clear()
-        self.restoring.clear()
-        self.added.clear()
-        self.unpins.clear()
-        for gathered in (self.removed, self.frees, self.discards, *self._commits):
+        for by_id in (self.added, self.restoring, self.matches, self.swap_outs, self.rematches, self.unpins):
+            by_id.clear()
+        for gathered in (self.opening, self.removed, self.frees, self.discards, *self._commits):
             gathered.clear()
 
     def forget_sequence(self, sequence: int, discard: bool = False) -> None:
@@ -162,14 +154,12 @@ class CacheLink:
             sent.swap_outs.append((len(ops), sequence, request))
             ops.add().swap_out.sequence = sequence
         self.swap_outs.clear()
-        if self.frees:
-            ops.add().free.sequences.extend(self.frees)
-            self.frees.clear()
-        if self.discards:
-            free = ops.add().free
-            free.sequences.extend(self.discards)
-            free.discard = True
-            self.discards.clear()
+        for sequences, discard in ((self.frees, False), (self.discards, True)):
+            if sequences:
+                free = ops.add().free
+                free.sequences.extend(sequences)
+                free.discard = discard
+                sequences.clear()
         for worker in self.unpins:
             ops.add().give_up_pins.worker = worker
         self.unpins.clear()
@@ -209,20 +199,20 @@ class CacheLink:
         self.sent = sent = Sent(awaiting_cache=awaiting_cache)
         self._add_matches(ops, sent, self._add_gathered(ops, sent))
         for worker, pending_step in pending_steps:
-            extend, admits = None, []
-            if len(pending_step.decision.growth):
-                extend = len(ops)
-                ops.add().extend.sequences.extend(worker.batch.slots.sequence[pending_step.decision.growth].tolist())
-            if pending_step.decision.shares and pending_step.decision.admissions and pending_step.decision.chunks:
-                self._fill_planned(ops.add().commit, worker, pending_step.decision.chunks)
-            for admission in pending_step.decision.admissions:
-                admits.append(len(ops))
+            decision = pending_step.decision
+            if len(decision.growth):
+                pending_step.extend = len(ops)
+                ops.add().extend.sequences.extend(worker.batch.slots.sequence[decision.growth].tolist())
+            if decision.shares and decision.admissions and decision.chunks:
+                self._fill_planned(ops.add().commit, worker, decision.chunks)
+            for admission in decision.admissions:
+                pending_step.admits.append(len(ops))
                 request, op = admission.request, ops.add()
                 if request.held.swapped_on:
                     op.swap_in.sequence = request.held.sequence
-                    continue
-                self._fill_admit(op.admit, worker, admission, pending_step.decision.shares)
-            sent.pending_steps.append((pending_step, extend, admits))
+                else:
+                    self._fill_admit(op.admit, worker, admission, decision.shares)
+            sent.pending_steps.append(pending_step)
         known = [request.held.sequence for request in candidates if request.matches is not None]
         if known:
             ops.add().rematch.sequences.extend(known)
@@ -234,8 +224,7 @@ class CacheLink:
         return message
 
     def _add_matches(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent, num_bytes: int) -> None:
-        """Add matches until the message, which has `num_bytes` bytes already, is full. The others go with the next
-        exchange."""
+        """Add matches until the message is full; it has `num_bytes` bytes already. The next exchange has the others."""
         for sequence, request in self.matches.items():
             if num_bytes > MAX_EXCHANGE_BYTES:
                 break

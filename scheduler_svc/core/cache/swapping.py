@@ -84,8 +84,7 @@ class Swaps:
             self.workers[request.held.swapped_on].host.swapped[request.held.sequence] = request
 
     def resumed(self, request: Request) -> None:
-        """The request is in a slot, and the plan with the copies is sent: every step that reads its blocks comes
-        later."""
+        """The request is in a slot. The plan with its copies is sent, so later steps may read its blocks."""
         request.held.swapped_on, request.held.host_blocks = 0, b""
         request.held.prompt_is_computed = True
         self.counters.swapped_in += 1

@@ -40,8 +40,7 @@ class OrderPolicy(ABC):
         return None
 
     def goes_before(self, waiting: RequestView, running: RequestView, now_s: float) -> bool:
-        """Whether the waiting request would be offered a slot before the running one, if the running one waited too. By
-        `rank`; without ranks, no."""
+        """Whether the waiting request would be offered a slot before the running one, by `rank`. Without ranks, no."""
         rank = self.rank(waiting)
         return rank is not None and bool((rank, waiting.queue_position) < (self.rank(running), running.queue_position))
 
@@ -103,8 +102,7 @@ class KeyedOrder(OrderPolicy):
 
 
 def sortable(key: Any, request: RequestView) -> Any:
-    """The sort key. Raises PolicyError if the key is NaN or contains NaN: NaN has no order, so a sorted index would
-    lose requests."""
+    """The sort key. Raises PolicyError if it is or contains NaN, which has no order: the index would lose requests."""
     if _has_nan(key):
         raise PolicyError(f"order: the key of {request!r} is {key!r}, which cannot be sorted")
     return key

@@ -5,26 +5,19 @@ from __future__ import annotations
 import enum
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from scheduler_svc.core.arrays import Slots
-from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
+from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step_view import StepView
 from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.requests.request import Request, RequestView, view_of
 from scheduler_svc.core.workers.block_boundaries import NONE
-from scheduler_svc.core.workers.decision import (
-    MAX_PLAN_BYTES,
-    Admitted,
-    Decision,
-    OutOfBlocks,
-    PlannedAdmission,
-    plan_bytes,
-)
-from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import MAX_PLAN_BYTES, Decision, OutOfBlocks, PlannedAdmission, plan_bytes
 
 
 class Verdict(enum.Enum):
@@ -61,6 +54,7 @@ class CapacityPolicy(ABC):
         """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Step(StepView):
     """Policies read the attributes and call the methods under "decisions". Every counter includes the decisions made so
     far.
@@ -69,23 +63,7 @@ class Step(StepView):
     anything, and no decision is taken after the schedule has ended.
     """
 
-    __slots__ = ("_capacity",)
-
     _capacity: CapacityPolicy
-
-    def __init__(
-        self,
-        worker: WorkerState,
-        waiting: Callable[[], Iterator[Request]],
-        capacity: CapacityPolicy,
-        now_s: float,
-        over_budget: Callable[[Request, Admitted], str | None],
-        order: OrderPolicy,
-        shares: bool = False,
-    ) -> None:
-        """`over_budget` and `shares` as in StepView."""
-        super().__init__(worker, waiting, now_s, over_budget, order, shares)
-        self._capacity = capacity
 
     @property
     def capacity_is_spent(self) -> bool:
@@ -94,12 +72,10 @@ class Step(StepView):
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # An impossible decision raises before it changes anything. A lack of blocks ends the schedule, even if the policy
-    # catches the exception.
+    # A lack of blocks ends the schedule, even if the policy catches the exception.
 
     def run_decodes(self) -> None:
-        """Every decoding sequence gets its token. Raises OutOfBlocks, and PolicyError if the token budget is too
-        small."""
+        """Run all decoding sequences. Raises OutOfBlocks, and PolicyError if the token budget is too small."""
         self._expect_open()
         if self._decodes != []:
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
@@ -205,14 +181,12 @@ class Step(StepView):
         return verdict
 
     def reject_all(self, reason: str, detail: str = "") -> None:
-        """Note why no request is offered a slot in this step, for `paceline explain`, without a look at the waiting
-        requests."""
+        """Note, for `paceline explain`, why the step offers no waiting request a slot and looks at none."""
         self._expect_open()
         self._closed = str(reason), str(detail)
 
     def pause(self, victims: Iterable[Running]) -> None:
-        """Preempt running sequences; their tokens are computed again. Scheduling starts again without them (raises
-        Paused)."""
+        """Preempt running sequences for recomputation. Raises Paused: the step is scheduled again without them."""
         if own := self._own_all(victims):
             raise Paused(own)
 

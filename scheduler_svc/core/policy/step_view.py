@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,120 +14,65 @@ from scheduler_svc.core.policy.order import OrderPolicy, sortable
 from scheduler_svc.core.policy.views import Running
 from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
 from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Request, RequestView, view_of
-from scheduler_svc.core.workers.decision import Admitted, OutOfBlocks, PlannedAdmission
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import Admitted, OutOfBlocks, PlannedAdmission
+
+Waiting = Callable[[], Iterator[Request]]  # gives the requests that a step may admit, in order
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StepView:
     """Every counter includes the decisions made so far. Only names that begin with _ can be written; they belong to
     Step.
 
-    All state is in __slots__, and everything public is a property or a method. So an assignment to a public name raises
+    All state is in slots, and everything public is a property or a method. So an assignment to a public name raises
     AttributeError, and Step's own writes are plain assignments.
     """
 
-    __slots__ = (
-        "_arriving",
-        "_available_blocks",
-        "_budget_tokens",
-        "_budgeted",
-        "_chunks",
-        "_closed",
-        "_computing",
-        "_considered",
-        "_credit_of",
-        "_decodes",
-        "_full_loras",
-        "_growth",
-        "_lack",
-        "_now_s",
-        "_num_free_slots",
-        "_num_running",
-        "_offered",
-        "_open",
-        "_order",
-        "_over_budget",
-        "_placed",
-        "_preempted",
-        "_prefilling",
-        "_rejected",
-        "_running",
-        "_shares",
-        "_waiting",
-        "_worker",
-    )
-
     _worker: WorkerState
-    _waiting: Callable[[], Iterator[Request]]
-    _over_budget: Callable[[Request, Admitted], str | None]
+    _waiting: Waiting
     _now_s: float
+    _over_budget: Callable[[Request, Admitted], str | None]  # the budget outside the policies that a request exceeds
     _order: OrderPolicy
-    _num_running: int
-    _preempted: tuple[RequestView, ...]
-    _running: tuple[Running, ...] | None  # computed at the first use
-    _available_blocks: int
-    _budget_tokens: int
-    _num_free_slots: int
-    _growth: list[Slots]
-    _decodes: list[int] | None  # slots; None: all decoding slots
-    _chunks: dict[int, int]  # tokens by slot
+    _shares: bool  # as BatchPolicy.shares_in_step; False without prefix caching
+    _num_running: int = field(init=False)
+    _preempted: tuple[RequestView, ...] = field(init=False)
+    _running: tuple[Running, ...] | None = field(default=None, init=False)  # computed at the first use
+    _available_blocks: int = field(init=False)
+    _budget_tokens: int = field(init=False)
+    _num_free_slots: int = field(init=False)
+    _growth: list[Slots] = field(default_factory=list, init=False)
+    _decodes: list[int] | None = field(default_factory=list, init=False)  # slots; None: all decoding slots
+    _chunks: dict[int, int] = field(default_factory=dict, init=False)  # tokens by slot
     # requests with tokens to compute in the step, and how many tokens are computed after it
-    _computing: PrefixIndex[Request]
-    _arriving: PrefixIndex[Request]  # considered requests, with all known tokens
-    _prefilling: PrefixIndex[Request] | None  # `prefills`, with all known tokens; computed at the first use
-    _offered: dict[int, Request]  # requests that `waiting` yielded, by arrival index
-    _considered: dict[int, PlannedAdmission]  # by arrival index
-    _placed: dict[int, PlannedAdmission]  # by arrival index
-    _budgeted: Admitted  # considered requests
-    _full_loras: set[str]  # adapters that the batch has no room for
-    _rejected: list[tuple[Request, str, str]]
-    _closed: tuple[str, str] | None  # why no request is offered a slot: reason, detail
-    _open: bool
-    _lack: OutOfBlocks | None  # set when the schedule has failed for want of blocks
-    _shares: bool
-    # The last request that was asked for, its cached and its referenced tokens. Valid until a request is placed or
-    # computed.
-    _credit_of: tuple[Request, int, int] | None
+    _computing: PrefixIndex[Request] = field(init=False)
+    _arriving: PrefixIndex[Request] = field(init=False)  # considered requests, with all known tokens
+    # `prefills`, with all known tokens; computed at the first use
+    _prefilling: PrefixIndex[Request] | None = field(default=None, init=False)
+    # By arrival index: requests that `waiting` yielded, considered ones, placed ones.
+    _offered: dict[int, Request] = field(default_factory=dict, init=False)
+    _considered: dict[int, PlannedAdmission] = field(default_factory=dict, init=False)
+    _placed: dict[int, PlannedAdmission] = field(default_factory=dict, init=False)
+    _budgeted: Admitted = field(default_factory=Admitted, init=False)  # considered requests
+    _full_loras: set[str] = field(default_factory=set, init=False)  # adapters that the batch has no room for
+    _rejected: list[tuple[Request, str, str]] = field(default_factory=list, init=False)
+    # why no request is offered a slot: reason, detail
+    _closed: tuple[str, str] | None = field(default=None, init=False)
+    _open: bool = field(default=True, init=False)
+    _lack: OutOfBlocks | None = field(default=None, init=False)  # set when the schedule has failed for want of blocks
+    # The last answer of _credit(). Valid until a request is placed or computed.
+    _credit_of: tuple[Request, int, int] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        worker: WorkerState,
-        waiting: Callable[[], Iterator[Request]],
-        now_s: float,
-        over_budget: Callable[[Request, Admitted], str | None],
-        order: OrderPolicy,
-        shares: bool = False,
-    ) -> None:
-        """`over_budget` names the budget outside the policies that a request exceeds, if any. `shares` is
-        BatchPolicy.shares_in_step."""
-        self._worker = worker
-        self._waiting = waiting
-        self._over_budget = over_budget
-        self._order = order
-        self._now_s = now_s
+    def __post_init__(self) -> None:
+        worker = self._worker
         self._num_running = len(worker.batch.running)
         self._preempted = tuple(map(view_of, worker.preempted))
-        self._running = None
         self._available_blocks = worker.available_blocks
         self._budget_tokens = worker.max_batched_tokens
         self._num_free_slots = worker.batch.slots.num_free
-        self._growth = []
-        self._decodes = []
-        self._chunks = {}
         self._computing = PrefixIndex(worker.block_size)
         self._arriving = PrefixIndex(worker.block_size)
-        self._prefilling = None
-        self._offered = {}
-        self._considered = {}
-        self._placed = {}
-        self._budgeted = Admitted()
-        self._full_loras = set()
-        self._rejected = []
-        self._closed = None
-        self._open = True
-        self._lack = None
-        self._shares = shares and worker.prefix_caching
-        self._credit_of = None
+        self._shares = self._shares and worker.prefix_caching
 
     # ── what does not change while a step is scheduled ───────────────────────────────────────────────────────────────
 
@@ -141,8 +87,7 @@ class StepView:
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
-        """The rank of a request, waiting or running: smaller first. None if the order ranks only waiting requests.
-        Raises PolicyError for NaN."""
+        """The rank of a request, smaller first; None if only waiting requests have one. Raises PolicyError for NaN."""
         key = self._order.rank(request)
         return None if key is None else (sortable(key, request), request.queue_position)
 
@@ -214,8 +159,7 @@ class StepView:
 
     @property
     def running(self) -> tuple[Running, ...]:
-        """Sequences that can run, in order of admission. Costs time in proportion to their number; a steady step need
-        not read it."""
+        """Sequences that can run, in order of admission. The first use takes time in proportion to their number."""
         if self._running is None:
             running, over = self._worker.batch.running, self._worker.batch.finishing
             self._running = tuple(Running(self._worker, slot, running[slot]) for slot in running if slot not in over)
@@ -253,17 +197,18 @@ class StepView:
         return self._credit(own)[1]
 
     def _credit(self, request: Request) -> tuple[Request, int, int]:
-        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, counting what
-        this step has admitted before. A policy asks for the values that the step needs next, so the last answer is
-        kept."""
+        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, those in this
+        step included. The last answer is kept, because a policy and then the step ask for the same request."""
         known = self._credit_of
         if known is not None and known[0] is request:
             return known
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.held.swapped_on or request.scores_prompt):
-            computed = self._computed_in_step(request, on_device)
-            cached, referenced = max(cached, computed), max(referenced, computed)
+            # Tokens that the step computes for other requests, or has on the device for them.
+            computed = self._computing.shared_tokens(request, on_device)
+            if computed > on_device:
+                cached, referenced = max(cached, computed), max(referenced, computed)
         # Only the cache knows which blocks a swapped-out request shares.
         if referenced < on_device and self._considered and not request.held.swapped_on:
             referenced = self._shared_tokens(request, on_device, referenced)
@@ -280,8 +225,7 @@ class StepView:
         return request.arrival_index in self._placed
 
     def exceeds_budget(self, request: RequestView) -> bool:
-        """Whether a budget outside the policies keeps a waiting request out of this step: that of its tenant, or that
-        of adapters in the batch."""
+        """Whether the budget of its tenant, or of adapters in the batch, keeps a waiting request out of the step."""
         return self._over_budget(request._request, self._budgeted) is not None
 
     def uncached_tokens(self, request: RequestView) -> int:
@@ -340,8 +284,7 @@ class StepView:
         return self._prefilling
 
     def _shared_tokens(self, request: Request, on_device: int, referenced: int) -> int:
-        """The longest prefix of whole blocks that is on the device, and is referenced or belongs to a request
-        considered before."""
+        """The longest prefix on the device, in whole blocks, that is referenced or shared with a considered request."""
         tokens, block_size = request.token_ids, self._worker.block_size
         for other, _ in self._arriving.alike(request, referenced):
             if referenced >= on_device:
@@ -353,19 +296,3 @@ class StepView:
             if others.startswith(tokens[: referenced * TOKEN_BYTES]):
                 referenced = common_blocks(others, tokens, referenced, longest, block_size)
         return referenced
-
-    def _computed_in_step(self, request: Request, on_device: int) -> int:
-        """Tokens of whole blocks at the beginning of a waiting request that the step computes for other requests, or
-        has on the device for them."""
-        block_size, tokens, shared = self._worker.block_size, request.token_ids, on_device
-        whole = (request.num_tokens - 1) // block_size * block_size
-        for other, num_computed in self._computing.alike(request, on_device):
-            if shared >= whole:
-                break
-            end = min(whole, num_computed // block_size * block_size)
-            if end <= shared or other.namespace != request.namespace:
-                continue
-            others = other.token_ids
-            if others.startswith(tokens[: shared * TOKEN_BYTES]):
-                shared = common_blocks(others, tokens, shared, end, block_size)
-        return shared if shared > on_device else 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, RequestView
+from scheduler_svc.core.requests.prefixes import PrefixIndex
+from scheduler_svc.core.requests.request import Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTime
 
@@ -141,25 +142,12 @@ class WorkerView:
             return matched
         if self._placed is None:
             self._placed = PrefixIndex(worker.block_size)
-            for slot in worker.batch.prefills:
-                self._placed.add(worker.batch.running[slot], worker.batch.running[slot].num_tokens)
-            for admission in worker.pending_step.decision.admissions if worker.pending_step else ():
-                self._placed.add(admission.request, admission.request.num_tokens)
+            prefills = [worker.batch.running[slot] for slot in worker.batch.prefills]
+            for other in (*prefills, *(admission.request for admission in worker.admissions)):
+                self._placed.add(other, other.num_tokens)
         if not len(self._placed):
             return matched
-        size = worker.block_size
-        shared = depth = matched // size * size
-        whole = (request.num_tokens - 1) // size * size
-        tokens = request.token_ids
-        for other, num_tokens in self._placed.alike(request, depth):
-            end = min(whole, num_tokens // size * size)
-            if end > shared and other.namespace == request.namespace:
-                others = other.token_ids
-                if others.startswith(tokens[: shared * TOKEN_BYTES]):
-                    shared = common_blocks(others, tokens, shared, end, size)
-            if shared >= whole:
-                break
-        return max(shared, matched)
+        return max(matched, self._placed.shared_tokens(request, matched // worker.block_size * worker.block_size))
 
     # ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,24 +160,17 @@ class WorkerView:
         worker = self._worker
         return (
             self._free_slots > 0
-            and self._need_blocks(request) <= self.free_blocks
+            and worker.need_blocks(request) <= self.free_blocks
             and worker.adapters.fit(request)
             and worker.has_grammar(request)
             and not worker.has_refused(request)
-        )
-
-    def _need_blocks(self, request: Request) -> int:
-        worker = self._worker
-        return (
-            worker.blocks_for(request.num_tokens)
-            - request.match_on(worker.id).num_referenced_tokens // worker.block_size
         )
 
     def _add(self, request: Request) -> None:
         """The round has placed the request here."""
         self._prefill_tokens = self.queued_prefill_tokens + request.num_tokens - self._cached_tokens(request)
         self._context_tokens = self.context_tokens + request.num_tokens
-        self._free_blocks = self.free_blocks - self._need_blocks(request)
+        self._free_blocks = self.free_blocks - self._worker.need_blocks(request)
         self._rows += 1
         self._free_slots -= 1
         self._waiting[request.arrival_index] = request
@@ -205,21 +186,10 @@ class WorkerView:
             self._add(request)
 
 
+@dataclass(frozen=True, slots=True)
 class FleetView:
     """All workers of a round, full ones included."""
 
-    __slots__ = ("_mean_output_tokens", "_workers")
-
-    def __init__(self, workers: Sequence[WorkerView], mean_output_tokens: float | None = None) -> None:
-        self._workers = tuple(workers)
-        self._mean_output_tokens = mean_output_tokens
-
-    @property
-    def workers(self) -> Sequence[WorkerView]:
-        """By ascending id, without draining workers."""
-        return self._workers
-
-    @property
-    def mean_output_tokens(self) -> float | None:
-        """Mean output tokens of a request that ends by itself; the latest 128 count most. None before the first."""
-        return self._mean_output_tokens
+    workers: Sequence[WorkerView]  # by ascending id, without draining workers
+    # Mean output tokens of a request that ends by itself; the latest 128 count most. None before the first.
+    mean_output_tokens: float | None = None

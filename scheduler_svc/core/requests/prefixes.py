@@ -40,6 +40,21 @@ class PrefixIndex(Generic[R]):
         self._at_depth[depth] = len(self._items), by_block
         return by_block.get(request.token_ids[first:end], [])
 
+    def shared_tokens(self, request: Request, depth: int) -> int:
+        """Tokens of whole blocks at the beginning of `request` that one of these requests has; at least `depth`."""
+        size, tokens, shared = self._block_size, request.token_ids, depth
+        whole = (request.num_tokens - 1) // size * size
+        for other, num_tokens in self.alike(request, depth):
+            if shared >= whole:
+                break
+            end = min(whole, num_tokens // size * size)
+            if end <= shared or other.namespace != request.namespace:
+                continue
+            others = other.token_ids
+            if others.startswith(tokens[: shared * TOKEN_BYTES]):
+                shared = common_blocks(others, tokens, shared, end, size)
+        return shared
+
 
 def common_blocks(others: bytes, tokens: bytes, low: int, high: int, block_size: int) -> int:
     """Tokens of whole blocks that both have in common: at least `low`, at most `high`."""

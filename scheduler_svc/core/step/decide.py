@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -11,10 +11,10 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.step_view import Waiting
 from scheduler_svc.core.policy.views import Paused, Running
-from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.decision import OutOfBlocks
 from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.steps import OutOfBlocks
 
 # Reasons for rejecting a waiting request that preempting another sequence can remove.
 ROOM = ("slots", "capacity", "blocks")
@@ -26,39 +26,28 @@ MAX_PAUSES = 64
 class Decider:
     life: Lifecycle
 
-    def decide(
-        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
-    ) -> Step | None:
-        """Schedule the next step of `worker`; it may be empty. `waiting` gives the requests that the step may admit, in
-        order.
+    def decide(self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float) -> Step | None:
+        """Schedule the next step of `worker`; it may be empty.
 
         Returns None if a sequence was preempted: its blocks come back with the next exchange, and then the step is
         scheduled again. Raises whatever a policy raises.
         """
-        step = self._apply_policies(worker, policies, waiting, now_s)
+        step = self.apply_policies(worker, policies, waiting, now_s)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
             # Admit only the requests before the first torn group: a later request would take the room that it needs.
             before = partial(takewhile, lambda request: id(request.samples) not in torn)
-            step = self._apply_policies(worker, policies, lambda: before(waiting()), now_s)
+            step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s)
         if step is None or self._preempt_for_waiting(worker, policies, step):
             return None
         self._expect_progress(worker, step)
         return step
 
-    def decide_retry(
-        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
-    ) -> Step | None:
-        """As decide(), for a step that retries suspects only. It is not checked for progress, and preempts no sequence
-        for a waiting request."""
-        return self._apply_policies(worker, policies, waiting, now_s)
-
-    def _apply_policies(
-        self, worker: WorkerState, policies: Policies, waiting: Callable[[], Iterator[Request]], now_s: float
-    ) -> Step | None:
+    def apply_policies(self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float) -> Step | None:
+        """As decide(), but without a check for progress, and no sequence is preempted for a waiting request."""
         worker.allocating_tokens = 0
         shares = policies.batch.shares_in_step
         over_budget = partial(self.life.budgets.exceeded, worker)
-        step = Step(worker, waiting, policies.capacity, now_s, over_budget, policies.order, shares)
+        step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity)
         try:
             policies.capacity.begin(step)
             policies.batch.schedule(step)
@@ -71,39 +60,34 @@ class Decider:
             if worker.num_pauses > MAX_PAUSES:
                 times = f"{worker.num_pauses} times without a token in between"
                 raise PolicyError(f"capacity: running sequences were paused {times}") from None
-            for victims in self._units(worker, policies, step, step._own_all(paused.victims)):
-                self._preempt_unit(worker, victims, policies)
+            for unit in self._units(worker, policies, step, step._own_all(paused.victims)):
+                self._preempt_unit(worker, unit, policies)
             return None
         return step
 
     @staticmethod
     def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
-        """Groups of samples (by id) that the step tears: it resumes some swapped-out samples of a prompt and not the
-        others. Only in mode "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so
-        a group may need more blocks than the pool has. Therefore, if no sequence runs on the worker, the step may
-        resume a part of a group."""
+        """Groups of samples (by id) of which the step resumes some swapped-out members and not the others. Only in mode
+        "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so a group may need more
+        blocks than the pool has. Therefore a worker on which nothing runs may resume a part of a group."""
         runs = worker.batch.running or worker.in_flight
         if not (worker.host.swapped and policies.preemption.mode == "auto" and runs):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}
-        ids = {True: set[int](), False: set[int]()}
-        for request in worker.host.swapped.values():
-            if request.samples:
-                ids[request.arrival_index in back].add(id(request.samples))
-        return ids[True] & ids[False]
+        samples = [request for request in worker.host.swapped.values() if request.samples]
+        resumed = {id(request.samples) for request in samples if request.arrival_index in back}
+        return resumed & {id(request.samples) for request in samples if request.arrival_index not in back}
 
     @staticmethod
     def _expect_progress(worker: WorkerState, step: Step) -> None:
-        """Raise PolicyError if the worker is idle, a request could run, and the policies give no reason why it does
-        not."""
+        """Raise PolicyError if the worker is idle, a request could run, and the policies do not say why it waits."""
         if not step.is_empty or worker.in_flight or step.preempted:
             return
         if step.running or not (step.rejected or next(step.waiting(), None) is None):
             raise PolicyError("batch: the step is empty, though a request could run, and no reason is given")
 
     def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
-        """Preempt until the shortfall is covered. This is an estimate: another sequence may still use a victim's shared
-        blocks.
+        """Preempt until the shortfall is covered, by estimate: other sequences may still use a victim's shared blocks.
 
         A sequence that runs alone and still has no room holds some blocks twice: its own, and equal ones that were
         stored before. It is preempted itself. When it comes back it shares the stored blocks, and then it fits.
@@ -151,17 +135,16 @@ class Decider:
         if len(victims) >= len(step.running):
             victims = victims[:-1]
         for victim in victims:
-            self._preempt_victim(
-                worker, victim, policies.preemption.requeue, "recompute", "preempted for a waiting request"
-            )
+            requeue = policies.preemption.requeue
+            self._preempt(worker, victim, requeue, "recompute", "preempted for a waiting request")
         return bool(victims)
 
     def _preempt_unit(self, worker: WorkerState, victims: list[Running], policies: Policies) -> None:
         requeue, mode = policies.preemption.requeue, policies.preemption.mode
         for victim in victims:
-            self._preempt_victim(worker, victim, requeue, mode, "preempted to free blocks for running sequences")
+            self._preempt(worker, victim, requeue, mode, "preempted to free blocks for running sequences")
 
-    def _preempt_victim(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
+    def _preempt(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]
         worker.preempted.append(request)
         self.life.preempt(request, requeue, mode, why)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +13,9 @@ from scheduler_svc.core.cache.link import CacheLink, admit_result
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
-from scheduler_svc.core.workers.decision import PlannedAdmission
+from scheduler_svc.core.workers.block_boundaries import NONE
 from scheduler_svc.core.workers.state import WorkerState, new_plan
-from scheduler_svc.core.workers.steps import PendingStep, StepInFlight
+from scheduler_svc.core.workers.steps import Decision, PendingStep, PlannedAdmission, StepInFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +25,21 @@ class Emitter:
     publisher: Publisher
 
     def emit(
-        self,
-        worker: WorkerState,
-        pending_step: PendingStep,
-        response: CacheServiceLinkResponse | None,
-        extend: int | None,
-        admits: Sequence[int],
+        self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None
     ) -> WorkerServiceLinkResponse | None:
-        """Build the plan, with the blocks that the cache granted. None if nothing is left to run.
-
-        `extend` and `admits` are the indexes of the pending step's operations in `response`.
-        """
+        """Build the plan, with the blocks that the cache granted. None if nothing is left to run."""
         decision = pending_step.decision
         message = new_plan(worker)
         plan = message.plan
         worker.allocating_tokens = 0
         if len(decision.growth):
-            assert response is not None and extend is not None, "growth needs an exchange"  # noqa: PT018
-            self._grow(worker, pending_step, response, extend, plan)
+            assert response is not None, "growth needs an exchange"
+            self._grow(worker, pending_step, response, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.batch.slots.generation
-        lost = pending_step.decision.shares and self._has_lost(worker, pending_step)
+        lost = decision.shares and self._has_lost(worker, decision)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
-        for admission, index in zip(decision.admissions, admits, strict=True):
+        for admission, index in zip(decision.admissions, pending_step.admits, strict=True):
             assert response is not None, "an admission needs an exchange"
             if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
                 continue  # the caller requeues the request
@@ -56,21 +47,17 @@ class Emitter:
         return message if self._run(worker, plan, sizes) else None
 
     @staticmethod
-    def _has_lost(worker: WorkerState, pending_step: PendingStep) -> bool:
+    def _has_lost(worker: WorkerState, decision: Decision) -> bool:
         """Whether a sequence that the step computes tokens for has ended since the step was scheduled."""
         generation = worker.batch.slots.generation
-        ended = any(admission.request.phase is Phase.ENDED for admission in pending_step.decision.admissions)
-        return ended or any(generation[slot] != gen for slot, gen, _ in pending_step.decision.chunks)
+        ended = any(admission.request.phase is Phase.ENDED for admission in decision.admissions)
+        return ended or any(generation[slot] != gen for slot, gen, _ in decision.chunks)
 
     def _grow(
-        self,
-        worker: WorkerState,
-        pending_step: PendingStep,
-        response: CacheServiceLinkResponse,
-        extend: int,
-        plan: StepPlan,
+        self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse, plan: StepPlan
     ) -> None:
-        slots, blocks = pending_step.decision.growth, response.results[extend].extend.block_ids
+        assert pending_step.extend is not None
+        slots, blocks = pending_step.decision.growth, response.results[pending_step.extend].extend.block_ids
         if worker.batch.slots.num_releases != pending_step.num_releases:
             # A sequence that ended during the exchange was freed together with its new block.
             alive = worker.batch.slots.generation[slots] == pending_step.decision.growth_generations
@@ -132,7 +119,7 @@ class Emitter:
     def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int]) -> bool:
         """Record the rows as in flight. Returns whether there are any."""
         slots = worker.batch.slots
-        rows = slots.no_rows() if plan.skip_decodes else slots.decode_rows()
+        rows = slots.rows_of(NONE) if plan.skip_decodes else slots.decode_rows()
         chunks = [worker.batch.chunk(slot, size) for slot, size in sizes.items()]
         if not (len(rows) or chunks):
             self._undo(worker, plan)

@@ -5,7 +5,7 @@ A step that needs nothing from the cache becomes a plan at once. Any other step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest, CacheServiceLinkResponse
@@ -63,35 +63,29 @@ class StepExchanges:
 
     def answered(self, sent: Sent, response: CacheServiceLinkResponse) -> None:
         """The cache has answered an exchange: its pending steps become plans."""
-        for pending_step, extend, admits in sent.pending_steps:
+        for pending_step in sent.pending_steps:
             worker = self._workers.get(pending_step.worker)
             if worker is not None and worker.pending_step is pending_step:
                 worker.pending_step = None
-                self.finish(worker, pending_step, response, extend, admits)
+                self.finish(worker, pending_step, response)
             else:  # the worker was lost: RemoveWorker frees what was admitted there; what was refused is freed here
+                admits = pending_step.admits
                 refused = [seq for seq, i in pending_step.orphans if admit_result(response, admits[i]) is None]
                 self._cache.frees.extend(refused)
 
-    def finish(
-        self,
-        worker: WorkerState,
-        pending_step: PendingStep,
-        response: CacheServiceLinkResponse | None,
-        extend: int | None = None,
-        admits: Sequence[int] = (),
-    ) -> None:
-        """The pending step becomes a plan. `response` is the answer of the cache; None if it was not asked. `extend`
-        and `admits` are the indexes of the step's operations in it."""
+    def finish(self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None) -> None:
+        """The pending step becomes a plan. `response` is the answer of the cache; None if it was not asked."""
+        extend = pending_step.extend
         if extend is not None and response is not None and not response.results[extend].HasField("extend"):
             self._undo_pending_step(pending_step)
             return
-        message = self._emitter.emit(worker, pending_step, response, extend, admits)
+        message = self._emitter.emit(worker, pending_step, response)
         if message is not None:
             self._life.counters.steps += 1
             self._send(worker.id, message)
-        self._groups.release_parents(admission.request for admission in pending_step.decision.admissions)
-        for admission, index in zip(pending_step.decision.admissions, admits, strict=True):
-            request = admission.request
+        requests = [admission.request for admission in pending_step.decision.admissions]
+        self._groups.release_parents(requests)
+        for request, index in zip(requests, pending_step.admits, strict=True):
             if request.phase is not Phase.ALLOCATING:
                 continue
             assert response is not None, "an admission needs an exchange"
@@ -108,6 +102,5 @@ class StepExchanges:
         """
         self._workers[pending_step.worker].allocating_tokens = 0
         for admission in pending_step.decision.admissions:
-            request = admission.request
-            if request.phase is Phase.ALLOCATING:
-                self._life.requeue(request)
+            if admission.request.phase is Phase.ALLOCATING:
+                self._life.requeue(admission.request)

@@ -33,8 +33,7 @@ class Placement:
         policy.begin(FleetView(tuple(self._views.values()), mean_output_tokens))
 
     def turn_of(self, worker: WorkerState) -> bool:
-        """The worker schedules a step. Returns False if it has done so in this round already; then the round is
-        over."""
+        """The worker schedules a step. False if it has already done so in this round: then the round is over."""
         if worker.id in self._scheduled:
             return False
         self._scheduled.add(worker.id)
@@ -42,8 +41,7 @@ class Placement:
         return True
 
     def knows(self, request: Request) -> bool:
-        """Whether the request is placed, its matches have not changed since, and the worker has not refused it
-        since."""
+        """Whether the request is placed, with its current matches, and its worker has not refused it since."""
         placed = self._placed.get(request.arrival_index)
         return placed is not None and placed[1] == request.matches and not placed[0]._worker.has_refused(request)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import traceback
 from abc import ABC
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from types import TracebackType
 
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
@@ -42,27 +41,20 @@ class PolicyFailures:
         failure.last_error = f"{type(error).__name__}: {_text(error)[:MAX_WORDS]}{place}"
 
     def _blamed(self, error: Exception) -> tuple[str, str]:
-        """The kind of the policy that failed, and its source line. The core's own errors begin with the kind. For any
-        other error it is the innermost policy method in the traceback: calls of the order and capacity policies are
-        inside a call of the batch policy."""
+        """The kind of the policy that failed, and its source line. The core's own errors begin with the kind. Any other
+        error is blamed on the innermost policy method: the batch policy calls the order and capacity policies."""
         named = _text(error).partition(":")[0]
         if isinstance(error, PolicyError) and named in self._kinds.values():
             return named, ""
         kind = place = ""
-        for frame in _calls(error.__traceback__):
-            code = frame.tb_frame.f_code
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
             # "Order.key", "Order.ordered.<locals>.<genexpr>"
             name = code.co_qualname.split(".<locals>")[0].rpartition(".")[0]
-            found = self._kinds.get((frame.tb_frame.f_globals.get("__name__", ""), name))
+            found = self._kinds.get((frame.f_globals.get("__name__", ""), name))
             if found is not None:
-                kind, place = found, f" ({os.path.basename(code.co_filename)}:{frame.tb_lineno})"
+                kind, place = found, f" ({os.path.basename(code.co_filename)}:{line})"
         return kind, place
-
-
-def _calls(at: TracebackType | None) -> Iterator[TracebackType]:
-    while at is not None:
-        yield at
-        at = at.tb_next
 
 
 def _text(error: Exception) -> str:

@@ -62,16 +62,14 @@ class ResultReader:
         if not len(rows):
             return 0
         if failed:
-            self._fail_rows(worker, rows.slots[slots.generation[rows.slots] == rows.generations], failed)
+            for slot in rows.slots[slots.generation[rows.slots] == rows.generations].tolist():
+                if slot in failed:
+                    self._fail(worker.batch.running[slot], failed[slot])
         occupied, handles, sessions = rows.slots, rows.handles, rows.sessions
         if slots.num_releases != step.num_releases:
             current = slots.generation[occupied] == rows.generations
-            occupied, tokens, handles, sessions = (
-                occupied[current],
-                tokens[current],
-                handles[current],
-                sessions[current],
-            )
+            occupied, tokens = occupied[current], tokens[current]
+            handles, sessions = handles[current], sessions[current]
         slots.write_tokens(step.decode_step, occupied, tokens)
         if len(occupied):
             self.publisher.tokens(rows.session, sessions, handles, tokens)
@@ -150,11 +148,6 @@ class ResultReader:
             self.life.end(request, FINISH_REASON_STOP)
         elif request.num_tokens >= request.max_total_tokens:
             self.life.end(request, FINISH_REASON_LENGTH)
-
-    def _fail_rows(self, worker: WorkerState, rows: Slots, failed: Failures) -> None:
-        for slot in rows.tolist():
-            if slot in failed:
-                self._fail(worker.batch.running[slot], failed[slot])
 
     def _fail(self, request: Request, error: RowError) -> None:
         if error.code:  # the request asks for something impossible; its KV is valid

@@ -19,10 +19,9 @@ from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.exchange import StepExchanges
-from scheduler_svc.core.step.schedule import StepScheduler
-from scheduler_svc.core.workers.decision import Decision
+from scheduler_svc.core.step.schedule import REFUSALS, StepScheduler
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
-from scheduler_svc.core.workers.steps import PendingStep
+from scheduler_svc.core.workers.steps import Decision, PendingStep
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +87,7 @@ class Rounds:
         )
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
-        """Turn a scheduled step into a plan, or into a pending step that waits for the cache. Returns False if the step
-        is empty."""
+        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns False if it is empty."""
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()
@@ -122,8 +120,8 @@ class Rounds:
     def _ask_for_pins(self, worker: WorkerState, step: Step) -> bool:
         """Ask the cache to release the worker's pins if they may be what a request waits for: no sequence runs on the
         worker, some of its blocks are in use all the same, and a request was rejected for want of blocks. Returns
-        whether the cache is asked. The next step may then admit the request."""
-        lacks_blocks = any(reason in ("capacity", "blocks") for _, reason, _ in step.rejected)
+        whether the cache is asked."""
+        lacks_blocks = any(reason in REFUSALS for _, reason, _ in step.rejected)
         blocks_in_use = worker.available_blocks < worker.num_blocks and not worker.parked
         if not (worker.is_idle and lacks_blocks and blocks_in_use) or worker.asked_for_pins:
             return False

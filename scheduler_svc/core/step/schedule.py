@@ -15,6 +15,7 @@ from scheduler_svc.core.faults.retry_groups import RetryBatch, RetryCapacity, re
 from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
 from scheduler_svc.core.policy.step import Step
+from scheduler_svc.core.policy.step_view import Waiting
 from scheduler_svc.core.requests.request import Request, view_of
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.placement import Placement
@@ -25,8 +26,7 @@ from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
 # Waiting requests for which one exchange asks for fresh matches, at most.
 MAX_CANDIDATES = 16
-# Waiting requests that are placed between two events, at most. Placing a request takes 0.1 ms, and the core handles no
-# event meanwhile.
+# Waiting requests that are placed between two events, at most. Placing one delays the next event by 0.1 ms.
 MAX_PLACEMENTS = 512
 # Reasons for which one worker rejects a request that another worker may have room for.
 REFUSALS = ("capacity", "blocks")
@@ -35,8 +35,7 @@ MAX_WHY = 500
 
 
 class StepScheduler:
-    """`policies` are the current policies. An error of a policy is counted, and costs no request: the default policy
-    decides instead."""
+    """`policies` are the current policies. If one raises, the error is counted, and the default policy decides."""
 
     def __init__(
         self,
@@ -130,16 +129,15 @@ class StepScheduler:
     def schedule_retry_step(
         self, decider: Decider, worker: WorkerState, members: list[Request], now_s: float
     ) -> Step | None:
-        """Schedule a step that retries these suspects, as schedule_step() does. Of the current policies only preemption
-        decides."""
+        """Schedule a step that retries these suspects. Of the current policies, only preemption decides."""
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
         waiting = partial(retry_candidates, members, worker)
         try:
-            return decider.decide_retry(worker, policies, waiting, now_s)
+            return decider.apply_policies(worker, policies, waiting, now_s)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return decider.decide_retry(worker, policies, waiting, now_s)
+        return decider.apply_policies(worker, policies, waiting, now_s)
 
     def planned(self, step: Step) -> None:
         """Tell the capacity and batch policies that the step is accepted."""
@@ -161,8 +159,7 @@ class StepScheduler:
             return ""
 
     def candidates(self, workers: dict[int, WorkerState], now_s: float) -> list[Request]:
-        """The requests that the next pass looks at first. There are as many as the workers can start in one step, given
-        the tokens that are known to be cached."""
+        """The requests that the next pass looks at first: as many as one step of all workers can start."""
         num_slots = sum(max(0, worker.free_slots) for worker in workers.values())
         count = MAX_CANDIDATES if self._looks_past_slots else min(num_slots, MAX_CANDIDATES)
         if not count or not len(self.queue):
@@ -180,7 +177,7 @@ class StepScheduler:
 
     def _waiting(
         self, worker: WorkerState, workers: dict[int, WorkerState], ordered_at_s: float | None, closed: bool
-    ) -> Callable[[], Iterator[Request]]:
+    ) -> Waiting:
         """The requests that the worker may admit: first the requests that it swapped out, oldest first; then the queue
         in the order policy's order at that time, or oldest first if the time is None."""
         takes = self._taker(worker, workers, (self.policies if ordered_at_s is not None else self._fallback).placement)
@@ -217,8 +214,7 @@ class StepScheduler:
     def _taker(
         self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
     ) -> Callable[[Request], bool | None]:
-        """A function for one pass: whether the worker may admit a request. None: neither this request nor any after it,
-        for now."""
+        """For one pass: whether the worker may admit a request. None: neither this request nor a later one, for now."""
         placement: Placement | None = None
 
         def takes(request: Request) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy.typing as npt
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.slots import SlotLedger
-from scheduler_svc.core.workers.step_timers import StepTimers
 from scheduler_svc.core.workers.steps import Prefill, PrefillChunk
 
 
@@ -29,7 +29,9 @@ class Batch:
     decode_step: int = 0  # number of the next decode step
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
-    _last_steps: StepTimers = field(default_factory=StepTimers)
+    # Step timers, by decode step: the slots that sample their last token in it, with their decode epochs. That step is
+    # known when a sequence starts to decode, so no step scans the running sequences.
+    _last_steps: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -45,8 +47,7 @@ class Batch:
         return self.paused.get(slot) or int(self.slots.base[slot]) + self.decode_step
 
     def num_computed_tokens(self, slot: int) -> int:
-        """Of the known tokens of the slot's request, those that are computed after the steps in flight. The last token
-        may still be uncomputed."""
+        """Known tokens that are computed after the steps in flight. The last token may still be uncomputed."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_planned
         num_known = self.running[slot].num_tokens
@@ -120,12 +121,11 @@ class Batch:
 
     def advance_decodes(self) -> None:
         """A step with all decoding sequences, except paused ones, is in flight."""
-        step = self.decode_step
+        last = self._last_steps.pop(self.decode_step, ())
         self.decode_step += 1
-        if self._last_steps.is_due(step):
-            for slot in self._last_steps.due(step, self.slots).tolist():
+        for slot, decode_epoch in last:
+            if self.slots.decoding[slot] and self.slots.decode_epoch[slot] == decode_epoch:
                 self.finish_sending(slot)
-            self._last_steps.discard(step)
 
     def choose_decodes(self, chosen: list[int] | None) -> tuple[list[int], list[int]]:
         """Pause the decoding sequences that were not chosen, and resume the chosen ones. None chooses all. Returns the
@@ -150,7 +150,7 @@ class Batch:
         slots, step = self.slots, self.decode_step
         slots.start_decoding(slot, num_tokens, step)
         last_step = int(slots.max_total[slot]) - 1 - num_tokens + step
-        self._last_steps.add(last_step, [slot], [int(slots.decode_epoch[slot])])
+        self._last_steps[last_step].append((slot, int(slots.decode_epoch[slot])))
 
     def grow(self, slots: Slots) -> None:
         """Each slot gets one block (a slot in prefill may occur several times). A decoding slot needs its block for the

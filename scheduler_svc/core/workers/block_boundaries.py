@@ -61,8 +61,7 @@ class BlockBoundaries:
         return lacking
 
     def grown(self, slots: Slots, step: int) -> bool:
-        """These slots got a block before that decode step. Returns whether they are exactly the slots that were due,
-        each once."""
+        """These slots got a block before that step. Returns whether they are exactly the slots that were due."""
         group = self._groups[step % self.block_size]
         group.certain_from = max(group.certain_from, step + 1)
         return slots is group.slots

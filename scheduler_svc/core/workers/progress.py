@@ -8,8 +8,7 @@ from paceline.v1.worker_pb2 import Heartbeat
 
 # Seconds between two heartbeats (worker.proto) if the worker gets its share of the machine; more if it does not.
 HEARTBEAT_S = 0.25
-# The worker watches its own steps, from their start. It reports first, because it knows more; this factor leaves it
-# time.
+# The worker watches its steps, too. This factor leaves it time to report first, because it knows more.
 TIMES_ALLOWED = 2.0
 
 

@@ -11,8 +11,7 @@ from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
-# Growths that are noted before they go into the requests' block tables, all at once. Until then a growth costs a step
-# almost nothing.
+# Growths that are noted before they go into the block tables, all at once: noting one costs almost nothing.
 NOTED_GROWTHS = 256
 
 
@@ -121,25 +120,14 @@ class SlotLedger:
 
     def decode_rows(self) -> DecodeRows:
         if self._rows is None:
-            self._rows = self._decode_rows(np.flatnonzero(self.decoding))
+            self._rows = self.rows_of(np.flatnonzero(self.decoding))
         return self._rows
 
-    def no_rows(self) -> DecodeRows:
-        return self._decode_rows(np.zeros(0, np.intp))
-
-    def _decode_rows(self, slots: Slots) -> DecodeRows:
+    def rows_of(self, slots: Slots) -> DecodeRows:
         sessions = self.session[slots]
         session = int(sessions[0]) if len(slots) and bool((sessions == sessions[0]).all()) else -1
         base_tokens = int(self.base[slots].sum())
         return DecodeRows(slots, self.generation[slots], self.handle[slots], sessions, session, base_tokens)
-
-    def still_decoding(self, slots: list[int], decode_epochs: list[int]) -> Slots:
-        """Of these slots, those that have decoded without a break since these epochs."""
-        found = np.array(slots, np.intp)
-        if not slots:
-            return found
-        kept: Slots = found[(self.decode_epoch[found] == decode_epochs) & self.decoding[found]]
-        return kept
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,11 +11,10 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.core.workers.batch import Batch
-from scheduler_svc.core.workers.decision import PlannedAdmission
 from scheduler_svc.core.workers.grammars import WorkerGrammars
 from scheduler_svc.core.workers.progress import WorkerProgress
 from scheduler_svc.core.workers.step_time import StepTimeFit
-from scheduler_svc.core.workers.steps import PendingStep, StepInFlight
+from scheduler_svc.core.workers.steps import PendingStep, PlannedAdmission, StepInFlight
 from scheduler_svc.core.workers.swap_space import SwapSpace
 
 
@@ -106,8 +105,7 @@ class WorkerState:
 
     @property
     def free_blocks(self) -> int:
-        """Available blocks, without those that the pending step takes. Blocks of cached prefixes that the pending step
-        reuses are not subtracted."""
+        """Available blocks, without those that the pending step takes. Its reused cached blocks are not subtracted."""
         grown = len(self.pending_step.decision.growth) if self.pending_step else 0
         return self.available_blocks - grown - sum(self.blocks_for(one.num_new_tokens) for one in self.admissions)
 
@@ -122,8 +120,7 @@ class WorkerState:
         return not request.grammar or self.grammars.has(request.grammar)
 
     def want_grammar(self, request: Request, *, early: bool = False) -> None:
-        """Ask the worker to prepare the request's grammar if the worker lacks it. `early` as in
-        WorkerGrammars.want()."""
+        """Ask the worker to prepare the grammar if it lacks it. `early` as in WorkerGrammars.want()."""
         if request.grammar:
             self.grammars.want(request.grammar, early=early)
 
@@ -152,8 +149,7 @@ class WorkerState:
 
     @property
     def may_lack_blocks(self) -> bool:
-        """Whether the next step could need more blocks for running sequences than were available at the last
-        exchange."""
+        """Whether the next step could need more blocks for running sequences than the last exchange left available."""
         missing = len(self.batch.growing_slots())
         for slot, prefill in self.batch.prefills.items():
             end = prefill.num_planned + min(prefill.remaining_tokens, self.max_batched_tokens)
@@ -176,8 +172,7 @@ class WorkerState:
         self.host.forget_cache()
 
     def drop_pending_step(self) -> list[Request]:
-        """Drop the pending step, if there is one. If the cache still answers it, no plan is made of it. Returns the
-        live requests that it admits."""
+        """Drop the pending step, if any; a later answer of the cache is ignored. Returns the live requests in it."""
         pending_step, self.pending_step = self.pending_step, None
         if pending_step is None:
             return []

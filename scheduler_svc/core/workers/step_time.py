@@ -17,12 +17,10 @@ GUESS_STEPS = 0.01
 TRUSTED_STEPS = 16
 # A step that takes more than this many times its prediction counts as exactly this many times.
 MOST_TIMES_PREDICTED = 4.0
-# A worker has changed speed if OTHER_SPEED_STEPS steps in a row take more than OTHER_SPEED times as long as predicted,
-# or less than 1 / OTHER_SPEED of it.
+# A worker has another speed if OTHER_SPEED_STEPS steps in a row are off by this factor, in the same direction.
 OTHER_SPEED = 2.0
 OTHER_SPEED_STEPS = 8
-# The model is solved after each of the first steps, and later every so many steps. Solving takes 20 us, so below 1 us a
-# step.
+# The model is solved after each of the first steps, later after so many. Solving takes 20 us: below 1 us a step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
 # If the steps cannot tell two costs apart, the costs keep the proportions of the model before (say, base 90 %, rows
@@ -31,8 +29,7 @@ LEAST_PART = 0.02
 
 
 class StepTime(NamedTuple):
-    """A step takes base_s + token_s * new_tokens + context_s * context_tokens + row_s * rows seconds. All coefficients
-    are >= 0."""
+    """base_s + token_s * new_tokens + context_s * context_tokens + row_s * rows seconds. No coefficient is negative."""
 
     base_s: float
     token_s: float  # for each prompt token that the step computes
@@ -40,8 +37,7 @@ class StepTime(NamedTuple):
     row_s: float  # for each sequence in it
 
     def of(self, new_tokens: float, context_tokens: float, rows: float) -> float:
-        """Predicted seconds of a step with this many prompt tokens, tokens that its decoding rows attend to, and
-        rows."""
+        """Predicted seconds of a step with these prompt tokens, attended tokens of decoding rows, and rows."""
         return self.base_s + self.token_s * new_tokens + self.context_s * context_tokens + self.row_s * rows
 
 
@@ -58,18 +54,6 @@ class StepTimeFit:
     the latest steps, and at first to the model of the fleet. Where the steps determine nothing (the rows never change,
     so base and row cannot be told apart), the known values stay.
     """
-
-    __slots__ = (
-        "_decodes",
-        "_next_solve",
-        "_num_ratios",
-        "_num_steps",
-        "_prefills",
-        "_prior_steps",
-        "_ratios",
-        "_side",
-        "time",
-    )
 
     def __init__(self, prior: StepTime = UNKNOWN) -> None:
         self._num_steps = 0
@@ -221,8 +205,7 @@ def _solved(matrix: list[list[float]], targets: list[float], free: list[int]) ->
 
 
 class FleetStepTimes:
-    """The model that a new worker starts from: the mean of the measured workers; without any, that of the last worker
-    that left."""
+    """The model for a new worker: the mean of the measured workers, or that of the last worker that left."""
 
     def __init__(self) -> None:
         self._last = UNKNOWN

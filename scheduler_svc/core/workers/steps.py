@@ -1,13 +1,81 @@
-"""The stages of a worker's steps: scheduled and waiting for the cache, and in flight until the result is back."""
+"""The stages of a worker's steps: decided, pending until the cache answers, and in flight until the result is back."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_svc.core.workers.decision import Decision
+from scheduler_svc.core.arrays import Longs, Slots
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.slots import DecodeRows
+
+# Bytes of the new sequences in one plan, at most: all their tokens, cached ones included. Less than half of the message
+# limit (services/runtime/rpc.py), because block tables come on top: as much again if a block has one token.
+MAX_PLAN_BYTES = 7 * 2**20
+
+
+class OutOfBlocks(Exception):
+    """Running sequences need `shortfall_blocks` more blocks than there are: a sequence has to be preempted."""
+
+    def __init__(self, shortfall_blocks: int) -> None:
+        super().__init__(f"{shortfall_blocks} blocks are missing")
+        self.shortfall_blocks = shortfall_blocks
+
+
+class PlannedAdmission(NamedTuple):
+    request: Request
+    num_tokens: int  # to compute in this step
+    num_new_tokens: int  # tokens to take blocks for, after the cached prefix
+    num_uncached_tokens: int
+
+
+@dataclass(slots=True)
+class Admitted:
+    """What the requests admitted so far in this step add to the budgets."""
+
+    tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that they may grow to, by tenant
+    loras: set[str] = field(default_factory=set)
+    num_bytes: int = 0  # bytes in the plan
+
+    def add(self, request: Request) -> None:
+        self.num_bytes += plan_bytes(request)
+        self.tenant_tokens[request.tenant] += request.max_total_tokens
+        if request.lora:
+            self.loras.add(request.lora)
+
+
+def plan_bytes(request: Request) -> int:
+    """Bytes that the request takes in a plan as a new sequence, without its block table."""
+    return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
+
+
+class Decision(NamedTuple):
+    """The result of scheduling one step."""
+
+    growth: Slots  # one block for each entry; a slot may occur several times
+    growth_generations: Longs
+    decodes: list[int] | None  # slots; None: all decoding slots
+    chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
+    admissions: list[PlannedAdmission]
+    shares: bool  # the admissions may share tokens that this step computes
+    rejected: list[tuple[Request, str, str]]  # (request, reason, detail): the first of the queue that were not admitted
+    closed: tuple[str, str] | None  # why no request was offered a slot: reason, detail
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A scheduled step that waits for the cache to answer its exchange."""
+
+    worker: int
+    decision: Decision
+    num_releases: int  # of the slot ledger when the step was scheduled
+    # indexes of its operations in the exchange: growth (None: nothing grows), and admissions
+    extend: int | None = None
+    admits: list[int] = field(default_factory=list)
+    # (sequence, index in `admits`), if the worker is lost before the answer
+    orphans: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -56,14 +124,3 @@ class StepInFlight(NamedTuple):
         """Slots and generations of all its rows."""
         yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
         yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A scheduled step that waits for the cache to answer its exchange."""
-
-    worker: int
-    decision: Decision
-    num_releases: int  # of the slot ledger when the step was scheduled
-    # (sequence, index of its admission), if the worker is lost before the answer
-    orphans: list[tuple[int, int]] = field(default_factory=list)

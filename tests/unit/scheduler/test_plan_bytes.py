@@ -8,7 +8,7 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy import step
-from scheduler_svc.core.workers.decision import MAX_PLAN_BYTES
+from scheduler_svc.core.workers.steps import MAX_PLAN_BYTES
 from scheduler_svc.policies.presets import PRESETS
 from scheduler_svc.policies.registry import build, choose
 from services.runtime.rpc import MAX_MESSAGE_BYTES
