@@ -202,6 +202,7 @@ def test_a_request_that_is_never_admitted_fails_only_after_several_decisions() -
         system.poll()
     assert "no progress is possible" in system.clients["s"].endings[1].message
     assert capacity.asked >= system.scheduler.config.stuck_decisions > 1
+    assert not system.scheduler.workers[1].asked_for_pins, "all blocks are available, so no pin is in the way"
 
 
 def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
