@@ -150,10 +150,11 @@ class RequestTimeline:
         detail) and looked at none. `at_limit`: the skipped tenants, and how many tokens of each run. `without_grammar`:
         the requests with a grammar that the worker still prepares."""
         self.decisions += 1
-        self._note_at_limit(worker, at_limit, now_s)
+        if at_limit or worker in self._at_limit:
+            self._note_at_limit(worker, at_limit, now_s)
         before, top = self._last.get(worker, (0, None))
-        preparing = ((request, "grammar", "the worker prepares it") for request in without_grammar)
-        for request, reason, detail in itertools.chain(rejected, preparing):
+        preparing = [(request, "grammar", "the worker prepares it") for request in without_grammar]
+        for request, reason, detail in (*rejected, *preparing):
             if (record := self._live.get(request.root.arrival_index)) is not None:
                 self._extend(record, worker, reason, detail, before, now_s)
         if rejected:

@@ -37,7 +37,7 @@ class Emitter:
             self._grow(worker, pending_step, response, plan)
         self._choose_decodes(worker, decision.decodes, plan)
         generation = worker.batch.slots.generation
-        lost = decision.shares and self._has_lost(worker, decision)
+        lost = decision.shares and bool(decision.admissions) and self._has_lost(worker, decision)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
         for admission, index in zip(decision.admissions, pending_step.admits, strict=True):
             assert response is not None, "an admission needs an exchange"
@@ -69,6 +69,8 @@ class Emitter:
 
     def _choose_decodes(self, worker: WorkerState, chosen: list[int] | None, plan: StepPlan) -> None:
         """Pause the decoding sequences that were not chosen. A step without decodes pauses and resumes none."""
+        if chosen is None and not worker.batch.paused:
+            return
         if chosen == []:
             plan.skip_decodes = worker.batch.num_decoding > 0
             return

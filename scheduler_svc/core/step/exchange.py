@@ -83,6 +83,8 @@ class StepExchanges:
         if message is not None:
             self._life.counters.steps += 1
             self._send(worker.id, message)
+        if not pending_step.decision.admissions:
+            return
         requests = [admission.request for admission in pending_step.decision.admissions]
         self._groups.release_parents(requests)
         for request, index in zip(requests, pending_step.admits, strict=True):

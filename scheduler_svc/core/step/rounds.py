@@ -82,9 +82,8 @@ class Rounds:
         if members:
             return self._step_scheduler.schedule_retry_step(self._decider, worker, members, now_s)
         self._retry_groups.others_had_their_turn(worker)
-        return self._step_scheduler.schedule_step(
-            self._decider, worker, self._workers, now_s, self._retry_groups.has_group_for(worker)
-        )
+        closed = self._retry_groups.active and self._retry_groups.has_group_for(worker)
+        return self._step_scheduler.schedule_step(self._decider, worker, self._workers, now_s, closed)
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
         """Turn a scheduled step into a plan, or into a pending step for the cache. Returns False if it is empty."""
