@@ -404,12 +404,15 @@ class SchedulerCore:
             session.queue_credit = credit
             while (message := session.next_message()) is not None:
                 self._outbox.to_sessions.append((session.id, message))
+        self._release_drained()
+        outbox, self._outbox = self._outbox, Outbox()
+        return outbox
+
+    def _release_drained(self) -> None:
         for worker in self.workers.values():
             if worker.draining and worker.is_idle and not worker.released:
                 worker.released = True
                 self._send_worker(worker.id, WorkerServiceLinkResponse(released=WorkerReleased()))
-        outbox, self._outbox = self._outbox, Outbox()
-        return outbox
 
     def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
         self._outbox.to_workers.append((worker, message))
