@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import fields
 
 from paceline.v1 import admin_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from scheduler_svc.admin import Admin
@@ -30,9 +29,23 @@ async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
     """Run the scheduler until `stop` is set."""
-    # Every field but these two is a setting of the same name.
-    same = {field.name for field in fields(SchedulerConfig)} - {"stall_s", "stuck_decisions"}
-    config = SchedulerConfig(stall_s=settings.heartbeat_timeout_s, **{name: getattr(settings, name) for name in same})
+    config = SchedulerConfig(
+        window=settings.window,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        stall_s=settings.heartbeat_timeout_s,
+        poison_failures=settings.poison_failures,
+        prefix_caching=settings.prefix_caching,
+        partial_reuse=settings.partial_reuse,
+        host_cache=settings.host_cache,
+        max_num_seqs=settings.max_num_seqs,
+        tenant_max_running_tokens=settings.tenant_max_running_tokens,
+        tenant_max_queued_tokens=settings.tenant_max_queued_tokens,
+        waiting_timeout_s=settings.waiting_timeout_s,
+        running_timeout_s=settings.running_timeout_s,
+        no_worker_timeout_s=settings.no_worker_timeout_s,
+        allow_mixed_dtypes=settings.allow_mixed_dtypes,
+    )
     overrides = {kind: getattr(settings, kind) for kind in KINDS}
     try:
         choice = choose(settings.preset, overrides, settings.policy_options)

@@ -15,6 +15,11 @@ from services.runtime.logs import get_logger
 if TYPE_CHECKING:
     from scheduler_svc.election import Election
 
+    # Generic in the stubs only.
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
 log = get_logger(__name__)
 
 # Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
@@ -34,7 +39,7 @@ def open_election(settings: SchedulerSettings) -> Election:
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s)
 
 
-class StandbyGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class StandbyGate(_Interceptor):
     """Refuses every call before the election is won, except health and reflection."""
 
     def __init__(self, election: Election) -> None:

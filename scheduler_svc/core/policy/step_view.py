@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scheduler_svc.core.arrays import Slots
 from scheduler_svc.core.policy.order import OrderPolicy, sortable
 from scheduler_svc.core.policy.views import Running
-from scheduler_svc.core.requests.prefixes import PrefixIndex, common_blocks
+from scheduler_svc.core.requests.prefixes import PrefixIndex, longest_shared
 from scheduler_svc.core.requests.request import TOKEN_BYTES, PrefixMatch, Request, RequestView, view_of
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.steps import Admitted, OutOfBlocks, PlannedAdmission
@@ -285,14 +285,8 @@ class StepView:
 
     def _shared_tokens(self, request: Request, on_device: int, referenced: int) -> int:
         """The longest prefix on the device, in whole blocks, that is referenced or shared with a considered request."""
-        tokens, block_size = request.token_ids, self._worker.block_size
-        for other, _ in self._arriving.alike(request, referenced):
-            if referenced >= on_device:
-                break
-            longest = min(self._device_tokens(other.match_on(self._worker.id)), on_device)
-            if longest <= referenced or other.namespace != request.namespace:
-                continue
-            others = other.token_ids
-            if others.startswith(tokens[: referenced * TOKEN_BYTES]):
-                referenced = common_blocks(others, tokens, referenced, longest, block_size)
-        return referenced
+        arriving = (
+            (other, self._device_tokens(other.match_on(self._worker.id)))
+            for other, _ in self._arriving.alike(request, referenced)
+        )
+        return longest_shared(request, arriving, referenced, on_device, self._worker.block_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, RequestView
@@ -42,18 +43,26 @@ class PrefixIndex(Generic[R]):
 
     def shared_tokens(self, request: Request, depth: int) -> int:
         """Tokens of whole blocks at the beginning of `request` that one of these requests has; at least `depth`."""
-        size, tokens, shared = self._block_size, request.token_ids, depth
-        whole = (request.num_tokens - 1) // size * size
-        for other, num_tokens in self.alike(request, depth):
-            if shared >= whole:
-                break
-            end = min(whole, num_tokens // size * size)
-            if end <= shared or other.namespace != request.namespace:
-                continue
-            others = other.token_ids
-            if others.startswith(tokens[: shared * TOKEN_BYTES]):
-                shared = common_blocks(others, tokens, shared, end, size)
-        return shared
+        size = self._block_size
+        others = ((other, num_tokens // size * size) for other, num_tokens in self.alike(request, depth))
+        return longest_shared(request, others, depth, (request.num_tokens - 1) // size * size, size)
+
+
+def longest_shared(
+    request: Request, others: Iterable[tuple[Request | RequestView, int]], low: int, high: int, block_size: int
+) -> int:
+    """Tokens of whole blocks at the beginning of `request` that one of the others has within its first so many tokens:
+    at least `low`, at most `high`."""
+    tokens = request.token_ids
+    for other, num_tokens in others:
+        if low >= high:
+            break
+        end = min(high, num_tokens)
+        if end > low and other.namespace == request.namespace:
+            others_tokens = other.token_ids
+            if others_tokens.startswith(tokens[: low * TOKEN_BYTES]):
+                low = common_blocks(others_tokens, tokens, low, end, block_size)
+    return low
 
 
 def common_blocks(others: bytes, tokens: bytes, low: int, high: int, block_size: int) -> int:
