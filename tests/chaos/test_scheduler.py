@@ -12,6 +12,7 @@ from tests.support import load
 from tests.support.stack import Stack
 
 RUNNING = "paceline_scheduler_num_requests_running"
+NUM_TOKENS = 1500  # so many that a fast machine still runs all requests after a restart
 
 
 async def test_the_next_scheduler_finds_what_the_worker_has_computed(stack: Stack) -> None:
@@ -54,7 +55,7 @@ async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) ->
         asked = [{"temperature": 0.0}, {"seed": 3}, {"seed": 4, "logprobs": 1, "presence_penalty": 0.5}] * 2
         return await asyncio.gather(
             *(
-                client.generate(token_ids=prompt, max_tokens=300, ignore_eos=True, **options)  # type: ignore[arg-type]
+                client.generate(token_ids=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **options)  # type: ignore[arg-type]
                 for prompt, options in zip(prompts, asked, strict=True)
             )
         )
@@ -70,7 +71,7 @@ async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) ->
             await asyncio.to_thread(stack.start, "scheduler")
         for mine, whole in zip(await serving, right, strict=True):
             assert (mine.token_ids, mine.finish_reason) == (whole.token_ids, whole.finish_reason)
-            assert mine.usage.completion_tokens == len(mine.token_ids) == 300
+            assert mine.usage.completion_tokens == len(mine.token_ids) == NUM_TOKENS
             assert [token.logprob for token in mine.logprobs] == pytest.approx(
                 [token.logprob for token in whole.logprobs], abs=1e-4
             )
