@@ -34,6 +34,7 @@ class GatewayMetrics(Collector):
         # For requests with idempotency keys.
         self.detached_requests = self.kept_answers = self.taken_up = 0
         self.gone_requests = 0
+        self.unauthenticated = 0
         self.time_to_first_token_s = FastHistogram()
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
@@ -145,6 +146,7 @@ class GatewayMetrics(Collector):
                 "Requests that were dropped when it was their turn, as their clients had gone.",
                 self.gone_requests,
             ),
+            ("unauthenticated_requests", "Calls refused without a valid API key.", self.unauthenticated),
         ):
             yield CounterMetricFamily(_PREFIX + name, documentation, value=value)
         yield histogram_family(

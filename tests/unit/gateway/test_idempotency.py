@@ -49,3 +49,10 @@ def test_seeds_and_ids_follow_from_tenant_and_key_alone() -> None:
     names = [("", "a"), ("a", ""), ("a", "b"), ("ab", ""), ("a:1", "b"), ("a", "1:b")]
     assert len({key(*name).seed(prompt) for name in names for prompt in range(3)}) == 18
     assert len({key(*name).answer_id for name in names}) == 6
+
+
+def test_the_same_key_of_another_api_key_is_another_request() -> None:
+    owners = ("", "a", "b", "owner", "answer", "seed")
+    keys = [RequestKey("t", "k", b"", "Idempotency-Key", owner) for owner in owners]
+    assert len({key.answer_id for key in keys}) == len({key.seed(0) for key in keys}) == len(owners)
+    assert keys[1].seed(0) == RequestKey("t", "k", b"x", "Idempotency-Key", "a").seed(0)  # at every gateway
