@@ -141,7 +141,7 @@ class Gateway:
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
         charge = self._charge(jobs, caller)
-        first, on_outcome = None, _both(self.log.entry(len(jobs)), charge)
+        first, on_outcome = None, _both(self.log.entry(len(jobs), caller.owner), charge)
         try:
             for job in jobs:
                 first = first if job.sample else None

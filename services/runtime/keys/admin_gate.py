@@ -12,7 +12,10 @@ import grpc.aio
 from services.runtime.keys.keyring import NoCredential, shown_secret
 from services.runtime.keys.listen import is_local_peer
 from services.runtime.keys.source import KeySource
+from services.runtime.logs import get_logger
 from services.runtime.rpc import make_handler
+
+_log = get_logger(__name__)
 
 if TYPE_CHECKING:  # generic in the stubs only
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -42,13 +45,13 @@ class AdminGate(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._guarded):
             return handler
-        return make_handler(handler, self._guard(handler))
+        return make_handler(handler, self._guard(handler, handler_call_details.method))
 
-    def refusal(self, peer: str, metadata: Iterable[tuple[str, str | bytes]]) -> _Refusal | None:
-        """Why a guarded call of this peer is refused; None if it is not."""
+    def check(self, peer: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | _Refusal:
+        """The name of the key of a guarded call ("" without keys), or why the call is refused."""
         if self._keys is None:
             if self._insecure or is_local_peer(peer):
-                return None
+                return ""
             message = "without API keys, admin calls are served to this machine only; give keys (--keys-file)"
             return grpc.StatusCode.PERMISSION_DENIED, message
         try:
@@ -59,14 +62,17 @@ class AdminGate(_Interceptor):
             return grpc.StatusCode.UNAUTHENTICATED, "the API key is not known here"
         if not key.admin:
             return grpc.StatusCode.PERMISSION_DENIED, f"the key {key.name!r} may not use admin calls (admin = true)"
-        return None
+        return key.name
 
-    def _guard(self, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _guard(self, handler: grpc.RpcMethodHandler[Any, Any], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
         behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
         async def call(request: Any, context: Any) -> Any:
-            if (refused := self.refusal(context.peer(), context.invocation_metadata() or ())) is not None:
-                await context.abort(*refused)
+            checked = self.check(context.peer(), context.invocation_metadata() or ())
+            if not isinstance(checked, str):
+                await context.abort(*checked)
+            elif checked:
+                _log.info("admin call", method=method.rpartition("/")[2], key=checked, peer=context.peer())
             answer = behaviour(request, context)
             if not isinstance(answer, AsyncGenerator):
                 return await answer

@@ -17,9 +17,11 @@ from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.cli import cache as cli
+from services.runtime.keys import admin_gate
 from services.runtime.keys.entries import entry_text, hash_of, make_key
 from services.runtime.rpc import open_channel
 from tests.contract.cache.test_server import TIMEOUT_S
+from tests.support.untyped_grpc import untyped
 
 ADMIN, USER = "admin" * 8, "user" * 8
 DENIED, UNKNOWN, SERVED = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK
@@ -83,9 +85,12 @@ async def test_with_keys_admin_calls_need_an_admin_key(
         assert await admin_codes(address) == {UNKNOWN}
         assert await admin_codes(address, "wrong" * 8) == {UNKNOWN}
         assert await admin_codes(address, USER) == {DENIED}
+        calls: list[str] = []
+        monkeypatch.setattr(admin_gate._log, "info", lambda _, **said: calls.append(f"{said['method']} {said['key']}"))
         assert await admin_codes(address, ADMIN) == {SERVED}
+        assert set(calls) == {"GetCacheStats admin", "ResetCache admin", "WatchEvents admin"}
         async with open_channel(address) as channel:
-            call = cache_pb2_grpc.CacheServiceStub(channel).Link(timeout=TIMEOUT_S)  # the scheduler has no key
+            call = untyped(cache_pb2_grpc.CacheServiceStub(channel)).Link(timeout=TIMEOUT_S)  # the scheduler has no key
             await call.initial_metadata()
             call.cancel()
         argv = ["stats", "--cache", address]

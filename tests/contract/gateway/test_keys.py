@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, Overloaded, PacelineError
 from services.gateway.admission.parse_limiter import ParseLimiter
+from services.gateway.telemetry import request_log
 from services.runtime.keys.entries import entry_text, hash_of, make_key
 from tests.contract.gateway.conftest import Running, Start, eventually, until
 from tests.contract.gateway.test_overload import answer, connect
@@ -206,6 +208,20 @@ async def test_the_tenant_is_the_keys(start: Start, keys: Keys) -> None:
     assert (await running.http.post(path, json=chat, headers=bearer(secret))).status_code == 403
     assert (await running.http.post(path, json=chat, headers=bearer(router))).status_code == 200
     assert running.scheduler.submissions[-1].tenant == "other"
+
+
+async def test_the_log_names_the_key(
+    start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, request_log.__name__)
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(request_log._log, "info", lambda message, **fields: lines.append(fields))
+    secret = keys.add("a", tenant="acme", max_requests=3)
+    running = await launch(start, keys)
+    assert (await post(running, secret, n=2)).status_code == 200
+    await until(lambda: bool(lines))
+    assert [(line["key"], line["tenant"], line["sequences"]) for line in lines] == [("a", "acme", 2)]
+    assert secret not in str(lines)
 
 
 async def test_priorities_have_a_ceiling(start: Start, keys: Keys) -> None:

@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_svc import server as cache_server
+from paceline.v1 import admin_pb2, cache_pb2, inference_pb2, worker_pb2
+from scheduler_svc import server as scheduler_server
 from services.runtime.keys import source
 from services.runtime.keys.admin_gate import AdminGate
 from services.runtime.keys.entries import (
@@ -309,8 +312,8 @@ LOCAL, REMOTE = "ipv4:127.0.0.1:5000", "ipv4:10.0.0.1:5000"
 
 
 def refused(gate: AdminGate, peer: str, secret: str = "") -> grpc.StatusCode | None:
-    why = gate.refusal(peer, [("x-api-key", secret)] if secret else [])
-    return why[0] if why is not None else None
+    checked = gate.check(peer, [("x-api-key", secret)] if secret else [])
+    return None if isinstance(checked, str) else checked[0]
 
 
 def test_without_keys_admin_calls_come_from_this_machine() -> None:
@@ -333,6 +336,24 @@ def test_with_keys_admin_calls_need_an_admin_key_from_anywhere(write: Callable[[
     keys.look()
     keys.look()
     assert refused(AdminGate(keys, admin=["/x/"]), LOCAL, SECRET) is UNKNOWN  # revoked
+
+
+# Calls between services. They stay open until links are authenticated by certificates.
+LINKS = {
+    "/paceline.v1.InferenceService/Session",
+    "/paceline.v1.WorkerService/Link",
+    "/paceline.v1.KvTransferService/Fetch",
+    "/paceline.v1.CacheService/Link",
+}
+
+
+def test_every_method_of_the_protocol_is_a_link_or_guarded() -> None:
+    """A new method must be named in LINKS or by a server's gate."""
+    files = (admin_pb2, cache_pb2, inference_pb2, worker_pb2)
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+    methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    guards = (*scheduler_server.ADMIN_METHODS, *scheduler_server.KEYED_METHODS, *cache_server.ADMIN_METHODS)
+    assert {method for method in methods if not method.startswith(guards)} == LINKS
 
 
 def test_entries_are_what_the_docs_show() -> None:
