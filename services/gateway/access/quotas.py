@@ -15,6 +15,8 @@ from services.runtime.keys.entries import ApiKey
 
 # When a client should retry that has to wait for the end of one of its own requests. The end is not known before.
 _RETRY_S = 1.0
+# Fields of ApiKey, in the order in which they are checked.
+QUOTAS = ("max_requests", "tokens_per_minute", "max_tokens_in_flight")
 # The server did not serve the request, so its prompt costs nothing.
 _NOT_SERVED = (429, 503)
 
@@ -84,6 +86,7 @@ class Quotas:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._usages: dict[str, KeyUsage] = {}
+        self.num_refused = dict.fromkeys(QUOTAS, 0)  # requests beyond each quota, since the start
 
     @contextmanager
     def entering(self, key: ApiKey | None, *, new: bool) -> Iterator[None]:
@@ -131,12 +134,12 @@ class Quotas:
 
     def _check_requests(self, key: ApiKey, num_requests: int) -> None:
         if (limit := key.max_requests) is not None and num_requests >= limit:
-            raise _refusal(key, "max_requests", f"{limit} requests at a time", _RETRY_S)
+            raise self._refusal(key, "max_requests", f"{limit} requests at a time", _RETRY_S)
 
     def _check_rate(self, key: ApiKey, usage: KeyUsage) -> None:
         if (limit := key.tokens_per_minute) is not None and usage.tokens_left <= 0:
             wait_s = (1 - usage.tokens_left) * 60 / limit  # until one token is left
-            raise _refusal(key, "tokens_per_minute", f"{limit} tokens per minute", wait_s)
+            raise self._refusal(key, "tokens_per_minute", f"{limit} tokens per minute", wait_s)
 
     def _check_in_flight(self, key: ApiKey, usage: KeyUsage, num_tokens: int) -> None:
         if (limit := key.max_tokens_in_flight) is None or usage.tokens_in_flight + num_tokens <= limit:
@@ -147,9 +150,9 @@ class Quotas:
                 f"{key.name!r} may have {limit} tokens in flight (max_tokens_in_flight)"
             )
             raise ApiError(400, message, param="max_tokens", code="request_above_quota")
-        raise _refusal(key, "max_tokens_in_flight", f"{limit} tokens in flight", _RETRY_S)
+        raise self._refusal(key, "max_tokens_in_flight", f"{limit} tokens in flight", _RETRY_S)
 
-
-def _refusal(key: ApiKey, quota: str, limit: str, retry_after_s: float) -> ApiError:
-    message = f"the key {key.name!r} is at its limit of {limit} ({quota})"
-    return ApiError(429, message, retry_after_s=retry_after_s)
+    def _refusal(self, key: ApiKey, quota: str, limit: str, retry_after_s: float) -> ApiError:
+        self.num_refused[quota] += 1
+        message = f"the key {key.name!r} is at its limit of {limit} ({quota})"
+        return ApiError(429, message, retry_after_s=retry_after_s)

@@ -28,7 +28,7 @@ class RequestKey:
     key: str
     fingerprint: bytes
     field: str  # where the client gave the key, for error messages
-    owner: str = ""
+    owner: str
 
     @property
     def answer_id(self) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.gateway.access.caller import ANYONE, Caller
+from services.gateway.access.caller import Caller
 from services.gateway.access.control import AccessControl
 from services.gateway.access.quotas import Charge
 from services.gateway.admission.parse_limiter import ParseLimiter
@@ -121,7 +121,7 @@ class Gateway:
     def _parse_queue_is_full(self) -> ApiError:
         return self.session.refusal("too many requests wait to be parsed")
 
-    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None, caller: Caller = ANYONE) -> Reading:
+    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None, caller: Caller) -> Reading:
         """Read the output of these jobs. Jobs of a known key are not submitted again, and not charged to the caller.
 
         Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session, 400 and 429 from the

@@ -100,6 +100,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
         metrics.taken_up = requests.num_taken_up
         metrics.unauthenticated = gateway.access.num_refused
+        metrics.beyond_quota = gateway.access.quotas.num_refused
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def server_version(_: Request) -> Response:

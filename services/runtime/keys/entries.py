@@ -90,7 +90,7 @@ def parse_keys(text: str) -> list[ApiKey]:
     """The keys of a file. Raises InvalidKeys."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # a TOMLDecodeError, or a number with thousands of digits
         raise InvalidKeys(f"the file is not TOML: {error}") from None
     except RecursionError:
         raise InvalidKeys("the file is nested too deep") from None

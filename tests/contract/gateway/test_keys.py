@@ -195,7 +195,7 @@ async def test_grpc_refuses_a_wrong_key_before_the_request_is_here(start: Start,
 async def test_the_tenant_is_the_keys(start: Start, keys: Keys) -> None:
     secret, router = keys.add("a", tenant="acme"), keys.add("r", any_tenant=True)
     running = await launch(start, keys)
-    for body in ({}, {"tenant": "acme"}, {"user": "somebody"}):
+    for body in ({}, {"tenant": "acme"}, {"user": "customer 7"}):
         assert (await post(running, secret, **body)).status_code == 200
     assert (await over_grpc(running, bearer(secret)))[0] is SERVED
     assert {submission.tenant for submission in running.scheduler.submissions} == {"acme"}
@@ -269,6 +269,7 @@ async def test_a_client_that_goes_gives_its_place_back(start: Start, keys: Keys)
 
 async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None:
     flight, minute = keys.add("f", max_tokens_in_flight=20), keys.add("m", tokens_per_minute=600)
+    watcher = keys.add("o", metrics=True)
     running = await launch(start, keys)
     assert (await post(running, flight, max_tokens=17)).status_code == 200
     refused = await post(running, flight, max_tokens=18)
@@ -280,6 +281,8 @@ async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None
     assert refused.status_code == 429
     assert "600 tokens per minute (tokens_per_minute)" in refused.json()["error"]["message"]
     assert 9 <= int(refused.headers["retry-after"]) <= 11  # 103 tokens above the limit, at 10 a second
+    text = (await running.http.get("/metrics", headers=bearer(watcher))).text
+    assert 'paceline_gateway_quota_refusals_total{quota="tokens_per_minute"} 1.0' in text
 
 
 # ── requests of other keys ───────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ def test_a_message_is_the_same_at_every_attempt() -> None:
 
 def test_seeds_and_ids_follow_from_tenant_and_key_alone() -> None:
     def key(tenant: str, name: str, fingerprint: bytes = b"") -> RequestKey:
-        return RequestKey(tenant, name, fingerprint, "Idempotency-Key")
+        return RequestKey(tenant, name, fingerprint, "Idempotency-Key", "")
 
     assert key("t", "k", b"1").seed(0) == key("t", "k", b"2").seed(0) == 18071940434897793557
     assert key("t", "k").answer_id == key("t", "k", b"2").answer_id

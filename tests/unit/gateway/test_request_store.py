@@ -182,7 +182,7 @@ async def test_a_submit_that_fails_leaves_no_key_behind(rig: Rig) -> None:
         raise ApiError(429, "full")
 
     with pytest.raises(ApiError, match="full"):
-        rig.store.open(RequestKey("", "k", b"", "Idempotency-Key"), refuse)
+        rig.store.open(RequestKey("", "k", b"", "Idempotency-Key", ""), refuse)
     rig.open(fingerprint=b"other")
 
 

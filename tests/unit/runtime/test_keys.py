@@ -76,6 +76,7 @@ def test_an_entry_reads_back(name: str, tenant: str, may: bool, priority: float,
     ("text", "message"),
     [
         ("x", "the file is not TOML"),
+        (entry() + "max_requests = " + "9" * 5000, "the file is not TOML"),
         ("[key.a]\nsha256 = ''", "key: unknown; a key is a table"),
         ("keys = 3", "one table"),
         ("keys.a = 3", "one table"),
