@@ -21,6 +21,8 @@ from cache_svc.settings import CacheSettings
 from paceline.v1 import cache_pb2 as pb
 from paceline.v1 import cache_pb2_grpc
 from services.runtime.fence import Fence, StaleScheduler, from_metadata
+from services.runtime.keys.admin_gate import AdminGate
+from services.runtime.keys.source import open_keys
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
@@ -28,6 +30,8 @@ from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
+# Events have the tokens of every tenant.
+ADMIN_METHODS = (f"/{ADMIN_SERVICE_NAME}/", f"/{SERVICE_NAME}/WatchEvents")
 
 # A scheduler may be silent for this many heartbeat timeouts. No other process waits for the link to end (a new
 # scheduler takes over at once), and the prefix tree is lost with the link.
@@ -185,8 +189,9 @@ async def serve(
     """Serves until `stop` is set. The link then ends soon: the scheduler restores the state in the next cache, and
     plans no step until there is one.
 
-    Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
+    Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken, CannotStart if the keys cannot be read.
     """
+    keys = open_keys(settings.keys_file)
     # In microseconds, so that no number repeats after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
     core = CacheCore(
@@ -200,11 +205,13 @@ async def serve(
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
-    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s))
+    gate = AdminGate(keys, admin=ADMIN_METHODS, insecure=settings.insecure)
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), [gate])
     servicer = CacheServicer(core, settings.heartbeat_timeout_s)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)
     server.add(ADMIN_SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheAdminServiceServicer_to_server(admin, target))
+    watching = asyncio.create_task(keys.watch()) if keys is not None else None
     try:
         metrics = start_metrics_server(settings.host, settings.metrics_port)
         port = await server.start()
@@ -217,6 +224,8 @@ async def serve(
         server.set_serving(False)
         servicer.events.close()
     finally:
+        if watching is not None:
+            watching.cancel()
         await server.stop(min(settings.drain_s, LAST_CALLS_S))
         if metrics is not None:
             metrics.close()

@@ -6,10 +6,10 @@ from pydantic import Field
 
 from cache_svc.core.memory.eviction import STRATEGIES
 from cache_svc.core.memory.shares import TENANT_SHARE, TOTAL_SHARE
-from services.runtime.settings import ServiceSettings
+from services.runtime.keys.settings import KeySettings
 
 
-class CacheSettings(ServiceSettings, section="cache"):
+class CacheSettings(KeySettings, section="cache"):
     """The cache: block tables, reference counts and the prefix tree of every worker."""
 
     port: int = Field(50052, ge=0, le=65535, description="gRPC port; 0 takes a free one")

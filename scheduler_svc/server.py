@@ -17,6 +17,8 @@ from scheduler_svc.policies.registry import KINDS, build, check_given, choose
 from scheduler_svc.policy_errors import PolicyErrors
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.standby import StandbyGate, open_election
+from services.runtime.keys.admin_gate import AdminGate
+from services.runtime.keys.source import open_keys
 from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
@@ -24,11 +26,16 @@ from services.runtime.service import Addresses, CannotStart
 
 log = get_logger(__name__)
 
+ADMIN_METHODS = ("/paceline.v1.AdminService/",)
+# Open without keys. With keys a client goes through a gateway, which knows its quotas.
+KEYED_METHODS = ("/paceline.v1.InferenceService/Generate",)
+
 
 async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Run the scheduler until `stop` is set."""
+    """Run the scheduler until `stop` is set. Raises CannotStart if the policies or the keys cannot be used."""
+    keys = open_keys(settings.keys_file)
     config = SchedulerConfig(
         window=settings.window,
         max_queued_requests=settings.max_queued_requests,
@@ -60,7 +67,9 @@ async def serve(
     transport = link_options(settings.ping_timeout_s)
     server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election)
     admin = Admin(core, choice)
-    grpc_server = GrpcServer(settings.host, settings.port, transport, [StandbyGate(election)] if election else [])
+    gate = AdminGate(keys, admin=ADMIN_METHODS, keyed=KEYED_METHODS, insecure=settings.insecure)
+    interceptors = [StandbyGate(election), gate] if election else [gate]
+    grpc_server = GrpcServer(settings.host, settings.port, transport, interceptors)
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
     )
@@ -72,6 +81,7 @@ async def serve(
     metrics_server = start_metrics_server(settings.host, settings.metrics_port)
     port = await grpc_server.start()
     working = asyncio.create_task(server.work(grpc_server))
+    watching = asyncio.create_task(keys.watch()) if keys is not None else None
     stopping = asyncio.create_task(stop.wait())
     try:
         address = f"{settings.host}:{port}"
@@ -85,6 +95,8 @@ async def serve(
     finally:
         grpc_server.set_serving(False)
         working.cancel()
+        if watching is not None:
+            watching.cancel()
         await asyncio.gather(working, return_exceptions=True)
         await grpc_server.stop(0.5)
         metrics.close()

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
-from services.runtime.settings import Address, ServiceSettings
+from services.runtime.keys.settings import KeySettings
+from services.runtime.settings import Address
 
 
 def _endpoints(value: str) -> str:
@@ -23,7 +24,7 @@ def _endpoints(value: str) -> str:
 Endpoints = Annotated[str, AfterValidator(_endpoints)]
 
 
-class SchedulerSettings(ServiceSettings, section="scheduler"):
+class SchedulerSettings(KeySettings, section="scheduler"):
     """Addresses of the scheduler and of its peers, and the limits of queue and steps."""
 
     port: int = Field(50051, ge=0, le=65535, description="gRPC port for gateways, clients and workers; 0 picks one")

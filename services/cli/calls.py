@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import grpc
 
+from services.cli.api_key import API_KEY_ENV, with_key
 from services.cli.arguments import plain, usage_error
 from services.cli.servers import NoAddress, Service, Target, target_of
 
@@ -31,7 +32,7 @@ def call(prog: str, arguments: argparse.Namespace, service: Service, command: Ca
         return usage_error(prog, str(error))
     with grpc.insecure_channel(target.address, options=_OPTIONS) as channel:
         try:
-            command(channel)
+            command(with_key(channel, arguments))
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as error:
@@ -56,7 +57,9 @@ def explained(target: Target, error: grpc.RpcError) -> str:
         return f"{address} did not answer in time{_hint(target)}"
     if code is CODE.UNIMPLEMENTED:
         return f"{address} is no {service} of Paceline, or an older one: it does not know this call{_hint(target)}"
-    if code is CODE.NOT_FOUND or code is CODE.FAILED_PRECONDITION:
+    if code is CODE.UNAUTHENTICATED:
+        return f"{address}: {details}; set {API_KEY_ENV}, or give --api-key"
+    if code in (CODE.NOT_FOUND, CODE.FAILED_PRECONDITION, CODE.PERMISSION_DENIED):
         return f"{address}: {details}"
     return f"{address}: {code.name}: {details[:MAX_CAUSE]}{_hint(target)}"
 

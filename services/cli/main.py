@@ -33,6 +33,7 @@ usage: paceline COMMAND [flags]
   policy             show or change the scheduling policies of a running scheduler
   cache              what the cache of a running server holds; pin prefixes, reset it, watch its events
   explain ID         why a request waited
+  keys               make an API key; check a key file
   scenario FILE      what every step of a small workload decides, under any preset
   bench              measure the whole path on this machine
   version            print the version
@@ -42,6 +43,7 @@ PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE
 
 worker, policy, cache and explain find the `paceline up` of this machine. If several run, --server PORT or
 PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
+If the server has API keys, policy, cache and explain need an admin key: PACELINE_API_KEY, or --api-key.
 """
 
 
@@ -123,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         "worker": worker,
         "policy": lambda rest: lazily("services.cli.policy", rest),
         "cache": lambda rest: lazily("services.cli.cache", rest),
+        "keys": lambda rest: lazily("services.cli.keys", rest),
         "explain": lambda rest: lazily("services.cli.explain", rest),
         "scenario": lambda rest: lazily("services.cli.scenario", rest),
         "bench": bench,

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from services.cli import api_key
 from services.cli.arguments import Parser
 from services.runtime.processes import machine, started
 from services.runtime.settings import Address
@@ -68,6 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, service: Service) -> None:
     parser.add_argument(
         "--server", metavar="NAME", help=f"HTTP port or model of a `paceline up` of this machine [env: {SERVER_ENV}]"
     )
+    api_key.add_flag(parser)
 
 
 def take_server_flag(prog: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -19,6 +20,7 @@ from services.client.types import Messages, Options, PacelineError, Piece, Resul
 PING_TIMEOUT_S = 5.0
 PINGED_AFTER = 0.4  # share of the timeout without news
 RETRY_FOR_S = 30.0
+API_KEY_ENV = "PACELINE_API_KEY"
 
 
 def _channel_options(ping_timeout_s: float) -> list[tuple[str, int]]:
@@ -38,6 +40,11 @@ def _channel_options(ping_timeout_s: float) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", 16 * 2**20),
         ("grpc.max_send_message_length", 16 * 2**20),
     ]
+
+
+def _key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...] | None:
+    key = os.environ.get(API_KEY_ENV, "") if api_key is None else api_key
+    return (("authorization", f"Bearer {key}"),) if key else None
 
 
 def _targets(target: str | Sequence[str]) -> Sequence[str]:
@@ -60,6 +67,8 @@ class PacelineClient:
     retry). A silent connection is pinged, and counts as lost after `ping_timeout_s` without an answer. This must be
     more than the transfer time of the longest prompt, because pings wait behind it.
 
+    `api_key`: for a server with API keys; None takes the variable PACELINE_API_KEY, if it is set.
+
     Every method raises a subclass of PacelineError if the request fails, and TypeError if the arguments are wrong.
     `timeout_s` is a deadline for the whole answer.
     """
@@ -71,8 +80,10 @@ class PacelineClient:
         model: str = "",
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
+        api_key: str | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
+        self._metadata = _key_metadata(api_key)
         self._channels = [grpc.insecure_channel(one, options=options) for one in _targets(target)]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
@@ -109,7 +120,7 @@ class PacelineClient:
         target = self._first
         while not going.ended:
             message, left_s = going.call(clock())
-            call: Any = self._stubs[target].Generate(message, timeout=left_s)
+            call: Any = self._stubs[target].Generate(message, timeout=left_s, metadata=self._metadata)
             failure: PacelineError = ended_early()
             try:
                 for response in call:
@@ -157,8 +168,10 @@ class AsyncPacelineClient:
         model: str = "",
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
+        api_key: str | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
+        self._metadata = _key_metadata(api_key)
         self._channels = [grpc.aio.insecure_channel(one, options=options) for one in _targets(target)]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
@@ -195,7 +208,7 @@ class AsyncPacelineClient:
         target = self._first
         while not going.ended:
             message, left_s = going.call(clock())
-            call: Any = self._stubs[target].Generate(message, timeout=left_s)
+            call: Any = self._stubs[target].Generate(message, timeout=left_s, metadata=self._metadata)
             failure: PacelineError = ended_early()
             try:
                 async for response in call:

@@ -10,6 +10,8 @@ import grpc
 CLIENT_CLOSED_REQUEST = 499  # the client has gone, and does not read this status
 _GRPC_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.ABORTED,
     413: grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,6 +35,9 @@ _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline
 # A retry cannot succeed: the request itself failed, or its time is over. OpenAI's clients retry twice after any 5xx,
 # and a request that kills its worker would kill a worker at each attempt.
 _FINAL = (500, 504)
+# RFC 6750 §3: only a call that shows a key gets an error code.
+_CHALLENGES = {"missing_api_key": 'Bearer realm="paceline"'}
+_WRONG_KEY = 'Bearer realm="paceline", error="invalid_token"'
 
 
 class ApiError(Exception):
@@ -71,9 +76,11 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """When to retry: in whole seconds (standard HTTP), and in milliseconds for clients that read it (OpenAI's do).
-        For a final error: not to retry."""
+        For a final error: not to retry. For a missing or unknown key: how to show one."""
         if self.status in _FINAL:
             return {"x-should-retry": "false"}
+        if self.status == 401:
+            return {"www-authenticate": _CHALLENGES.get(self.code or "", _WRONG_KEY)}
         if self.retry_after_s is None:
             return {}
         return {

@@ -11,10 +11,12 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline.v1 import inference_pb2_grpc
+from services.gateway.access.control import AccessControl
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
+from services.gateway.grpc.key_gate import KeyGate
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
@@ -27,6 +29,8 @@ from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
+from services.runtime.keys.listen import safe_host
+from services.runtime.keys.source import KeySource, open_keys
 from services.runtime.logs import get_logger
 from services.runtime.message_gate import MessageGate
 from services.runtime.model.hub import NoSuchModel
@@ -60,18 +64,23 @@ async def serve(
     """Run until `stop` is set, then drain.
 
     Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
-    model's files cannot be read, RuntimeError if a background task fails.
+    model's files or the keys cannot be read, RuntimeError if a background task fails.
     """
+    keys = open_keys(settings.keys_file)
+    host, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
+    if why:
+        _log.warning(why)
+        settings = settings.model_copy(update={"host": host})
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)
     session = _make_session(settings, model)
-    gateway = _make_gateway(settings, model, session)
+    gateway = _make_gateway(settings, model, session, keys)
     http_server = _make_http_server(settings, gateway)
     http_port = await http_server.start()
     grpc_server = _make_grpc_server(settings, gateway)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    periodic = _start_periodic_work(gateway, http_server)
+    periodic = _start_periodic_work(gateway, http_server, keys)
     try:
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
@@ -116,6 +125,7 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
+        first=[KeyGate(gateway.access)],
     )
     front = InferenceService(gateway)
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
@@ -178,7 +188,9 @@ def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSess
     )
 
 
-def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: SchedulerSession) -> Gateway:
+def _make_gateway(
+    settings: GatewaySettings, model: _ReadModel, session: SchedulerSession, keys: KeySource | None
+) -> Gateway:
     builder = RequestBuilder(
         model.tokenizer, model.files, worker_model=lambda: session.model, max_model_len=settings.max_model_len
     )
@@ -194,12 +206,14 @@ def _make_gateway(settings: GatewaySettings, model: _ReadModel, session: Schedul
         requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
+        access=AccessControl(keys, open_metrics=settings.open_metrics),
     )
 
 
-def _start_periodic_work(gateway: Gateway, http_server: HttpServer) -> list[asyncio.Task[None]]:
+def _start_periodic_work(gateway: Gateway, http_server: HttpServer, keys: KeySource | None) -> list[asyncio.Task[None]]:
     """The tasks end only when they are cancelled."""
-    work = _tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()
+    work = [_tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()]
+    work += [keys.watch()] if keys is not None else []
     return [asyncio.create_task(each) for each in work]
 
 

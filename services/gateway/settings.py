@@ -9,14 +9,15 @@ from typing import Literal
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import AddressList, ServiceSettings
+from services.runtime.keys.settings import KeySettings
+from services.runtime.settings import AddressList
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
 
 
-class GatewaySettings(ServiceSettings, section="gateway"):
+class GatewaySettings(KeySettings, section="gateway"):
     """The gateway: OpenAI-compatible HTTP, and gRPC, for clients."""
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
@@ -72,6 +73,7 @@ class GatewaySettings(ServiceSettings, section="gateway"):
         description="HTTP connections of one client, an IPv4 address or an IPv6 network of 64 bits; one more gets 429 "
         "(default: half of max_connections, at least 64; behind a proxy give it as many as max_connections)",
     )
+    open_metrics: bool = Field(False, description="with API keys, serve /metrics without a key")
     allowed_origins: str = Field(
         "*", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
     )

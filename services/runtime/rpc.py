@@ -158,11 +158,14 @@ class GrpcServer:
         options: Options | None = None,
         interceptors: Sequence[_Interceptor] = (),
         gate: MessageGate | None = None,
+        first: Sequence[_Interceptor] = (),
     ) -> None:
-        """`gate`: limits what methods with a single request receive at once (health's methods are exempt)."""
+        """`gate`: limits what methods with a single request receive at once (health's methods are exempt). `first`:
+        interceptors that see a call before its request is received."""
         self._host, self._port = host, port
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
-        self._server = grpc.aio.server(options=server_options, interceptors=[CallInterceptor(gate), *interceptors])
+        all_interceptors = [*first, CallInterceptor(gate), *interceptors]
+        self._server = grpc.aio.server(options=server_options, interceptors=all_interceptors)
         self._health = Health()
 
     def add(self, full_service_name: str, register: Callable[[grpc.aio.Server], None]) -> None:
@@ -221,6 +224,12 @@ class CallInterceptor(_Interceptor):
         # For a method that takes a stream, gRPC reads nothing by itself.
         make = _MAKE_HANDLER[streaming or gate is not None, handler.response_streaming]
         return make(watched, decode, handler.response_serializer)
+
+
+def make_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler with another behaviour for the same method."""
+    make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
 def _code_name(code: grpc.StatusCode | int | None) -> str:

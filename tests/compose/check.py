@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -84,6 +85,7 @@ class Checks:
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("two schedulers: the same texts when the leader is killed under running streams", self.two_schedulers),
+            ("API keys: wanted by both APIs and admin calls, changed without a restart", self.keys),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
@@ -239,8 +241,28 @@ class Checks:
             f"all ended after {ended_s:.1f} s"
         )
 
-    def two_gateways(self) -> str:
+    def keys(self) -> str:
         self.stack.compose("down", "-v", "--remove-orphans")  # of two schedulers
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o755)  # the containers' user reads it
+            secret = _new_key(folder, "app")
+            boss = _new_key(folder, "boss", "--admin")
+            self.stack.override("deploy/docker/keys.yml", PACELINE_KEYS_DIR=folder)
+            self.stack.compose("up", "-d", "--no-build")
+            wait_until("/ready", lambda: self.api.workers() == 1, 120)
+            found = {key: self.api.get("/v1/models", key)[0] for key in ("", "wrong", secret, boss)}
+            assert found == {"": 401, "wrong": 401, secret: 200, boss: 200}, f"statuses: {[*found.values()]}"
+            (scheduler,) = self.stack.containers("scheduler")
+            policy = (scheduler, "paceline", "policy", "get")
+            assert _fails("exec", *policy), "an admin call needs no key"
+            assert _fails("exec", "-e", f"PACELINE_API_KEY={secret}", *policy), "any key is an admin key"
+            docker("exec", "-e", f"PACELINE_API_KEY={boss}", *policy)
+            new = _new_key(folder, "new")
+            waited_s = wait_until("a new key", lambda: self.api.get("/v1/models", new)[0] == 200, 20)
+            self.stack.compose("down", "-v", "--remove-orphans")
+        return f"a new key was in force after {waited_s:.1f} s"
+
+    def two_gateways(self) -> str:
         self.stack.override("deploy/docker/balancer.yml", PACELINE_PORT="0", PACELINE_GRPC_PORT="0")
         if self.build:
             self.stack.compose("build", "balancer")
@@ -319,6 +341,13 @@ def _difference(text: str, reference: str) -> str:
     pairs = zip(text, reference, strict=False)
     at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(text), len(reference)))
     return f"from character {at} of {len(reference)} on {text[at : at + 60]!r}, not {reference[at : at + 60]!r}"
+
+
+def _new_key(folder: str, name: str, *flags: str) -> str:
+    """A key in the folder's file, made by the image's command."""
+    user = f"{os.getuid()}:{os.getgid()}"
+    made = ("keys", "new", name, "--file", "/keys/keys.toml", *flags)
+    return docker("run", "--rm", "--network", "none", "-u", user, "-v", f"{folder}:/keys", CONTROL_PLANE, *made)
 
 
 def _fails(*args: str) -> bool:

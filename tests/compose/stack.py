@@ -122,11 +122,11 @@ class Api:
         self._port = port
         self.resumed = 0  # streams that were asked for again, ever
 
-    def get(self, path: str) -> tuple[int, Any]:
-        """Status and JSON body; status 0 if no server answers."""
+    def get(self, path: str, key: str = "") -> tuple[int, Any]:
+        """Status and JSON body, with an API key if one is given; status 0 if no server answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
             response = connection.getresponse()
             return response.status, json.loads(response.read())
         except (OSError, http.client.HTTPException):

@@ -30,6 +30,7 @@ class Stack:
     worker_flags: list[str] = field(default_factory=list)
     scheduler_flags: list[str] = field(default_factory=list)
     gateway_flags: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     # Others may have faults planted.
     module: str = "services.cli"
     worker_module: str = ""
@@ -87,7 +88,7 @@ class Stack:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PARENT_PID": str(os.getpid())},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PARENT_PID": str(os.getpid()), **self.environment},
         )
         log.close()
 

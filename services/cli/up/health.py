@@ -64,5 +64,10 @@ class GatewayProbe:
 
     def model_name(self) -> str:
         """The name that clients use."""
-        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+        # /ready needs no API key. While the gateway is not ready, its status is 503.
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+                return str(json.load(answer)["model"])
+        except urllib.error.HTTPError as error:
+            with error:
+                return str(json.load(error)["model"])

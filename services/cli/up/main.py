@@ -17,7 +17,9 @@ from services.cli.up.ports import LOOPBACK, CannotServe, Ports
 from services.cli.up.screen import Screen
 from services.cli.up.settings import UpSettings
 from services.cli.up.supervisor import Supervisor
-from services.runtime.service import run_service
+from services.runtime.keys.listen import safe_host
+from services.runtime.keys.source import open_keys
+from services.runtime.service import CannotStart, run_service
 from services.runtime.settings import load_settings
 
 
@@ -40,8 +42,13 @@ def main(argv: list[str]) -> int:
 async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> str | None:
     """Serve until `stop`. Returns the reason if serving is impossible."""
     try:
+        keys = open_keys(settings.keys_file)
+        host, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
+        if why:
+            console.print(why, markup=False, highlight=False, soft_wrap=True)
+            settings = settings.model_copy(update={"host": host})
         ports = Ports(settings)
-    except CannotServe as error:
+    except (CannotServe, CannotStart) as error:
         return str(error)
     with _announced(settings, ports, console) as announcement:
         return await _serve(settings, ports, stop, console, announcement)

@@ -16,6 +16,7 @@ from services.cli.servers import running_servers
 from services.cli.up.child import Child
 from services.cli.up.ports import Ports
 from services.cli.up.settings import UpSettings
+from services.runtime.keys.source import are_configured
 
 # A worker's output line while it reads weights.
 LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
@@ -55,7 +56,8 @@ class Screen:
             f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{ports.url}/v1[/]", highlight=False
         )
         self.console.print(f"  gRPC at {ports.address}:{ports.grpc}. Try:\n", highlight=False)
-        example = f"curl {ports.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+        key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if are_configured(settings.keys_file) else ""
+        example = f"curl {ports.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
         self.console.print("  Metrics:", highlight=False)
         for name, url in ports.metrics_urls().items():

@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.runtime.settings import LogLevel, ServiceSettings
+from services.runtime.keys.settings import KeySettings
+from services.runtime.settings import LogLevel
 
 
-class UpSettings(ServiceSettings, section="up"):
+class UpSettings(KeySettings, section="up"):
     """Start cache, scheduler, workers and gateway on this machine."""
 
     host: str = Field("127.0.0.1", description="address of the gateway; the other services stay on loopback")

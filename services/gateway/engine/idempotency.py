@@ -18,12 +18,17 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """A client's name for a request, unique within its tenant. `fingerprint` tells different requests apart."""
+    """A client's name for a request, unique within its tenant and owner. `fingerprint` tells different requests apart.
+
+    `owner`: the name of the API key, "" without keys. Answers, seeds and stored requests of another owner differ, so no
+    API key can read or resume the requests of another API key, at any gateway.
+    """
 
     tenant: str
     key: str
     fingerprint: bytes
     field: str  # where the client gave the key, for error messages
+    owner: str
 
     @property
     def answer_id(self) -> str:
@@ -40,8 +45,10 @@ class RequestKey:
         return ApiError(422, message, param=self.field, code="idempotency_key_reused")
 
     def _digest(self, purpose: str) -> bytes:
-        # The lengths make the text unambiguous: no two pairs of tenant and key give the same bytes.
-        return sha256(f"{purpose}:{len(self.tenant)}:{self.tenant}:{self.key}".encode()).digest()
+        # The lengths make the text unambiguous: no two pairs of tenant and key give the same bytes. The same holds for
+        # the owner: a name has no colon, and only texts with an owner begin with "owner ".
+        owner = f"owner {self.owner}:" if self.owner else ""
+        return sha256(f"{owner}{purpose}:{len(self.tenant)}:{self.tenant}:{self.key}".encode()).digest()
 
 
 def check_key(values: Sequence[str], field: str) -> str | None:

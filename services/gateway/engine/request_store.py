@@ -87,7 +87,7 @@ class _Kept:
         return any(run.failed for run in self.runs) and self.final_error is None
 
 
-_TenantKey = tuple[str, str]  # tenant and key
+_OwnedKey = tuple[str, str, str]  # owner, tenant and key
 
 
 class RequestStore:
@@ -110,10 +110,10 @@ class RequestStore:
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._kept: dict[_TenantKey, _Kept] = {}
+        self._kept: dict[_OwnedKey, _Kept] = {}
         # Subsets of _kept, oldest first:
-        self._waiting: dict[_TenantKey, _Kept] = {}
-        self._finished: dict[_TenantKey, _Kept] = {}
+        self._waiting: dict[_OwnedKey, _Kept] = {}
+        self._finished: dict[_OwnedKey, _Kept] = {}
         self._num_bytes = 0
         # How often a connection got a request that already ran or had finished.
         self.num_taken_up = 0
@@ -130,7 +130,7 @@ class RequestStore:
 
     def has(self, key: RequestKey) -> bool:
         """Whether the key belongs to a request, of any content."""
-        return (key.tenant, key.key) in self._kept
+        return (key.owner, key.tenant, key.key) in self._kept
 
     def open(self, key: RequestKey, submit: Callable[[], list[SequenceRun]], *, num_delivered: int = 0) -> Reading:
         """Read the request of this key from its beginning. A new key submits the request.
@@ -140,22 +140,22 @@ class RequestStore:
 
         Raises ApiError 422 if the key belongs to another request, and what `submit` raises.
         """
-        tenant_key = (key.tenant, key.key)
-        kept = self._kept.get(tenant_key)
+        owned_key = (key.owner, key.tenant, key.key)
+        kept = self._kept.get(owned_key)
         if kept is not None and kept.may_run_again:
-            self._drop(tenant_key)
+            self._drop(owned_key)
             kept = None
         elif kept is not None and kept.fingerprint == key.fingerprint and kept.num_delivered > num_delivered:
             self._interrupt(kept)
-            self._drop(tenant_key)
+            self._drop(owned_key)
             kept = None
         if kept is None:
-            kept = self._kept[tenant_key] = _Kept(key.fingerprint, submit(), int(time.time()))
+            kept = self._kept[owned_key] = _Kept(key.fingerprint, submit(), int(time.time()))
         elif kept.fingerprint != key.fingerprint:
             raise key.other_request()
         else:
-            self._take_over(tenant_key, kept)
-        kept.reading = Reading(kept.runs, kept.created_s, lambda reading: self._leave(tenant_key, kept, reading))
+            self._take_over(owned_key, kept)
+        kept.reading = Reading(kept.runs, kept.created_s, lambda reading: self._leave(owned_key, kept, reading))
         if (final_error := kept.final_error) is not None:
             kept.reading.interrupt(final_error)  # also readers of the other samples, which were cancelled
         return kept.reading
@@ -163,24 +163,24 @@ class RequestStore:
     def tick(self) -> None:
         """Cancel and drop what is too old."""
         now_s = self._clock()
-        for tenant_key, kept in list(self._waiting.items()):
-            self._check(tenant_key, kept, now_s)
+        for owned_key, kept in list(self._waiting.items()):
+            self._check(owned_key, kept, now_s)
         while self._finished:
-            tenant_key, oldest = next(iter(self._finished.items()))
+            owned_key, oldest = next(iter(self._finished.items()))
             if now_s - oldest.left_s < self._keep_s:
                 break
-            self._drop(tenant_key)
+            self._drop(owned_key)
 
     def drain(self) -> None:
         """No client can come back, so no request waits for a client from now on."""
         self._grace_s = 0.0
         self.tick()
 
-    def _take_over(self, tenant_key: _TenantKey, kept: _Kept) -> None:
+    def _take_over(self, owned_key: _OwnedKey, kept: _Kept) -> None:
         self.num_taken_up += 1
         self._interrupt(kept)
-        self._waiting.pop(tenant_key, None)
-        if self._finished.pop(tenant_key, None) is not None:
+        self._waiting.pop(owned_key, None)
+        if self._finished.pop(owned_key, None) is not None:
             self._num_bytes -= kept.num_bytes
 
     @staticmethod
@@ -189,39 +189,39 @@ class RequestStore:
             message = "another connection has asked for the answer to this idempotency key, and has it now"
             kept.reading.interrupt(ApiError(409, message, code="replaced"))
 
-    def _leave(self, tenant_key: _TenantKey, kept: _Kept, reading: Reading) -> None:
-        if kept.reading is not reading or self._kept.get(tenant_key) is not kept:
+    def _leave(self, owned_key: _OwnedKey, kept: _Kept, reading: Reading) -> None:
+        if kept.reading is not reading or self._kept.get(owned_key) is not kept:
             return  # another connection reads it, or the request failed and was dropped
         kept.reading, kept.left_s = None, self._clock()
-        self._waiting[tenant_key] = kept
-        self._check(tenant_key, kept, kept.left_s)
+        self._waiting[owned_key] = kept
+        self._check(owned_key, kept, kept.left_s)
         if len(self._waiting) > MAX_WAITING:
             self._drop(next(iter(self._waiting)))
 
-    def _check(self, tenant_key: _TenantKey, kept: _Kept, now_s: float) -> None:
+    def _check(self, owned_key: _OwnedKey, kept: _Kept, now_s: float) -> None:
         """Decide about a request that no connection reads."""
         if kept.may_run_again:
-            self._drop(tenant_key)
+            self._drop(owned_key)
         elif kept.final_error is not None or all(run.ended for run in kept.runs):
-            del self._waiting[tenant_key]
-            self._finish(tenant_key, kept, now_s)
+            del self._waiting[owned_key]
+            self._finish(owned_key, kept, now_s)
         elif now_s - kept.left_s >= self._grace_s:
-            self._drop(tenant_key)
+            self._drop(owned_key)
 
-    def _finish(self, tenant_key: _TenantKey, kept: _Kept, now_s: float) -> None:
+    def _finish(self, owned_key: _OwnedKey, kept: _Kept, now_s: float) -> None:
         for run in kept.runs:
             run.close()
         kept.left_s = now_s
         kept.num_bytes = sum(run.num_bytes for run in kept.runs)
-        self._finished[tenant_key] = kept
+        self._finished[owned_key] = kept
         self._num_bytes += kept.num_bytes
         while self._num_bytes > self._max_bytes or len(self._finished) > MAX_FINISHED:
             self._drop(next(iter(self._finished)))
 
-    def _drop(self, tenant_key: _TenantKey) -> None:
-        kept = self._kept.pop(tenant_key)
-        self._waiting.pop(tenant_key, None)
-        if self._finished.pop(tenant_key, None) is not None:
+    def _drop(self, owned_key: _OwnedKey) -> None:
+        kept = self._kept.pop(owned_key)
+        self._waiting.pop(owned_key, None)
+        if self._finished.pop(owned_key, None) is not None:
             self._num_bytes -= kept.num_bytes
         for run in kept.runs:
             run.close()

@@ -11,6 +11,7 @@ import grpc.aio
 
 from paceline.request_fields import METADATA, SAMPLING
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.access.caller import Caller
 from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.engine.list_limits import check_length, check_messages, long_bad_word
@@ -49,17 +50,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """One message per batch of tokens. The last message has the finish reason and the usage."""
         request_id = sanitised_request_id(request.request_id)
+        access = self._gateway.access
         try:
-            with self._gateway.held_body() as held:
+            # KeyGate has looked before the request was received. The key may have been revoked meanwhile.
+            caller = access.identify(context.invocation_metadata() or ())
+            entering = access.quotas.entering(caller.key, new=not request.idempotency_key)
+            with entering, self._gateway.held_body() as held:
                 held.add(num_bytes := request.ByteSize())
                 _check_lengths(request, self._gateway.builder.max_model_len)
-                key = _key(request)
+                metadata = caller.permit(_metadata(request), request.tenant)
+                key = _key(request, metadata.tenant, caller)
                 if not request.resume_after:
                     self._gateway.check_capacity(key)
                 # gRPC cancels this call if the client leaves meanwhile.
                 await self._gateway.wait_to_parse(num_bytes=num_bytes, new=key is None)
-                job = await self._job(request, request_id, time.perf_counter(), key)
-            reading = self._gateway.open([job], key)
+                job = await self._job(request, request_id, time.perf_counter(), key, metadata)
+            reading = self._gateway.open([job], key, caller)
         except ApiError as error:
             self._gateway.refused("grpc", request_id, error)
             del request  # otherwise the error that ends the call keeps it until the next garbage collection
@@ -91,7 +97,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         yield inference_pb2.SessionResponse()
 
     async def _job(
-        self, request: inference_pb2.GenerateRequest, request_id: str, arrival_s: float, key: RequestKey | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        arrival_s: float,
+        key: RequestKey | None,
+        metadata: inference_pb2.Submission,
     ) -> GenerateJob:
         self._gateway.check_model(request.model)
         builder = self._gateway.builder
@@ -109,21 +120,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 ids = builder.check_token_ids(request.token_ids.ids, "token_ids")
             case _:
                 raise invalid("prompt", "prompt: one of text, messages and token_ids is required")
-        metadata = {name: getattr(request, name) or None for name in METADATA}  # 0 and "": not given
         choices = _choices(request.sampling)
-        choices.grammar = await builder.grammar(_structure(request.sampling), request.tenant)
+        choices.grammar = await builder.grammar(_structure(request.sampling), metadata.tenant)
         if choices.max_tokens is None:
             await self._gateway.session.know_model()  # gRPC cancels this call if the client leaves meanwhile
         if key is not None and choices.seed is None:
             choices.seed = key.seed(0)
         job = builder.job(
-            ids,
-            choices,
-            request_id=request_id,
-            endpoint="grpc",
-            names=names,
-            arrival_s=arrival_s,
-            metadata=check_metadata(metadata, request.cache_retention),
+            ids, choices, request_id=request_id, endpoint="grpc", names=names, arrival_s=arrival_s, metadata=metadata
         )
         if request.HasField("beam"):
             make_search(job, _beam(request.beam, choices))
@@ -151,11 +155,16 @@ def _check_lengths(request: inference_pb2.GenerateRequest, max_model_len: int) -
             raise long_bad_word("sampling.bad_word_ids", len(word.ids))
 
 
-def _key(request: inference_pb2.GenerateRequest) -> RequestKey | None:
+def _metadata(request: inference_pb2.GenerateRequest) -> inference_pb2.Submission:
+    values = {name: getattr(request, name) or None for name in METADATA}  # 0 and "": not given
+    return check_metadata(values, request.cache_retention)
+
+
+def _key(request: inference_pb2.GenerateRequest, tenant: str, caller: Caller) -> RequestKey | None:
     field = "idempotency_key"
     name = check_key([request.idempotency_key] if request.idempotency_key else [], field)
     if name is not None:
-        return RequestKey(request.tenant, name, message_fingerprint(request), field)
+        return RequestKey(tenant, name, message_fingerprint(request), field, caller.owner)
     if request.resume_after and not request.resume_token_ids:
         raise invalid(
             "resume_after", "resume_after needs the idempotency_key of the first request, or resume_token_ids"

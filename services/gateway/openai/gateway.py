@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from services.gateway.access.caller import Caller
+from services.gateway.access.control import AccessControl
+from services.gateway.access.quotas import Charge
 from services.gateway.admission.parse_limiter import ParseLimiter
 from services.gateway.engine.idempotency import RequestKey
 from services.gateway.engine.request import GenerateJob, RequestBuilder
@@ -16,6 +19,7 @@ from services.gateway.engine.session import SchedulerSession
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
 from services.gateway.openai.body_parser import BodyParser
+from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 
@@ -36,6 +40,7 @@ class Gateway:
     parse_limiter: ParseLimiter = field(default_factory=ParseLimiter)
     parser: BodyParser = field(default_factory=BodyParser)
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
+    access: AccessControl = field(default_factory=AccessControl)
 
     @property
     def ready(self) -> bool:
@@ -116,25 +121,27 @@ class Gateway:
     def _parse_queue_is_full(self) -> ApiError:
         return self.session.refusal("too many requests wait to be parsed")
 
-    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None) -> Reading:
-        """Read the output of these jobs. Jobs of a known key are not submitted again.
+    def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None, caller: Caller) -> Reading:
+        """Read the output of these jobs. Jobs of a known key are not submitted again, and not charged to the caller.
 
-        Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session.
+        Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session, 400 and 429 from the
+        caller's quotas.
         """
         if key is None:
-            return read_once(self._submit(jobs))
+            return read_once(self._submit(jobs, caller))
         num_delivered = max(len(job.delivered) for job in jobs)
-        reading = self.requests.open(key, partial(self._submit, jobs), num_delivered=num_delivered)
+        reading = self.requests.open(key, partial(self._submit, jobs, caller), num_delivered=num_delivered)
         if (first := reading.generations[0].job) is not jobs[0]:
             self.log.taken_up(jobs[0].request_id, first.metadata.answer_id or first.request_id, first.request_id)
         return reading
 
-    def _submit(self, jobs: Sequence[GenerateJob]) -> list[SequenceRun]:
+    def _submit(self, jobs: Sequence[GenerateJob], caller: Caller) -> list[SequenceRun]:
         """Submit all jobs, or none."""
         if (count := len(jobs)) > (most := self.session.max_live):  # a retry after a 429 could never succeed
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
-        first, on_outcome = None, self.log.entry(len(jobs))
+        charge = self._charge(jobs, caller)
+        first, on_outcome = None, _both(self.log.entry(len(jobs), caller.owner), charge)
         try:
             for job in jobs:
                 first = first if job.sample else None
@@ -143,5 +150,35 @@ class Gateway:
         except ApiError:
             for run in runs:
                 run.close()
+            if charge is not None:
+                charge.cancel()
             raise
         return runs
+
+    def _charge(self, jobs: Sequence[GenerateJob], caller: Caller) -> Charge | None:
+        if caller.key is None:
+            return None
+        delivered = sum(len(job.delivered) for job in jobs)
+        widths = [job.beam.width if job.beam is not None else 1 for job in jobs]
+        output = sum(job.sampling.max_tokens * width for job, width in zip(jobs, widths, strict=True))
+        return self.access.quotas.charge(
+            caller.key,
+            num_sequences=len(jobs),
+            prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample),  # samples share it
+            output=max(output - delivered, 0),
+            delivered=delivered,
+        )
+
+
+_OnOutcome = Callable[[SequenceOutcome], None]
+
+
+def _both(log: _OnOutcome | None, charge: Charge | None) -> _OnOutcome | None:
+    if log is None or charge is None:
+        return log if charge is None else charge.ended
+
+    def ended(outcome: SequenceOutcome) -> None:
+        charge.ended(outcome)
+        log(outcome)
+
+    return ended

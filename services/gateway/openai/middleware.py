@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.access.caller import ANYONE, Caller
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.responses import RAW_SEND, error_response
@@ -53,6 +54,16 @@ ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] =
 }
 
 
+# Where the scope's state has the request's Caller.
+_CALLER = "caller"
+
+
+def caller_of(request: Request) -> Caller:
+    """The caller of a request that the middleware has let in."""
+    caller: Caller = request.scope["state"].get(_CALLER, ANYONE)
+    return caller
+
+
 def sanitised_request_id(value: str) -> str:
     """A client's request id without characters that could confuse a log or a header. A new id if nothing is left."""
     return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
@@ -61,12 +72,18 @@ def sanitised_request_id(value: str) -> str:
 class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
-    `refusal`: a 429 for a request that may not enter. It is sent before routing, which would take most of the time.
+    `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: a 429 for a request that may
+    not enter. Both are sent before routing, which would take most of the time, and before the body is read.
     """
 
-    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], ApiError | None] = lambda scope: None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        refusal: Callable[[Scope], ApiError | None] = lambda scope: None,
+        admit: Callable[[Scope], Caller] = lambda scope: ANYONE,
+    ) -> None:
         self._app = app
-        self._refusal = refusal
+        self._refusal, self._admit = refusal, admit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
@@ -81,5 +98,10 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        error = self._refusal(scope)
+        error: ApiError | None
+        try:
+            scope["state"][_CALLER] = self._admit(scope)
+            error = self._refusal(scope)
+        except ApiError as refused:
+            error = refused
         await (self._app if error is None else error_response(error))(scope, receive, send_with_id)

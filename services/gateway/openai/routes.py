@@ -17,6 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from paceline.v1 import inference_pb2
+from services.gateway.access.caller import Caller
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
@@ -29,7 +31,7 @@ from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
+from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of
 from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
 
@@ -59,7 +61,10 @@ def create_app(gateway: Gateway) -> RequestMiddleware:
             gateway.metrics.refused(kind)
         return error
 
-    return RequestMiddleware(app, refusal)
+    def admit(scope: Scope) -> Caller:
+        return gateway.access.admit(scope["path"], scope["headers"])
+
+    return RequestMiddleware(app, refusal, admit)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
@@ -76,7 +81,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         status = gateway.session.status
         workers = status.num_workers if status is not None else 0
         if gateway.ready:
-            return _json({"status": "ready", "workers": workers})
+            return _json({"status": "ready", "workers": workers, "model": gateway.model_name})
         if gateway.draining:
             reason = "draining"
         elif not gateway.session.connected:
@@ -85,7 +90,8 @@ def _state_routes(gateway: Gateway) -> list[Route]:
             reason = gateway.session.mismatch
         else:
             reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
-        return _json({"status": "not ready", "reason": reason, "workers": workers}, 503)
+        said = {"status": "not ready", "reason": reason, "workers": workers, "model": gateway.model_name}
+        return _json(said, 503)
 
     async def exposition(_: Request) -> Response:
         """Metrics for Prometheus."""
@@ -93,6 +99,8 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         metrics.scheduler_ready = gateway.session.ready
         metrics.detached_requests, metrics.kept_answers = requests.num_waiting, requests.num_finished
         metrics.taken_up = requests.num_taken_up
+        metrics.unauthenticated = gateway.access.num_refused
+        metrics.beyond_quota = gateway.access.quotas.num_refused
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def server_version(_: Request) -> Response:
@@ -150,7 +158,8 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
-        with gateway.held_body() as held:
+        entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
+        with entering, gateway.held_body() as held:
             body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
             ids = await token_ids(body, request.scope[CONNECTION].has_gone)
         return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
@@ -170,7 +179,8 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
-        with gateway.held_body() as held:
+        entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
+        with entering, gateway.held_body() as held:
             body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
             gateway.check_model(body.model)
             ids = builder.check_token_ids(body.tokens, "tokens")
@@ -204,6 +214,7 @@ class _Asked:
     arrival_s: float
     key: RequestKey | None
     gone: Callable[[], bool]
+    metadata: inference_pb2.Submission
 
 
 _R = TypeVar("_R", bound=schema.SamplingFields)
@@ -211,27 +222,30 @@ _MakeJobs = Callable[[Gateway, _R, _Asked], Awaitable[list[GenerateJob]]]
 
 
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
-    arrival_s, gone = time.perf_counter(), request.scope[CONNECTION].has_gone
+    arrival_s, gone, caller = time.perf_counter(), request.scope[CONNECTION].has_gone, caller_of(request)
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
         new = name is None and not resumed  # otherwise the request may already run
-        with gateway.entering(new=new), gateway.held_body() as held:
+        entering = gateway.access.quotas.entering(caller.key, new=new)
+        with entering, gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
+            metadata = caller.permit(parsed.metadata(), parsed.named_tenant)
             key = None
             if name is not None:
-                key = RequestKey(parsed.metadata().tenant, name, fingerprint, IDEMPOTENCY_KEY)
+                key = RequestKey(metadata.tenant, name, fingerprint, IDEMPOTENCY_KEY, caller.owner)
                 if not resumed:
                     gateway.check_capacity(key)
             answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
-            asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone)
+            metadata.answer_id = answer_id
+            asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone, metadata)
             jobs = await make_jobs(gateway, parsed, asked)
             after = _last_event(request, parsed, jobs, key)
             if after is not None and after.after == "d":
                 return Response(status_code=204)  # an EventSource stops reconnecting at 204
-            reading = gateway.open(jobs, key)
+            reading = gateway.open(jobs, key, caller)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
         raise
@@ -277,8 +291,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
-    choices, metadata = body.sampling(), body.metadata()
-    metadata.answer_id = asked.answer_id
+    choices, metadata = body.sampling(), asked.metadata
     num_sequences = len(prompts) * best_of
     choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone, num_sequences)
     jobs: list[GenerateJob] = []
@@ -359,8 +372,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         variables=body.chat_template_kwargs,
         gone=asked.gone,
     )
-    choices, metadata = body.sampling(), body.metadata()
-    metadata.answer_id = asked.answer_id
+    choices, metadata = body.sampling(), asked.metadata
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone, best_of)
     if choices.max_tokens is None:

@@ -146,6 +146,12 @@ class SamplingFields(_PlainFields):
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
 
+    @property
+    def named_tenant(self) -> str | None:
+        """The tenant that the body names. `user` does not name one: with API keys it is an end user of the key."""
+        tenant: str | None = getattr(self, "tenant")  # noqa: B009 - declared in paceline.request_fields
+        return tenant
+
     def metadata(self) -> inference_pb2.Submission:
         """The metadata as fields of a submission. Raises ApiError 400."""
         values = {name: getattr(self, name) for name in METADATA}

@@ -7,7 +7,7 @@ scrape time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,6 +34,8 @@ class GatewayMetrics(Collector):
         # For requests with idempotency keys.
         self.detached_requests = self.kept_answers = self.taken_up = 0
         self.gone_requests = 0
+        self.unauthenticated = 0
+        self.beyond_quota: Mapping[str, int] = {}  # refused requests by quota
         self.time_to_first_token_s = FastHistogram()
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
@@ -145,8 +147,15 @@ class GatewayMetrics(Collector):
                 "Requests that were dropped when it was their turn, as their clients had gone.",
                 self.gone_requests,
             ),
+            ("unauthenticated_requests", "Calls refused without a valid API key.", self.unauthenticated),
         ):
             yield CounterMetricFamily(_PREFIX + name, documentation, value=value)
+        refusals = CounterMetricFamily(
+            _PREFIX + "quota_refusals", "Requests refused beyond a quota of their API key.", labels=["quota"]
+        )
+        for quota, count in self.beyond_quota.items():
+            refusals.add_metric([quota], count)
+        yield refusals
         yield histogram_family(
             _PREFIX + "event_loop_lag_seconds",
             "How much later than it should a timer came, fifty times a second.",

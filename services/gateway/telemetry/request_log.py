@@ -21,8 +21,11 @@ class RequestLog:
         self._model_name = model_name
         self._enabled = enabled
 
-    def entry(self, num_sequences: int) -> Callable[[SequenceOutcome], None] | None:
-        """A callback for the outcomes of a request with this many sequences. The last outcome writes the line."""
+    def entry(self, num_sequences: int, key: str = "") -> Callable[[SequenceOutcome], None] | None:
+        """A callback for the outcomes of a request with this many sequences. The last outcome writes the line.
+
+        `key`: name of the request's API key, "" without keys.
+        """
         if not self._enabled or not logging.getLogger(__name__).isEnabledFor(logging.INFO):
             return None
         outcomes: list[SequenceOutcome] = []
@@ -30,7 +33,8 @@ class RequestLog:
         def ended(outcome: SequenceOutcome) -> None:
             outcomes.append(outcome)
             if len(outcomes) == num_sequences:
-                _log.info("request finished", **_fields(outcomes, self._model_name))
+                fields = _fields(outcomes, self._model_name)
+                _log.info("request finished", **fields, **({"key": key} if key else {}))
 
         return ended
 

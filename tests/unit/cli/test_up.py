@@ -231,3 +231,14 @@ async def test_a_json_line_of_a_service_stays_one_that_a_program_can_read() -> N
     first, second = running.out.getvalue().splitlines()
     assert first == line
     assert second.split(maxsplit=1) == ["cache", "plain words"]
+
+
+async def test_keys_reach_the_services_that_know_them() -> None:
+    children = {child.service: child.flags for child in Up("--port", "0", "--keys-file", "/k", "--insecure").plan}
+    with_file = {name for name, given in children.items() if "--keys-file" in given}
+    assert with_file == {"cache", "scheduler", "gateway"}
+    assert [name for name, given in children.items() if "--insecure" in given] == ["gateway"]
+    assert not any("--keys-file" in child.flags or "--insecure" in child.flags for child in Up("--port", "0").plan)
+    shown = Up("--port", "0", "--keys-file", "/k").show("m")
+    assert "Authorization: Bearer $PACELINE_API_KEY" in shown
+    assert "Authorization" not in Up("--port", "0").show("m")

@@ -42,10 +42,17 @@ def test_a_message_is_the_same_at_every_attempt() -> None:
 
 def test_seeds_and_ids_follow_from_tenant_and_key_alone() -> None:
     def key(tenant: str, name: str, fingerprint: bytes = b"") -> RequestKey:
-        return RequestKey(tenant, name, fingerprint, "Idempotency-Key")
+        return RequestKey(tenant, name, fingerprint, "Idempotency-Key", "")
 
     assert key("t", "k", b"1").seed(0) == key("t", "k", b"2").seed(0) == 18071940434897793557
     assert key("t", "k").answer_id == key("t", "k", b"2").answer_id
     names = [("", "a"), ("a", ""), ("a", "b"), ("ab", ""), ("a:1", "b"), ("a", "1:b")]
     assert len({key(*name).seed(prompt) for name in names for prompt in range(3)}) == 18
     assert len({key(*name).answer_id for name in names}) == 6
+
+
+def test_the_same_key_of_another_api_key_is_another_request() -> None:
+    owners = ("", "a", "b", "owner", "answer", "seed")
+    keys = [RequestKey("t", "k", b"", "Idempotency-Key", owner) for owner in owners]
+    assert len({key.answer_id for key in keys}) == len({key.seed(0) for key in keys}) == len(owners)
+    assert keys[1].seed(0) == RequestKey("t", "k", b"x", "Idempotency-Key", "a").seed(0)  # at every gateway

@@ -25,10 +25,17 @@ class Rig:
         self.store = RequestStore(**{"grace_s": 10.0, "keep_s": 60.0, "clock": lambda: self.now_s, **options})
 
     def open(
-        self, key: str = "k", fingerprint: bytes = b"same", tenant: str = "", n: int = 1, **choices: Any
+        self,
+        key: str = "k",
+        fingerprint: bytes = b"same",
+        tenant: str = "",
+        n: int = 1,
+        owner: str = "",
+        **choices: Any,
     ) -> Reading:
         jobs = [make_job(self.builder, **choices) for _ in range(n)]
-        return self.store.open(RequestKey(tenant, key, fingerprint, "Idempotency-Key"), lambda: self.session.run(jobs))
+        name = RequestKey(tenant, key, fingerprint, "Idempotency-Key", owner)
+        return self.store.open(name, lambda: self.session.run(jobs))
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
@@ -175,7 +182,7 @@ async def test_a_submit_that_fails_leaves_no_key_behind(rig: Rig) -> None:
         raise ApiError(429, "full")
 
     with pytest.raises(ApiError, match="full"):
-        rig.store.open(RequestKey("", "k", b"", "Idempotency-Key"), refuse)
+        rig.store.open(RequestKey("", "k", b"", "Idempotency-Key", ""), refuse)
     rig.open(fingerprint=b"other")
 
 
@@ -217,3 +224,16 @@ async def test_while_the_server_drains_nothing_waits(rig: Rig) -> None:
     assert (rig.store.num_waiting, rig.num_live) == (0, 1)
     reading.close()
     assert rig.num_live == 0
+
+
+async def test_requests_belong_to_the_api_key_that_made_them(rig: Rig) -> None:
+    """Another API key with the same name for its request gets neither the answer nor an error."""
+    first = rig.open(owner="a", tenant="t", fingerprint=b"one")
+    second = rig.open(owner="b", tenant="t", fingerprint=b"other")
+    again = rig.open(owner="b", tenant="t", fingerprint=b"other")
+    assert len(rig.session.live) == 2
+    assert again.generations[0].job is second.generations[0].job
+    assert rig.store.num_taken_up == 1
+    assert not rig.store.has(RequestKey("t", "k", b"one", "Idempotency-Key", "c"))
+    first.close()
+    again.close()

@@ -1,0 +1,56 @@
+"""The API key that a command shows to a server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import grpc
+
+API_KEY_ENV = "PACELINE_API_KEY"
+
+
+def add_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"admin key, if the server has keys [env: {API_KEY_ENV}, which other users of this machine cannot read]",
+    )
+
+
+def with_key(channel: grpc.Channel, arguments: argparse.Namespace) -> grpc.Channel:
+    """The channel, with the key of the flag or the environment in each call. Raises ValueError."""
+    key = arguments.api_key or os.environ.get(API_KEY_ENV, "")
+    if not key:
+        return channel
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"--api-key (or {API_KEY_ENV}): a key has printable ASCII characters only")
+    return grpc.intercept_channel(channel, _ShowKey(key))
+
+
+class _Details(NamedTuple):
+    """Of a call. gRPC only declares the interface."""
+
+    method: str
+    timeout: float | None
+    metadata: list[tuple[str, str | bytes]] | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _ShowKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, key: str) -> None:
+        self._field = "authorization", f"Bearer {key}"
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_key(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_key(client_call_details), request)
+
+    def _with_key(self, call: Any) -> _Details:
+        metadata = [*(call.metadata or ()), self._field]
+        return _Details(call.method, call.timeout, metadata, call.credentials, call.wait_for_ready, call.compression)

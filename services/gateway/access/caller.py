@@ -1,0 +1,48 @@
+"""A request's key, as the request's other checks see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.v1 import inference_pb2
+from services.gateway.errors import ApiError
+from services.runtime.keys.entries import ApiKey
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The owner of a request. `key` None: the server has no keys, and every request may do everything."""
+
+    key: ApiKey | None = None
+
+    @property
+    def owner(self) -> str:
+        """The key's name, "" without a key. Stored answers and idempotency keys belong to it."""
+        return self.key.name if self.key is not None else ""
+
+    def permit(self, metadata: inference_pb2.Submission, named_tenant: str | None) -> inference_pb2.Submission:
+        """The metadata with the tenant that the key allows. `named_tenant`: the tenant that the request names itself.
+
+        OpenAI's `user`, which stands for a tenant without keys, names an end user of the key, and is no mistake. Raises
+        ApiError 403 for another tenant than the key's, and for a priority above the key's.
+        """
+        key = self.key
+        if key is None:
+            return metadata
+        if metadata.priority > key.max_priority:
+            message = (
+                f"priority: {metadata.priority:g} is above {key.max_priority:g}, the limit of the key {key.name!r} "
+                "(max_priority)"
+            )
+            raise ApiError(403, message, param="priority", code="priority_not_allowed")
+        if key.any_tenant:
+            metadata.tenant = metadata.tenant or key.tenant
+            return metadata
+        if named_tenant and named_tenant != key.tenant:
+            message = f"tenant: the key {key.name!r} is for the tenant {key.tenant!r}, not for {named_tenant[:128]!r}"
+            raise ApiError(403, message, param="tenant", code="tenant_not_allowed")
+        metadata.tenant = key.tenant
+        return metadata
+
+
+ANYONE = Caller()
