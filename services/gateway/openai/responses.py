@@ -174,7 +174,7 @@ class StreamAnswer(_Answer):
     """Server-sent events. The status line waits for the first token, so that a refused request gets its own status.
 
     `after`: the last event that the client has. The output up to this event is generated again but not sent. If it
-    differs from what the client has, the answer is a 400.
+    differs from what the client has, the answer is a 400. `event_ids`: whether events have an `id:` line.
     """
 
     def __init__(
@@ -185,13 +185,14 @@ class StreamAnswer(_Answer):
         include_usage: bool = False,
         continuous_usage: bool = False,
         after: EventId | None = None,
+        event_ids: bool = False,
     ) -> None:
         super().__init__(reading, envelope)
         generations = self._generations
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
-        self._progress = StreamProgress(envelope.created, len(generations))
+        self._progress = StreamProgress(envelope.created, len(generations), wanted=event_ids or after is not None)
         self._scores = [self._logprob_format(generation) for generation in generations]
         self._after = after
         self._positions = after.positions if after is not None else (ChoicePosition(),) * len(generations)

@@ -249,6 +249,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         after=after,
+        event_ids=key is not None or LAST_EVENT_ID in request.headers or bool(options.include_event_ids),
     )
 
 

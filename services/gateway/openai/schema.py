@@ -98,10 +98,12 @@ class CacheRetention(_Request):
 
 
 class StreamOptions(_Request):
-    """Whether usage comes in a last chunk, and whether also in every chunk."""
+    """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
+    the stream can be resumed."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_event_ids: bool | None = None
 
 
 if TYPE_CHECKING:

@@ -126,7 +126,8 @@ async def test_nothing_but_the_prompt(running: Running, stream: bool) -> None:
 async def test_a_stream_shows_it_first(running: Running) -> None:
     options = {"prompt": "a fox", "echo": True, "logprobs": 1, "n": 3, "seed": 4, "temperature": 1.0}
     whole = await completion(running, **options)
-    stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    shown = {"include_usage": True, "continuous_usage_stats": True, "include_event_ids": True}
+    stream = {"stream": True, "stream_options": shown}
     answer = await running.http.post(COMPLETIONS, json={"max_tokens": 4} | stream | options)
     events = list(parse_events(answer.text.splitlines()))
     known = told(events)
@@ -140,6 +141,7 @@ async def test_a_stream_shows_it_first(running: Running) -> None:
 
 async def test_a_prompt_that_stands_alone_can_be_resumed_though_nothing_makes_it_reproducible(running: Running) -> None:
     body = {"prompt": "a fox", "max_tokens": 0, "echo": True, "stream": True, "temperature": 1.0}
+    body["stream_options"] = {"include_event_ids": True}
     first, *rest = parse_events((await running.http.post(COMPLETIONS, json=body)).text.splitlines())
     headers = {"Last-Event-ID": first.id}
     again = (await running.http.post(COMPLETIONS, json=body, headers=headers)).text.splitlines()

@@ -63,6 +63,7 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
         include_usage=case.usage,
         continuous_usage=case.continuous_usage,
         after=after,
+        event_ids=True,
     )
     sent: list[Any] = []
 
