@@ -6,8 +6,9 @@
     68e7a1b2.9f3a2b1c.40e,31e,7e.u  the usage was sent, too (`d`: and [DONE])
 
 Only a stream whose request asks for ids has them: many clients (vLLM's and SGLang's benchmarks, llmperf) read lines of
-`data:` alone, and fail at any other. An event's id covers this event and all events before it. The checksum detects that a repeated generation gave another
-answer. Then the client gets an error, and never two halves of different answers.
+`data:` alone, and fail at any other. An event's id covers this event and all events before it. The checksum detects
+that a repeated generation gave another answer. Then the client gets an error, and never two halves of different
+answers.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def cannot_resume(why: str) -> ApiError:
 class StreamProgress:
     """How far a stream has come. `read` takes tokens; `line` gives the id of an event that shows them.
 
-    Above MAX_CHOICES choices, and if the request does not ask for ids, the lines are empty. The checksum of a choice is FNV-1 (Fowler, Noll and Vo) with 32 bits,
-    one step per token. The checksum of the stream is the sum over its choices, each with its own weight, so that equal
-    errors in two choices do not cancel each other.
+    Above MAX_CHOICES choices, and if the request does not ask for ids, the lines are empty. The checksum of a choice is
+    FNV-1 (Fowler, Noll and Vo) with 32 bits, one step per token. The checksum of the stream is the sum over its
+    choices, each with its own weight, so that equal errors in two choices do not cancel each other.
     """
 
     __slots__ = ("_counts", "_has_ids", "_head", "_is_single", "_positions", "_shown_sums", "_sums", "checksum")

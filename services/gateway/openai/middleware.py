@@ -62,17 +62,23 @@ class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
     `refusal`: a 429 for a request that may not enter. It is sent before routing, which would take most of the time.
+    `root_path`: a prefix that paths may have.
     """
 
-    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], ApiError | None] = lambda scope: None) -> None:
+    def __init__(
+        self, app: ASGIApp, refusal: Callable[[Scope], ApiError | None] = lambda scope: None, root_path: str = ""
+    ) -> None:
         self._app = app
         self._refusal = refusal
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = sanitised_request_id(given.decode("latin-1"))
         scope.setdefault("state", {})["request_id"] = request_id
         scope[RAW_SEND] = send
+        if self._root_path:
+            scope["root_path"] = self._root_path  # Starlette routes by the rest of the path, if the path begins with it
         bind_request_id(request_id)
         header = (b"x-request-id", request_id.encode())
 

@@ -158,7 +158,7 @@ async def test_the_newest_connection_takes_over(start: Start) -> None:
     running.scheduler.paused = False
     second, again = await taking_over
     *cut, last = await first
-    assert json.loads(last.data)["error"]["code"] == "replaced"
+    assert json.loads(last.data)["error"]["reason"] == "replaced"
     assert not last.id
     assert cut
     assert told(second).texts[0].startswith(told(cut).texts[0])
