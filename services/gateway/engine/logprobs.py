@@ -10,6 +10,8 @@ from typing import Any
 from services.gateway.engine.scores import Score
 
 TokenBytes = Callable[[int], bytes]
+# JSON has no infinity. A token that a grammar rules out has this log probability, as in vLLM.
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class LogprobFormat:
             return {"content": [self._entry(token) for token in tokens], "refusal": None}
         return {
             "tokens": [self._name(token.token_id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
+            "token_logprobs": [max(token.logprob, _LEAST_LOGPROB) for token in tokens],
             "top_logprobs": [self._likeliest(token) for token in tokens],
             "text_offset": [self._advance(token.token_id) for token in tokens],
         }
@@ -85,7 +87,11 @@ class LogprobFormat:
         return {**self._named(token.token_id, token.logprob), "top_logprobs": top}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._name(token_id), "logprob": logprob, "bytes": list(self._bytes(token_id))}
+        return {
+            "token": self._name(token_id),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(self._bytes(token_id)),
+        }
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else token_text(self._bytes(token_id))
@@ -95,7 +101,7 @@ class LogprobFormat:
         entries = [*token.top, (token.token_id, token.logprob)]
         named: dict[str, float] = {}
         for other, logprob in entries:
-            named.setdefault(self._name(other), logprob)
+            named.setdefault(self._name(other), max(logprob, _LEAST_LOGPROB))
         return named
 
     def _advance(self, token_id: int) -> int:
