@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from services.gateway.fields.other_servers import REFUSED_IN_MESSAGES
+
 
 def _content(value: Any) -> Any:
     """Join typed parts with line breaks, as other servers do for templates that take a string."""
@@ -78,7 +80,11 @@ class ChatMessage(_Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_content(cls, value: Any) -> Any:
+    def _check_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name in REFUSED_IN_MESSAGES:
+                if value.get(name) not in (None, []):
+                    raise ValueError(f"{name} is not supported in a message (leave it out, or null)")
         if isinstance(value, dict) and value.get("content") is None:
             if value.get("role") == "assistant":
                 return {**value, "content": None}

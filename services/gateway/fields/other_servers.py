@@ -1,7 +1,7 @@
 """Fields of OpenAI, vLLM and other servers that are not served here: refused by name, or ignored on purpose.
 
-tests/peer/test_vllm_fields.py compares the tables with vLLM's request classes, so that no field of theirs passes
-unread. docs/openai-api.md shows the tables, and a test compares the two.
+Tests compare the tables with vLLM's request classes, so that no field of theirs passes unread, and with
+docs/openai-api.md, which shows them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,14 @@ IGNORED: dict[str, str] = {
     "return_mm_kwargs": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "return_token_offsets": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "session_id": "groups requests for vLLM's KV connectors; the prefix cache finds a conversation by its tokens",
+}
+# The same for objects inside a request, by their paths. structured_outputs refuses all names but its own.
+REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
+IGNORED_INSIDE: dict[str, str] = {
+    "messages.refusal": "says why the assistant refused; no template shows it",
+    "response_format.json_schema.description": "is for a model that sees it; templates get no schema",
+    "response_format.json_schema.name": "is for a model that sees it; templates get no schema",
+    "response_format.json_schema.strict": "the output always follows the schema",
 }
 
 

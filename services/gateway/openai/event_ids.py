@@ -5,7 +5,7 @@
                       └ per choice: 12 tokens sent, nothing yet, ended after 7 tokens
     68e7a1b2.9f3a2b1c.40e,31e,7e.u  the usage was sent, too (`d`: and [DONE])
 
-Only a stream whose request asks for ids has them: many clients (vLLM's and SGLang's benchmarks, llmperf) read lines of
+A stream has ids only if its request asks for them: many clients (vLLM's and SGLang's benchmarks, llmperf) read lines of
 `data:` alone, and fail at any other. An event's id covers this event and all events before it. The checksum detects
 that a repeated generation gave another answer. Then the client gets an error, and never two halves of different
 answers.

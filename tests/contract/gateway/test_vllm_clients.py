@@ -235,9 +235,11 @@ async def test_tokenize_serves_or_refuses_every_field(start: Start) -> None:
     )
     shown = '[{"type": "function", "function": {"name": "f"}}]yhello'
     assert chat["tokens"] == TOKENIZER.encode(shown, add_special_tokens=False)
-    for name, value in (("tools", [{}]), ("continue_final_message", True), ("chat_template_kwargs", {"x": 1})):
+    of_chats = {"tools": [{}], "continue_final_message": True, "chat_template_kwargs": {"x": 1}}
+    for name, value in of_chats.items():
         assert (await refused(running, "/tokenize", prompt="x", **{name: value}))["param"] == name
-    for name, value in (("mm_processor_kwargs", {"a": 1}), ("media_io_kwargs", {"a": {}})):
+    of_media: dict[str, Any] = {"mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": {}}}
+    for name, value in of_media.items():
         assert (await refused(running, "/tokenize", messages=CHAT, **{name: value}))["param"] == name
 
 

@@ -85,7 +85,7 @@ def test_the_tables_of_other_servers_fields_do_not_overlap() -> None:
 
 def test_a_history_of_tool_calls_reaches_the_template() -> None:
     call = CALL | {"function": {"name": "f", "arguments": '{"x": 1}'}}
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": [{"type": "text", "text": "b"}], "tool_call_id": "a"},
@@ -136,7 +136,8 @@ def test_the_last_message_can_be_continued() -> None:
     trimmed = TEMPLATE.replace("m.content }}", "m.content | trim }}")
     kept = rendered(chat, add=False, continue_final_message=True, template=trimmed)
     assert kept == "<user>a</end><assistant>The fox"
-    for wrong in ([], [{"role": "user", "content": " "}]):
+    nothing: list[list[dict[str, Any]]] = [[], [{"role": "user", "content": " "}]]
+    for wrong in nothing:
         with pytest.raises(ApiError) as caught:
             rendered(wrong, add=False, continue_final_message=True)
         assert caught.value.param == "continue_final_message"
