@@ -11,8 +11,11 @@ from services.gateway.errors import ApiError, invalid
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}(\.0{1,20})?")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?")
+# orjson decodes an integer that needs more than 64 bits as a float, which has lost digits.
+_EXACT = 2.0**53
 # An answer names at most this many wrong fields, as vLLM's.
 _MAX_NAMED = 10
+_MAX_PATH_CHARS = 100  # a path has names that the client chose
 
 
 def integer(value: Any) -> Any:
@@ -20,7 +23,7 @@ def integer(value: Any) -> Any:
     kind = type(value)
     if kind is str and _INTEGER.fullmatch(text := value.strip()):
         return int(text.partition(".")[0])
-    if kind is float and value.is_integer():
+    if kind is float and value.is_integer() and abs(value) < _EXACT:
         return int(value)
     return value
 
@@ -49,7 +52,7 @@ def as_api_error(error: ValidationError) -> ApiError:
 
 
 def _named(location: tuple[int | str, ...], kind: str, text: str) -> tuple[str, str, str]:
-    path = ".".join(str(part) for part in location)
+    path = ".".join(str(part) for part in location)[:_MAX_PATH_CHARS]
     text = text.removeprefix("Value error, ")
     if kind == "missing":
         return path, f"{path} is required", "missing_required_parameter"

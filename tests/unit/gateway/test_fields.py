@@ -48,6 +48,13 @@ def test_an_integer_may_be_a_text_or_have_no_fraction(value: Any) -> None:
     assert type(request.n) is int
 
 
+def test_a_float_that_has_lost_digits_is_no_integer() -> None:
+    for value in (-9223372036854775809.0, 2.0**53):
+        with pytest.raises(ApiError) as caught:
+            completion(seed=value)
+        assert caught.value.param == "seed"
+
+
 @pytest.mark.parametrize("value", [0.5, "0.5", ".5", "5e-1"])
 def test_a_number_may_be_a_text(value: Any) -> None:
     request = completion(temperature=value, logit_bias={"7": value}, length_penalty=value, use_beam_search=True)
