@@ -1,4 +1,4 @@
-"""Numbers in request bodies: vLLM accepts numeric strings, and floats without a fraction where it wants an integer."""
+"""Numbers and flags: vLLM reads them from strings too, and integers from floats without a fraction."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from services.gateway.errors import ApiError, invalid
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}(\.0{1,20})?")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?")
+_FLAGS = {"true": True, "false": False}
 # orjson decodes an integer that needs more than 64 bits as a float, which has lost digits.
 _EXACT = 2.0**53
 # An answer names at most this many wrong fields, as vLLM's.
@@ -35,8 +36,14 @@ def number(value: Any) -> Any:
     return value
 
 
+def flag(value: Any) -> Any:
+    """True for "true", False for "false". Anything else is unchanged."""
+    return _FLAGS.get(value.strip().lower(), value) if type(value) is str else value
+
+
 Integer = Annotated[int, BeforeValidator(integer)]
 Number = Annotated[float, BeforeValidator(number)]
+Flag = Annotated[bool, BeforeValidator(flag)]
 KINDS: dict[type, Any] = {int: Integer, float: Number, str: str}
 
 

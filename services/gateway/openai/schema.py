@@ -23,7 +23,7 @@ from services.gateway.engine.sampling import SamplingChoices
 from services.gateway.engine.truncation import Side, Truncation, make_truncation
 from services.gateway.errors import invalid
 from services.gateway.fields.messages import ChatMessage
-from services.gateway.fields.numbers import KINDS, Integer, Number, as_api_error
+from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
 from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.fields.template import TemplateInput, template_input
 from services.gateway.grammars.structure import Structure
@@ -67,9 +67,9 @@ class StreamOptions(_Request):
     """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
     the stream can be resumed."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_event_ids: bool | None = None
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
+    include_event_ids: Flag | None = None
 
 
 if TYPE_CHECKING:
@@ -94,19 +94,19 @@ class SamplingFields(_PlainFields):
     seed: Seed = None
     stop: Stop = Field([])
     min_tokens: Integer | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
     stop_token_ids: list[Integer] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
     # The form that the output must have.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
     n: Integer | None = None
     best_of: Integer | None = None
     # Beam search as in transformers. `best_of` (default: `n`) is its width.
-    use_beam_search: bool | None = None
+    use_beam_search: Flag | None = None
     length_penalty: Number | None = None
     early_stopping: EarlyStopping | None = None
     # OpenAI's name for `tenant`.
@@ -117,9 +117,9 @@ class SamplingFields(_PlainFields):
     request_id: str | None = None
     truncate_prompt_tokens: Integer | None = None
     truncation_side: Side | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: Flag | None = None
     # Log probabilities name tokens by their ids.
-    return_tokens_as_token_ids: bool | None = None
+    return_tokens_as_token_ids: Flag | None = None
     # The least number of tokens in an event between the first and the last.
     stream_interval: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
 
@@ -187,10 +187,10 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: Prompt
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag | None = None
     # Show the prompt before its continuation, with log probabilities if the output has them. With `max_tokens` 0 show
     # only the prompt.
-    echo: bool | None = None
+    echo: Flag | None = None
     logprobs: NumLogprobs = None
 
     def num_logprobs(self) -> int | None:
@@ -216,18 +216,18 @@ class ChatRequest(SamplingFields):
 
     messages: list[ChatMessage]
     max_completion_tokens: Integer | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: Flag | None = None
     add_special_tokens: NoneAdded = None
     chat_template: str | None = None
     chat_template_kwargs: Variables | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: Flag | None = None
     documents: list[Variables] | None = None
     # Templates of reasoning models read it, and `enable_thinking`.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Show the last message before the output, if it is the assistant's.
-    echo: bool | None = None
-    return_prompt_text: bool | None = None
-    logprobs: bool | None = None
+    echo: Flag | None = None
+    return_prompt_text: Flag | None = None
+    logprobs: Flag | None = None
     top_logprobs: Integer | None = None
 
     def for_template(self) -> TemplateInput:
@@ -260,14 +260,14 @@ class TokenizeRequest(_Request):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: Flag | None = None
+    add_generation_prompt: Flag | None = None
     chat_template: str | None = None
     chat_template_kwargs: Variables | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: Flag | None = None
     # Shown to the chat template, as they are.
     tools: list[dict[str, Any]] | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: Flag | None = None
 
     def for_template(self) -> TemplateInput:
         """What the chat template gets. Raises ApiError 400."""

@@ -70,9 +70,10 @@ def _logit_bias(value: Any) -> Any:
     """Convert the keys, because JSON has no integer keys."""
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
-    wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
-    if wrong is not None:
-        raise ValueError(f"has a key that is no token id: {wrong[:40]!r}")
+    if wrong := [key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)]:
+        shown = ", ".join(repr(key[:40]) for key in wrong[:10])
+        what = "keys that are no token ids" if len(wrong) > 1 else "a key that is no token id"
+        raise ValueError(f"has {what}: {shown}")
     biases = {int(token): bias for token, bias in value.items()}
     if len(biases) < len(value):
         raise ValueError("names a token twice")

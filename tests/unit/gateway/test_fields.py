@@ -61,6 +61,18 @@ def test_a_number_may_be_a_text(value: Any) -> None:
     assert (request.sampling().numbers["temperature"], request.logit_bias) == (0.5, {7: 0.5})
 
 
+def test_a_flag_may_be_a_text() -> None:
+    request = completion(stream="true", echo="False", ignore_eos="false")
+    assert (request.stream, request.echo, request.ignore_eos) == (True, False, False)
+    with pytest.raises(ApiError):
+        completion(stream="yes")
+
+
+def test_every_key_of_a_bias_that_is_no_token_is_named() -> None:
+    with pytest.raises(ApiError, match=r"keys that are no token ids: 'a', 'b'"):
+        completion(logit_bias={"a": 1, "5": 1, "b": 1})
+
+
 def test_token_ids_may_have_no_fraction() -> None:
     assert list(completion(prompt=[7.0, 8]).prompt) == [7, 8]
     for wrong in ([7.5], [7.0, "8"], [7.0, True]):
