@@ -7,7 +7,7 @@ docs/openai-api.md, which shows them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from services.gateway.errors import ApiError, invalid
@@ -72,10 +72,14 @@ IGNORED_INSIDE: dict[str, str] = {
 }
 
 
-def refuse_unserved(served: Collection[str], body: Mapping[str, Any], where: str = "") -> None:
+def refuse_unserved(served: Set[str], body: Mapping[str, Any], where: str = "") -> None:
     """Refuse every unsupported field, by name. `served`: the names of the fields that are served. `where`: the path of
     the object `body`. Raises ApiError 400."""
-    errors = [error for name in body if name not in served and (error := _refusal(name, body[name], where)) is not None]
+    unserved = body.keys() - served
+    if not unserved:  # nearly every request
+        return
+    named = [name for name in body if name in unserved]  # in the client's order
+    errors = [error for name in named if (error := _refusal(name, body[name], where)) is not None]
     if not errors:
         return
     message = errors[0].message if len(errors) == 1 else "; ".join(error.message for error in errors)

@@ -4,6 +4,7 @@ change the result and is not supported is refused by name."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -286,12 +287,17 @@ class DetokenizeRequest(_Request):
 R = TypeVar("R", bound=_Request)
 
 
+@cache
+def _served(cls: type[_Request]) -> frozenset[str]:
+    return frozenset(cls.model_fields)
+
+
 def parse(cls: type[R], body: Any, max_model_len: int) -> R:
     """The request in a decoded JSON body. Raises ApiError 400, that names all unsupported or all wrong fields."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
-    refuse_unserved(cls.model_fields.keys(), body)
+    refuse_unserved(_served(cls), body)
     try:
         request = cls.model_validate(body)
     except ValidationError as error:

@@ -137,11 +137,10 @@ class TextTokenizer:
             return with_strings(value, lambda text: self._break_special(text, mark))
 
         rendered = [{name: value if name == "role" else safe(value) for name, value in m.items()} for m in messages]
+        if extras is not NO_EXTRAS:
+            extras = replace(extras, tools=safe(extras.tools), documents=safe(extras.documents))
         text = template.render(
-            rendered,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables or {},
-            extras=replace(extras, tools=safe(extras.tools), documents=safe(extras.documents)),
+            rendered, add_generation_prompt=add_generation_prompt, variables=variables or {}, extras=extras
         )
         if extras.continue_final_message:
             text = without_end(text, rendered[-1]["content"] if rendered else "")
