@@ -34,7 +34,7 @@ def resuming_stream(gateways, path, body, key=None):
                             return
                         chunk, last_id, event = json.loads(event["data"]), event.get("id"), {}
                         if "error" in chunk:
-                            if chunk["error"]["type"] in ("server_error", "timeout_error"):
+                            if chunk["error"]["code"] in (500, 504):
                                 raise RuntimeError(chunk["error"]["message"])
                             break
                         headers["Last-Event-ID"] = last_id

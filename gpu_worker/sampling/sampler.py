@@ -62,7 +62,8 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The model's log probabilities, before temperature and filters; on the device."""
+    """The model's log probabilities, on the device: after the mask of a grammar, as in vLLM V1, and before everything
+    else that changes logits."""
 
     sampled: Tensor  # float32 [scored]
     top_tokens: Tensor  # int64 [scored, largest num_top], best first; among equals the lower id first
@@ -75,12 +76,15 @@ def sample(
     """logits [rows, vocab], any float type; float32 logits are overwritten. A row's token depends only on its own
     logits, parameters and past."""
     logits = logits.float()
-    logprobs = _logprobs(logits, rows)
     broken = None
     if processors is not None or mask is not None or len(rows.banned_rows):
         # Test this before a ban may hide it.
         broken = ~logits.amax(dim=-1).isfinite()
-        _process_logits(logits, rows, processors, mask)
+    if mask is not None:
+        allow_bits(logits, mask.rows, mask.bits)
+    logprobs = _logprobs(logits, rows)
+    if broken is not None:
+        _process_logits(logits, rows, processors)
     best, tokens = logits.max(dim=-1)  # a NaN in a row is its maximum
     failed = ~best.isfinite()
     ruled_out = None
@@ -98,11 +102,7 @@ def sample(
     return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
 
 
-def _process_logits(
-    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None, mask: GrammarMask | None
-) -> None:
-    if mask is not None:
-        allow_bits(logits, mask.rows, mask.bits)
+def _process_logits(logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None) -> None:
     if len(rows.banned_rows):
         ban(logits, *(upload(index, logits.device) for index in (rows.banned_rows, rows.banned_tokens)))
     if processors is not None:
@@ -110,7 +110,7 @@ def _process_logits(
 
 
 def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
-    """float32 [scored, vocab]. Computed first, because later steps overwrite the logits."""
+    """float32 [scored, vocab]. Computed before the steps that overwrite the logits."""
     if not len(rows.scored):
         return None
     return logits.index_select(0, upload(rows.scored, logits.device)).log_softmax(-1)

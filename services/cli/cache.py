@@ -218,7 +218,7 @@ def _chat_prefix(tokenizer: TextTokenizer, written: str) -> list[int]:
     The template's output for the messages alone may not be such a prefix, so two chats are compared. Raises ValueError.
     """
     from services.gateway.errors import ApiError
-    from services.gateway.openai.schema import ChatMessage
+    from services.gateway.fields.messages import ChatMessage
 
     try:
         messages = [ChatMessage.model_validate(one).for_template() for one in json.loads(written)]

@@ -1,8 +1,9 @@
-"""The error type of both APIs: an HTTP status with OpenAI's error fields, and a gRPC status code."""
+"""The error type of both APIs: an HTTP status with the error fields of OpenAI and vLLM, and a gRPC status code."""
 
 from __future__ import annotations
 
 import math
+from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -30,8 +31,19 @@ _HTTP_STATUS = {
     grpc.StatusCode.UNAVAILABLE.value[0]: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: 504,
 }
-_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
-_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+# vLLM's names. It has none for the last two statuses.
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    429: "RateLimitError",
+    504: "TimeoutError",
+}
+# OpenAI's clients compare `code` with this name. Every other `code` is the HTTP status, as vLLM's.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+_REASONS = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
 # A retry cannot succeed: the request itself failed, or its time is over. OpenAI's clients retry twice after any 5xx,
 # and a request that kills its worker would kill a worker at each attempt.
 _FINAL = (500, 504)
@@ -43,7 +55,7 @@ _WRONG_KEY = 'Bearer realm="paceline", error="invalid_token"'
 class ApiError(Exception):
     """A request that fails.
 
-    `status` is the HTTP status; `param` names the request field at fault; `code` is OpenAI's machine-readable reason;
+    `status` is the HTTP status; `param` names the request field at fault; `code` is the machine-readable reason;
     `retry_after_s` tells the client when to come back.
     """
 
@@ -60,13 +72,13 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code if code is not None else _CODES.get(status)
+        self.code = code if code is not None else _REASONS.get(status)
         self.retry_after_s = retry_after_s
 
     @property
     def type(self) -> str:
-        """OpenAI's error type."""
-        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        """vLLM's error type."""
+        return _TYPES.get(self.status) or _phrase(self.status)
 
     @property
     def grpc_code(self) -> grpc.StatusCode:
@@ -89,8 +101,10 @@ class ApiError(Exception):
         }
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error object."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        """The error object of vLLM, which OpenAI's clients read too, and `reason`: a name for the error, or null."""
+        code = self.code if self.code == CONTEXT_LENGTH_EXCEEDED else self.status
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": code, "reason": self.code}
+        return {"error": error}
 
 
 class Gone(Exception):
@@ -100,6 +114,13 @@ class Gone(Exception):
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "BadRequestError" if status < 500 else "InternalServerError"
 
 
 def is_final(code: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.text.chat_template import read_tokenizer_info
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
@@ -134,7 +135,7 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
 
 def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer:
     app = CORSMiddleware(
-        create_app(gateway),
+        create_app(gateway, settings.root_path),
         allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
         allow_methods=["*"],
         allow_headers=["*"],
@@ -157,6 +158,7 @@ class _ReadModel:
     files: ModelFiles
     tokenizer: TextTokenizer | IdTokenizer
     own: OwnModel
+    tokenizer_info: Mapping[str, Any] | None
 
 
 def _read_model(settings: GatewaySettings) -> _ReadModel:
@@ -169,11 +171,13 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
         else:
             _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
             tokenizer = IdTokenizer(files.vocab_size)
+        tokenizer_info = read_tokenizer_info(folder, settings.chat_template) if settings.enable_tokenizer_info else None
         identity = read_identity(folder, with_weights=True)
     except (NoSuchModel, FileNotFoundError, ValueError) as error:
         raise CannotStart(str(error)) from error
     dtype = "" if settings.dtype == "auto" else settings.dtype
-    return _ReadModel(files, tokenizer, OwnModel(settings.model, files.vocab_size, dtype, identity))
+    own = OwnModel(settings.model, files.vocab_size, dtype, identity)
+    return _ReadModel(files, tokenizer, own, tokenizer_info)
 
 
 def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSession:
@@ -203,7 +207,10 @@ def _make_gateway(
         session,
         GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants)),
         RequestLog(settings.model_name, enabled=settings.log_requests),
-        requests,
+        model_root=settings.model,
+        trust_request_chat_template=settings.trust_request_chat_template,
+        tokenizer_info=model.tokenizer_info,
+        requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
         access=AccessControl(keys, open_metrics=settings.open_metrics),

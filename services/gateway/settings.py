@@ -34,6 +34,17 @@ class GatewaySettings(KeySettings, section="gateway"):
     )
     served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
     chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")
+    trust_request_chat_template: bool = Field(
+        False, description="run chat templates that requests bring; a hostile template can use a core for long"
+    )
+    enable_tokenizer_info: bool = Field(
+        False, description="serve /tokenizer_info: the tokenizer's configuration and the chat template"
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="prefix of paths behind a proxy that does not remove it; paths without it are served, too",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens of a request together (default: the worker's limit)"
     )

@@ -18,11 +18,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Histogram
 
 from services.runtime.logs import bind_request_id, get_logger
 from services.runtime.message_gate import MessageGate
+from services.runtime.reflection.both_names import add_reflection
 
 log = get_logger(__name__)
 
@@ -177,8 +177,7 @@ class GrpcServer:
         """Listen, and return the port. Health says NOT_SERVING until `set_serving`. Raises RuntimeError if the port is
         in use."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*sorted(self._health.names - {""}), "grpc.health.v1.Health", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        add_reflection(self._server, (*sorted(self._health.names - {""}), "grpc.health.v1.Health"))
         host = f"[{self._host}]" if ":" in self._host else self._host
         port = self._server.add_insecure_port(f"{host}:{self._port}")
         await self._server.start()

@@ -44,7 +44,7 @@ def unharmed(stack: Stack, http: httpx.Client) -> Iterator[None]:
 def check_answer(answer: httpx.Response, name: str) -> dict[str, Any]:
     """Of a request that is refused: OpenAI's error shape."""
     error = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}, name
+    assert error.keys() == {"message", "type", "param", "code", "reason"}, name
     assert error["message"], name
     assert len(answer.content) < 2000, "an error does not repeat what it was sent"
     return error

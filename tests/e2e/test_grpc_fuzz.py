@@ -29,6 +29,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import paceline.v1
 from paceline.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, worker_pb2
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from services.runtime.reflection.both_names import describe_v1
 from services.runtime.rpc import MAX_MESSAGE_BYTES, open_channel
 from tests.support.ports import free_port
 from tests.support.proto_garbage import mangled, random_message
@@ -72,6 +73,7 @@ async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
     answer = await call.read()
     names = [service.name for service in answer.list_services_response.service]
     assert len(names) >= 2, "health, reflection, and our own, which a worker has none of"
+    describe_v1()
     pool = descriptor_pool.Default()
     return [method for name in names for method in pool.FindServiceByName(name).methods]
 

@@ -181,7 +181,7 @@ def test_bad_requests_name_the_field(stack: Stack, body: dict, status: int, para
 def test_broken_json_and_huge_bodies_are_refused(stack: Stack) -> None:
     url = f"{stack.url}/v1/completions"
     broken = httpx.post(url, content=b'{"prompt": ', trust_env=False, timeout=200)
-    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "BadRequestError")
     try:
         huge = httpx.post(url, content=b"x" * (50 * 2**20), trust_env=False, timeout=200)
         assert huge.status_code == 413

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import grpc
@@ -93,6 +94,23 @@ def test_samples_are_all_of_the_form(stack: Stack) -> None:
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)
     assert len(set(texts)) > 8
+
+
+def test_log_probabilities_are_shared_among_the_tokens_of_the_form(stack: Stack) -> None:
+    """The likeliest 20 tokens of the whole vocabulary would share far less at the unlikely text."""
+    body = {
+        "prompt": STORY,
+        "max_tokens": 20,
+        "temperature": 0,
+        "logprobs": 20,
+        "structured_outputs": {"choice": ["Zyzzyva xylem"]},
+    }
+    answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == "Zyzzyva xylem"
+    for likeliest in choice["logprobs"]["top_logprobs"]:
+        assert sum(map(math.exp, likeliest.values())) == pytest.approx(1, abs=1e-3)
+    assert min(value for likeliest in choice["logprobs"]["top_logprobs"] for value in likeliest.values()) == -9999
 
 
 def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:

@@ -108,22 +108,24 @@ BODIES = [
 ]
 
 FIELDS = [
-    *_field("temperature", -1, -1e-9, 1e30, "1", True, [], {}),
-    *_field("temperature", 1e-30, 0, None, status=200),
-    *_field("top_p", 0, -0.5, 1.0001, "1", True),
-    *_field("top_k", -2, 2**31, 2**63, 1.5, "1", True),
+    *_field("temperature", -1, -1e-9, 1e30, "one", "nan", True, [], {}),
+    *_field("temperature", 1e-30, 0, None, "1", "1.5e0", status=200),
+    *_field("top_p", 0, -0.5, 1.0001, "-1", True),
+    *_field("top_k", -2, 2**31, 2**63, 1.5, "1.5", True),
+    *_field("top_k", "1", 1.0, "1.0", status=200),
     *_field("min_p", 1.0001, -0.1, 1e30),
     *_field("typical_p", 0, 1.5, -1),
     *_field("presence_penalty", 1e9, -1e9, "x"),
     *_field("frequency_penalty", 1e9, -1e9, True),
     *_field("repetition_penalty", 0, -1, 1e9),
-    *_field("n", 0, -1, 10**6, 1.5, True, "2"),
+    *_field("n", 0, -1, 10**6, 1.5, True, "2.5"),
     *_field("best_of", 0, -1, 10**6),
-    *_field("max_tokens", 0, -1, 2**31, 2**63, 2**64, 10**30, 1.0, 1.5, True, "5", []),
+    *_field("max_tokens", 0, -1, 2**31, 2**63, 2**64, 10**30, 1.5, True, "x5", "9" * 5000, []),
+    *_field("max_tokens", 1.0, "5", " 5 ", status=200),
     *_field("min_tokens", 3, -1, 2**63),
     *_field("seed", -(2**63) - 1, 2**64, 2**80, 1.5, "x", True),
     *_field("seed", 0, 2**63 - 1, status=200),
-    *_field("logprobs", -1, 10**6, "5", 1.5),
+    *_field("logprobs", -1, 10**6, "5.5", 1.5),
     *_field("prompt_logprobs", -1, 10**6, True),
     *_field("stop", ["x"] * 10_000, [""], "", ["x" * 1_000_000], 5, [5], {"a": 1}),
     *_field("stop_token_ids", [-1], [10**6], [2**63], "5", [5] * 100_000),
@@ -238,10 +240,30 @@ PROMPTS = [
         "prompt", "x" * 9_000_000, [5] * 2048, [5] * 1_000_000, [[5] * 2048], ["x"] * 129, "a" + "\u0301" * 1_000_000
     ),
     *_field("prompt", " ", "\n\n", "\0", [1], "<|im_end|>", "</s><s>", [5] * 2046, status=200),
-    _completion("a prompt that leaves too little room", 400, "max_tokens", prompt=[5] * 2047),
+    _completion("a prompt that leaves too little room for its max_tokens", 200, None, prompt=[5] * 2047),
+    *_field("truncate_prompt_tokens", 0, -2, 2**63, "x", 1.5, True, []),
+    *_field("truncation_side", "up", "left", 5),
+    *_field("stream_interval", 0, -1, 2**31, "x", True),
+    *_field("request_id", 5, []),
+    *_field("return_token_ids", 1, "yes"),
+    *_field("return_tokens_as_token_ids", 1, "yes"),
+    *_field("grammar", "x"),
+    *_field("watermarking", True, {}),
+    _completion(
+        "a name of 100,000 characters",
+        400,
+        "structured_outputs." + "x" * 81,
+        structured_outputs={"x" * 100_000: 1, "regex": "a"},
+    ),
 ]
 
 ITEM = {"role": "user", "content": "hi"}
+
+
+def _calling(call: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": None if call is None else [call]}
+
+
 CHAT_CASES = [
     *[
         _chat(f"messages {value!r:.20}", 400, "messages", messages=value)
@@ -249,7 +271,18 @@ CHAT_CASES = [
     ],
     _chat("a message that is none", 400, "messages.0", messages=[5]),
     _chat("unknown role", 400, "messages.0.role", messages=[{"role": "wizard", "content": "x"}]),
-    _chat("tool role", 400, "messages.0.role", messages=[{"role": "tool", "content": "x"}]),
+    _chat("a tool's message, which the template refuses", 400, "messages", messages=[{"role": "tool", "content": "x"}]),
+    _chat("the assistant's null", 200, None, messages=[{"role": "assistant", "content": None}]),
+    _chat("calls of no function", 400, "messages.0.tool_calls.0.function", messages=[_calling({})]),
+    _chat(
+        "calls without an end", 200, None, messages=[_calling({"function": {"name": "f", "arguments": "[" * 50_000}})]
+    ),
+    _chat(
+        "calls 100 deep", 400, "messages", messages=[_calling({"function": {"name": "f", "arguments": _nested(100)}})]
+    ),
+    _chat("documents 5", 400, "documents", documents=5),
+    _chat("nothing to continue", 400, "continue_final_message", continue_final_message=True, messages=[_calling(None)]),
+    _chat("an effort without a name", 400, "reasoning_effort", reasoning_effort="most"),
     _chat("no role", 400, "messages.0.role", messages=[{"content": "x"}]),
     _chat("no content", 400, "messages.0.content", messages=[{"role": "user"}]),
     _content("null", 400, "messages.0.content", None),

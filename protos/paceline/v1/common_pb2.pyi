@@ -115,7 +115,9 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     """End-of-sequence tokens are ordinary tokens."""
     logprobs: _builtins.bool
-    """Report the log probability of each sampled token (of the model itself, before temperature and filters)."""
+    """Report the log probability of each sampled token (of the model itself, after the mask of a grammar, and before
+    temperature and filters).
+    """
     num_top_logprobs: _builtins.int
     """And of so many of the most likely tokens at its place."""
     repetition_penalty: _builtins.float

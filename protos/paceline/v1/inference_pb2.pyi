@@ -537,7 +537,7 @@ class TokenLogprob(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Of the model itself, before temperature and filters."""
+    """Of the model itself: after the mask of a grammar, before temperature and filters. -inf: the grammar rules it out."""
     rank: _builtins.int
     """Of a prompt token: its place among all tokens, 1 for the most likely one."""
     @_builtins.property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,20 @@ class Generation:
         token has arrived."""
         positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
         return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the sequence; None if something else did, as an end-of-sequence
+        token does."""
+        if self.finish_reason != common_pb2.FINISH_REASON_STOP:
+            return None
+        if self.text_stream.stopped:
+            return self.text_stream.stop_string
+        return self.stop_token_of(self._live.tokens)
+
+    def stop_token_of(self, token_ids: Sequence[int]) -> int | None:
+        """The last of these tokens, if it is a stop token of the request."""
+        return token_ids[-1] if token_ids and token_ids[-1] in self.job.sampling.stop_token_ids else None
 
     async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, and return the text that can be shown now (perhaps "").

@@ -23,6 +23,7 @@ MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # of all messages together
 MAX_TEMPLATE_VARIABLES = 1024
 MAX_DETOKENIZED = 2**17  # or the model's context length, if that is larger
+MAX_TRUNCATED = 2**17  # tokens of a prompt that may be cut; or the model's context length, if that is larger
 
 # The largest number of entries, and the word for an entry.
 _ENTRIES = {
@@ -63,7 +64,8 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
     most = max(MAX_DETOKENIZED, max_model_len)
     if len(tokens := _list(body, "tokens")) > most:
         raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")
-    _check_prompt(_list(body, "prompt"), max_model_len)
+    can_cut = body.get("truncate_prompt_tokens") is not None
+    _check_prompt(_list(body, "prompt"), max(MAX_TRUNCATED, max_model_len) if can_cut else max_model_len)
     _check_chat(_list(body, "messages"), max_model_len)
 
 

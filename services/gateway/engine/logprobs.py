@@ -10,6 +10,8 @@ from typing import Any
 from services.gateway.engine.scores import Score
 
 TokenBytes = Callable[[int], bytes]
+# JSON has no infinity. A token that a grammar rules out has this log probability, as in vLLM.
+_LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,13 @@ def token_text(piece: bytes) -> str:
 class LogprobFormat:
     """Formats the log probabilities of one choice, piece by piece, for a chat or a completion."""
 
-    def __init__(self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0) -> None:
+    def __init__(
+        self, chat: bool, token_bytes: TokenBytes, shown_bytes: TokenBytes, offset: int = 0, *, as_ids: bool = False
+    ) -> None:
         """`shown_bytes`: what a token adds to the text (a hidden special token adds nothing). `offset`: characters of
-        the text before the first token."""
+        the text before the first token. With `as_ids` a token is named `token_id:7`, and not by its text."""
         self._chat = chat
+        self._as_ids = as_ids
         self._bytes = token_bytes
         self._shown_bytes = shown_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -65,10 +70,9 @@ class LogprobFormat:
         """The `logprobs` object for these tokens, which follow the tokens of the last call."""
         if self._chat:
             return {"content": [self._entry(token) for token in tokens], "refusal": None}
-        pieces = [self._bytes(token.token_id) for token in tokens]
         return {
-            "tokens": [token_text(piece) for piece in pieces],
-            "token_logprobs": [token.logprob for token in tokens],
+            "tokens": [self._name(token.token_id) for token in tokens],
+            "token_logprobs": [max(token.logprob, _LEAST_LOGPROB) for token in tokens],
             "top_logprobs": [self._likeliest(token) for token in tokens],
             "text_offset": [self._advance(token.token_id) for token in tokens],
         }
@@ -83,15 +87,21 @@ class LogprobFormat:
         return {**self._named(token.token_id, token.logprob), "top_logprobs": top}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        piece = self._bytes(token_id)
-        return {"token": token_text(piece), "logprob": logprob, "bytes": list(piece)}
+        return {
+            "token": self._name(token_id),
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(self._bytes(token_id)),
+        }
+
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else token_text(self._bytes(token_id))
 
     def _likeliest(self, token: ScoredToken) -> dict[str, float]:
         # As in OpenAI's API, the sampled token is always among them.
         entries = [*token.top, (token.token_id, token.logprob)]
         named: dict[str, float] = {}
         for other, logprob in entries:
-            named.setdefault(token_text(self._bytes(other)), logprob)
+            named.setdefault(self._name(other), max(logprob, _LEAST_LOGPROB))
         return named
 
     def _advance(self, token_id: int) -> int:

@@ -18,9 +18,11 @@ from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.live_request import NO_METADATA
 from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.sampling import FieldNames, SamplingChoices, check_range, refuse_for_beams, sampling_params
-from services.gateway.errors import ApiError, Gone, invalid
+from services.gateway.engine.truncation import Truncation
+from services.gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles
@@ -117,34 +119,68 @@ class RequestBuilder:
         *,
         add_special_tokens: bool = True,
         of_chars: int = 0,
+        truncation: Truncation | None = None,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
         """Token ids of a plain prompt. `of_chars`: characters of all prompts of the request, if it has several.
 
         Raises ApiError 400, and Gone if `gone()` when the turn of a long prompt comes.
         """
-        self._check_chars(len(text), names)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if truncation is None:
+            self._check_chars(len(text), names)
+        elif truncation.side is None:
+            encode = partial(
+                self.tokenizer.encode_end, text, truncation.num_tokens, add_special_tokens=add_special_tokens
+            )
         is_short = max(len(text), of_chars) <= _INLINE_CHARS
-        return encode() if is_short else await self._in_thread(encode, gone)
+        ids = encode() if is_short else await self._in_thread(encode, gone)
+        return ids if truncation is None else list(truncation.cut(ids))
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         names: FieldNames,
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
+        truncation: Truncation | None = None,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
         """Token ids of a chat. Raises ApiError 400, and Gone if `gone()` when the turn of a long chat comes."""
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._check_chars(num_chars, names)
+        if truncation is None:
+            self._check_chars(sum(len(message["content"]) for message in messages), names)
         encode = partial(
-            self.tokenizer.encode_chat, messages, add_generation_prompt=add_generation_prompt, variables=variables
+            self.tokenizer.encode_chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            extras=extras,
         )
-        is_short = num_chars + 32 * len(messages) <= _INLINE_CHARS
-        return encode() if is_short else await self._in_thread(encode, gone)
+        is_short = _num_chars(messages, extras) <= _INLINE_CHARS
+        ids = encode() if is_short else await self._in_thread(encode, gone)
+        return ids if truncation is None else list(truncation.cut(ids))
+
+    async def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """A chat as the template writes it. Raises what encode_chat raises."""
+        render = partial(
+            self.tokenizer.render_chat,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+            extras=extras,
+        )
+        is_short = _num_chars(messages, extras) <= _INLINE_CHARS
+        return "".join(render() if is_short else await self._in_thread(render, gone))
 
     def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
         """The ids, packed, if all are in the vocabulary. Raises ApiError 400."""
@@ -242,13 +278,13 @@ class RequestBuilder:
             if choices.min_tokens is not None:
                 max_tokens = min(max(max_tokens, choices.min_tokens), room)
         check_range(names.of("max_tokens"), max_tokens, 1, 2**31 - 1)
-        if max_tokens > room:
-            raise invalid(
-                names.of("max_tokens"),
-                f"this model's context is {self.max_model_len} tokens, but you asked for "
-                f"{len(prompt_ids) + max_tokens} ({len(prompt_ids)} in the prompt, {max_tokens} for the output)",
-                code="context_length_exceeded",
+        if max_tokens > self.max_model_len:
+            name = names.of("max_tokens")
+            message = (
+                f"{context_text(self.max_model_len)} However, {name} is {max_tokens}. Ask for fewer output tokens."
             )
+            raise invalid(name, message, code=CONTEXT_LENGTH_EXCEEDED)
+        max_tokens = min(max_tokens, room)  # as vLLM: the output ends where the context does
         min_tokens = choices.min_tokens or 0
         if not 0 <= min_tokens <= max_tokens:
             raise invalid(names.of("min_tokens"), f"min_tokens must be between 0 and max_tokens ({max_tokens})")
@@ -285,6 +321,13 @@ class RequestBuilder:
             sampling.prompt_logprobs = False  # the first sample brings them
             jobs.append(replace(job, request_id=f"{job.request_id}.{i}", sampling=sampling, sample=i))
         return jobs
+
+
+def _num_chars(messages: Sequence[Mapping[str, Any]], extras: ChatExtras) -> int:
+    """About how many characters the template writes."""
+    if extras.template is not None:
+        return _INLINE_CHARS + 1  # it may take any time
+    return 32 * len(messages) + sum(map(len, strings([messages, extras.tools, extras.documents])))
 
 
 def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
@@ -364,14 +407,20 @@ def check_metadata(
     return metadata
 
 
+def context_text(max_model_len: int) -> str:
+    """How every error about the context begins: LiteLLM and others recognise these errors by OpenAI's words."""
+    return f"This model's maximum context length is {max_model_len} tokens."
+
+
 def too_long(param: str, num_tokens: str, max_model_len: int) -> ApiError:
     """The error for a prompt that leaves no position for an output token."""
-    return invalid(
-        param,
-        f"this model's context is {max_model_len} tokens, but the prompt has {num_tokens}"
-        + (" and needs room for one more" if num_tokens == str(max_model_len) else ""),
-        code="context_length_exceeded",
+    full = num_tokens == str(max_model_len)
+    excess = "leaves no room for an output token" if full else "exceeds this limit even without any output tokens"
+    message = (
+        f"{context_text(max_model_len)} However, your prompt contains {num_tokens} input tokens, which {excess}. "
+        "Please reduce the length of the input prompt."
     )
+    return invalid(param, message, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def _stop_strings(choices: SamplingChoices, names: FieldNames) -> tuple[str, ...]:

@@ -5,8 +5,10 @@
                       └ per choice: 12 tokens sent, nothing yet, ended after 7 tokens
     68e7a1b2.9f3a2b1c.40e,31e,7e.u  the usage was sent, too (`d`: and [DONE])
 
-An event's id covers this event and all events before it. The checksum detects that a repeated generation gave another
-answer. Then the client gets an error, and never two halves of different answers.
+A stream has ids only if its request asks for them: many clients (vLLM's and SGLang's benchmarks, llmperf) read lines of
+`data:` alone, and fail at any other. An event's id covers this event and all events before it. The checksum detects
+that a repeated generation gave another answer. Then the client gets an error, and never two halves of different
+answers.
 """
 
 from __future__ import annotations
@@ -72,16 +74,16 @@ def cannot_resume(why: str) -> ApiError:
 class StreamProgress:
     """How far a stream has come. `read` takes tokens; `line` gives the id of an event that shows them.
 
-    Above MAX_CHOICES choices the lines are empty. The checksum of a choice is FNV-1 (Fowler, Noll and Vo) with 32 bits,
-    one step per token. The checksum of the stream is the sum over its choices, each with its own weight, so that equal
-    errors in two choices do not cancel each other.
+    Above MAX_CHOICES choices, and if the request does not ask for ids, the lines are empty. The checksum of a choice is
+    FNV-1 (Fowler, Noll and Vo) with 32 bits, one step per token. The checksum of the stream is the sum over its
+    choices, each with its own weight, so that equal errors in two choices do not cancel each other.
     """
 
     __slots__ = ("_counts", "_has_ids", "_head", "_is_single", "_positions", "_shown_sums", "_sums", "checksum")
 
-    def __init__(self, created_s: int, num_choices: int) -> None:
-        self._has_ids = num_choices <= MAX_CHOICES
-        self._is_single = num_choices == 1
+    def __init__(self, created_s: int, num_choices: int, *, wanted: bool = True) -> None:
+        self._has_ids = wanted and num_choices <= MAX_CHOICES
+        self._is_single = self._has_ids and num_choices == 1
         self._head = b"id: %x." % created_s
         self._counts = [0] * num_choices
         self._positions = [b""] * num_choices
@@ -91,6 +93,8 @@ class StreamProgress:
 
     def read(self, index: int, token_ids: Sequence[int]) -> None:
         """Take the next tokens of a choice. The next event that shows text covers them."""
+        if not self._has_ids:
+            return
         self._counts[index] += len(token_ids)
         checksum = self._sums[index]
         for token_id in token_ids:

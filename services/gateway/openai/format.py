@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import orjson
@@ -41,22 +42,39 @@ def new_answer_id(kind: Kind, name: str | None = None) -> str:
 
 
 class AnswerChoice(NamedTuple):
-    """One choice of an answer, and why it ended."""
+    """One choice of an answer, and why it ended: `stop_reason` is the stop string or stop token that ended it."""
 
     text: str
     finish_reason: FinishReason.ValueType
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    stop_reason: str | int | None = None
+    token_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a request asks to see besides the text. `token_ids`: those of prompt and output. `tokens_as_ids`: log
+    probabilities name tokens by their ids. `prompt_text`: the chat as the template writes it."""
+
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    prompt_text: str | None = None
+
+
+NOTHING_MORE = Shown()
 
 
 class Envelope:
-    """What all chunks of an answer share: id, Unix time and model."""
+    """What all chunks of an answer share: id, Unix time, model, and what the request asks to see."""
 
-    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str) -> None:
+    def __init__(self, kind: Kind, model: str, created_s: int, answer_id: str, shown: Shown = NOTHING_MORE) -> None:
         self.kind = kind
         self.model = model
         self.id = answer_id
         self.created = created_s
+        self.shown = shown
 
     def head(self, object_name: str) -> dict[str, Any]:
         """The first fields of every body."""
@@ -67,19 +85,30 @@ class Envelope:
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
         body = {**head, "choices": shaped, "usage": usage}
-        if self.kind == "chat" and choices[0].prompt_logprobs is not None:  # vLLM has them at this level
+        if self.kind == "chat":  # vLLM has them at this level
             body["prompt_logprobs"] = choices[0].prompt_logprobs
+            body["prompt_token_ids"] = self._ids(choices[0].prompt_ids)
+        if self.shown.prompt_text is not None:
+            body["prompt_text"] = self.shown.prompt_text
         return orjson.dumps(body)
+
+    def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
+        return list(token_ids) if self.shown.token_ids else None
 
     def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
         if self.kind == "chat":
             content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
         else:
-            content = {"text": choice.text}
-            if choice.prompt_logprobs is not None:
-                content["prompt_logprobs"] = choice.prompt_logprobs
-        reason = FINISH_NAMES[choice.finish_reason]
-        return {"index": index, **content, "logprobs": choice.logprobs, "finish_reason": reason}
+            prompt_ids = self._ids(choice.prompt_ids)
+            content = {"text": choice.text, "prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": prompt_ids}
+        return {
+            "index": index,
+            **content,
+            "logprobs": choice.logprobs,
+            "finish_reason": FINISH_NAMES[choice.finish_reason],
+            "stop_reason": choice.stop_reason,
+            "token_ids": self._ids(choice.token_ids),
+        }
 
 
 class StreamFormat:
@@ -89,6 +118,7 @@ class StreamFormat:
         self, envelope: Envelope, generations: Sequence[Generation], *, include_usage: bool, continuous_usage: bool
     ) -> None:
         self._chat = envelope.kind == "chat"
+        self._shown = envelope.shown
         self._generations = generations
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -105,29 +135,58 @@ class StreamFormat:
     def first(self, index: int, echo: str | None, logprobs: dict[str, Any] | None) -> bytes:
         """The event before a choice's output: the role for a chat; the echoed prompt, if any, for a completion."""
         tail = self._tail_of(index, num_tokens=0)
+        prompt = b""
+        if self._shown.token_ids:
+            prompt = b',"prompt_token_ids":' + orjson.dumps(list(self._generations[index].job.prompt_ids))
         if self._chat:
-            delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            return self._head + delta % index + tail
-        if echo is None:
+            if self._shown.prompt_text is not None:
+                prompt += b',"prompt_text":' + orjson.dumps(self._shown.prompt_text)
+            delta = b'{"index":%d,"delta":{"role":"assistant","content":%b},"logprobs":null,"finish_reason":null}]'
+            return self._head + delta % (index, orjson.dumps(echo or "")) + prompt + tail
+        if echo is None and not prompt:
             return b""
-        return b"".join((self._text_heads[index], orjson.dumps(echo), self._middle(logprobs), b"null}]", tail))
+        ids = self._ids(())
+        return b"".join(
+            (
+                self._text_heads[index],
+                orjson.dumps(echo or ""),
+                self._middle(logprobs),
+                b"null",
+                ids,
+                prompt,
+                b"}]",
+                tail,
+            )
+        )
 
-    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+    def text(
+        self, index: int, text: str, logprobs: dict[str, Any] | None = None, token_ids: Sequence[int] = ()
+    ) -> bytes:
         """New text of a choice."""
-        if self._continuous_usage or logprobs is not None:
-            middle = self._middle(logprobs)
-            return b"".join((self._text_heads[index], orjson.dumps(text), middle, b"null}]", self._tail_of(index)))
+        if self._continuous_usage or logprobs is not None or self._shown.token_ids:
+            end = b"null" + self._ids(token_ids) + b"}]"
+            return b"".join(
+                (self._text_heads[index], orjson.dumps(text), self._middle(logprobs), end, self._tail_of(index))
+            )
         return b"".join((self._text_heads[index], orjson.dumps(text), self._plain_tail))
 
-    def last(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+    def last(
+        self, index: int, text: str, logprobs: dict[str, Any] | None = None, token_ids: Sequence[int] = ()
+    ) -> bytes:
         """The rest of a choice's text, and its finish reason."""
-        reason = FINISH_NAMES[self._generations[index].finish_reason]
+        generation = self._generations[index]
+        reasons = b'"%b","stop_reason":%b' % (
+            FINISH_NAMES[generation.finish_reason].encode(),
+            orjson.dumps(generation.stop_reason),
+        )
         return b"".join(
             (
                 self._text_heads[index],
                 orjson.dumps(text),
                 self._middle(logprobs),
-                b'"%s"}]' % reason.encode(),
+                reasons,
+                self._ids(token_ids),
+                b"}]",
                 self._tail_of(index),
             )
         )
@@ -137,6 +196,9 @@ class StreamFormat:
         if not self._include_usage:
             return b""
         return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n"
+
+    def _ids(self, token_ids: Sequence[int]) -> bytes:
+        return b',"token_ids":' + orjson.dumps(list(token_ids)) if self._shown.token_ids else b""
 
     def _middle(self, logprobs: dict[str, Any] | None) -> bytes:
         return self._close + b',"logprobs":' + orjson.dumps(logprobs) + b',"finish_reason":'

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from services.gateway.access.caller import Caller
 from services.gateway.access.control import AccessControl
@@ -33,6 +34,9 @@ class Gateway:
     session: SchedulerSession
     metrics: GatewayMetrics
     log: RequestLog
+    model_root: str = ""  # the checkpoint's folder or hub name
+    trust_request_chat_template: bool = False
+    tokenizer_info: Mapping[str, Any] | None = None  # what /tokenizer_info shows; None: it is off
     requests: RequestStore = field(default_factory=RequestStore)
     max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0
@@ -55,6 +59,16 @@ class Gateway:
                 f"the model {name[:120]!r} does not exist; this server has {self.model_name!r}",
                 param="model",
                 code="model_not_found",
+            )
+
+    def check_template(self, source: str | None) -> None:
+        """Raises ApiError 400 for a chat template of a request, unless the operator trusts such templates."""
+        if source is not None and not self.trust_request_chat_template:
+            raise invalid(
+                "chat_template",
+                "chat_template is refused: this server runs templates of requests only with "
+                "--trust-request-chat-template",
+                code="unsupported_value",
             )
 
     @contextmanager

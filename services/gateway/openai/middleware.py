@@ -74,6 +74,7 @@ class RequestMiddleware:
 
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: a 429 for a request that may
     not enter. Both are sent before routing, which would take most of the time, and before the body is read.
+    `root_path`: a prefix that paths may have.
     """
 
     def __init__(
@@ -81,15 +82,19 @@ class RequestMiddleware:
         app: ASGIApp,
         refusal: Callable[[Scope], ApiError | None] = lambda scope: None,
         admit: Callable[[Scope], Caller] = lambda scope: ANYONE,
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._refusal, self._admit = refusal, admit
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = sanitised_request_id(given.decode("latin-1"))
         scope.setdefault("state", {})["request_id"] = request_id
         scope[RAW_SEND] = send
+        if self._root_path:
+            scope["root_path"] = self._root_path  # Starlette routes by the rest of the path, if the path begins with it
         bind_request_id(request_id)
         header = (b"x-request-id", request_id.encode())
 

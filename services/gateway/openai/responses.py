@@ -72,7 +72,8 @@ class _Answer(Response):
         if not job.logprobs:
             return None
         offset = len(job.echo.text) if job.echo is not None else 0
-        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, offset)
+        as_ids = self._envelope.shown.tokens_as_ids
+        return LogprobFormat(self._envelope.kind == "chat", job.token_bytes, job.shown_bytes, offset, as_ids=as_ids)
 
     def _first_sample(self, index: int) -> int:
         """The index of the prompt's first sample, which has asked for the prompt's log probabilities."""
@@ -86,10 +87,11 @@ class _Answer(Response):
         The first sample of the prompt must have a token.
         """
         job = self._generations[index].job
-        if job.echo is None or not job.logprobs:
+        if job.echo is None or not job.logprobs or self._envelope.kind == "chat":
             return job.echo.text if job.echo else None, None
         tokens = self._generations[self._first_sample(index)].prompt_scored
-        shape = LogprobFormat(False, job.token_bytes, job.shown_bytes)
+        # An echo of token ids shows special tokens.
+        shape = LogprobFormat(False, job.token_bytes, job.token_bytes, as_ids=self._envelope.shown.tokens_as_ids)
         return job.echo.text, echoed_logprobs(shape, job.prompt_ids[0], tokens, job.echo)
 
     def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
@@ -122,17 +124,36 @@ class WholeAnswer(_Answer):
         for i in self._best():
             generation = self._generations[i]
             echo, logprobs = self._echo(i)
+            prompt_ids = generation.job.prompt_ids
             if generation.job.beam is not None:
-                choices += [
-                    AnswerChoice((echo or "") + found.text, found.finish_reason) for found in generation.hypotheses
-                ]
+                for found in generation.hypotheses:
+                    ended = found.finish_reason == common_pb2.FINISH_REASON_STOP
+                    stop_reason = generation.stop_token_of(found.token_ids) if ended else None
+                    text = (echo or "") + found.text
+                    choices.append(
+                        AnswerChoice(
+                            text,
+                            found.finish_reason,
+                            stop_reason=stop_reason,
+                            token_ids=found.token_ids,
+                            prompt_ids=prompt_ids,
+                        )
+                    )
                 continue
-            text, tokens = collected[i]
+            text, tokens, token_ids = collected[i]
             if (shape := self._logprob_format(generation)) is not None:
                 shaped = shape.shape(tokens)
                 logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
             choices.append(
-                AnswerChoice((echo or "") + text, generation.finish_reason, logprobs, self._prompt_logprobs(i))
+                AnswerChoice(
+                    (echo or "") + text,
+                    generation.finish_reason,
+                    logprobs,
+                    self._prompt_logprobs(i),
+                    generation.stop_reason,
+                    token_ids,
+                    prompt_ids,
+                )
             )
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
 
@@ -157,13 +178,14 @@ class WholeAnswer(_Answer):
             start = end
         return best
 
-    async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken]]:
-        """The text of a generation, and its tokens if the client wants log probabilities."""
-        parts, tokens = [], []
+    async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken], list[int]]:
+        """The text of a generation, its tokens if the client wants log probabilities, and their ids."""
+        parts, tokens, token_ids = [], [], []
         while generation.finish_reason == _RUNNING:
             parts.append(await generation.next())
             tokens += generation.scored
-        return "".join(parts), tokens
+            token_ids += generation.token_ids
+        return "".join(parts), tokens, token_ids
 
 
 async def _not_yet(message: Message) -> None:
@@ -174,7 +196,8 @@ class StreamAnswer(_Answer):
     """Server-sent events. The status line waits for the first token, so that a refused request gets its own status.
 
     `after`: the last event that the client has. The output up to this event is generated again but not sent. If it
-    differs from what the client has, the answer is a 400.
+    differs from what the client has, the answer is a 400. `event_ids`: whether events have an `id:` line. `interval`:
+    an event between a choice's first and last one has at least this many tokens.
     """
 
     def __init__(
@@ -185,14 +208,17 @@ class StreamAnswer(_Answer):
         include_usage: bool = False,
         continuous_usage: bool = False,
         after: EventId | None = None,
+        event_ids: bool = False,
+        interval: int = 1,
     ) -> None:
         super().__init__(reading, envelope)
         generations = self._generations
         self._format = StreamFormat(
             envelope, generations, include_usage=include_usage, continuous_usage=continuous_usage
         )
-        self._progress = StreamProgress(envelope.created, len(generations))
+        self._progress = StreamProgress(envelope.created, len(generations), wanted=event_ids or after is not None)
         self._scores = [self._logprob_format(generation) for generation in generations]
+        self._interval = interval
         self._after = after
         self._positions = after.positions if after is not None else (ChoicePosition(),) * len(generations)
         # Choices of which no event was sent.
@@ -252,8 +278,11 @@ class StreamAnswer(_Answer):
     async def _pump(self, index: int, *, alone: bool) -> bytes:
         """Stream one choice, and return its last event unsent. `alone`: this is the only streamed choice."""
         generation, formatted, scores = self._generations[index], self._format, self._scores[index]
-        progress = self._progress
+        progress, interval = self._progress, self._interval
+        with_ids = self._envelope.shown.token_ids
         waiting: list[ScoredToken] = []  # tokens without sent text
+        waiting_ids: list[int] = []  # the same, if the client wants to see ids
+        kept, num_kept = "", 0  # of an event that has too few tokens yet
 
         def logprobs() -> dict[str, Any] | None:
             if scores is None:
@@ -266,10 +295,20 @@ class StreamAnswer(_Answer):
         while generation.finish_reason == _RUNNING:
             progress.read(index, generation.token_ids)
             waiting += generation.scored
+            if with_ids:
+                waiting_ids += generation.token_ids
+            if interval > 1 and self._has_begun[index].is_set():
+                kept, num_kept = kept + text, num_kept + len(generation.token_ids)
+                if num_kept < interval:
+                    text = await generation.next()
+                    continue
+                text, kept, num_kept = kept, "", 0
             if text or generation.token_ids:  # an event without text tells the client that generation goes on
                 if not self._has_begun[index].is_set():
                     await self._begin(index)
-                event = formatted.text(index, text, logprobs())
+                event = formatted.text(index, text, logprobs(), waiting_ids)
+                if with_ids:
+                    waiting_ids = []
                 if alone and self._started:
                     # The most frequent case. It skips the middleware, which has seen the start of the answer.
                     body = progress.line(index) + event
@@ -282,7 +321,7 @@ class StreamAnswer(_Answer):
             await self._begin(index)
         progress.read(index, generation.token_ids)
         waiting += generation.scored
-        return formatted.last(index, text, logprobs())
+        return formatted.last(index, kept + text, logprobs(), [*waiting_ids, *generation.token_ids])
 
     async def _begin(self, index: int) -> None:
         """The first token of a choice has arrived. An echo waits for the first sample of the prompt, which has it."""

@@ -31,9 +31,10 @@ from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of
+from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of, sanitised_request_id
 from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
+from services.gateway.openai.vllm_routes import vllm_routes
 
 _KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 # A request with one of these headers may already run, and then it needs no position in the queue.
@@ -46,15 +47,16 @@ MAX_ECHO_CHARS = 2**22
 _COMPLETION_MAX_TOKENS = 16
 
 
-def create_app(gateway: Gateway) -> RequestMiddleware:
-    """The ASGI application."""
+def create_app(gateway: Gateway, root_path: str = "") -> RequestMiddleware:
+    """The ASGI application. `root_path`: a prefix that paths may have, because a proxy leaves it there."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
+    routes += vllm_routes(gateway)
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
 
     def refusal(scope: Scope) -> ApiError | None:
-        kind = _KINDS.get(scope["path"])
+        kind = _KINDS.get(scope["path"].removeprefix(root_path))
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None
         if (error := gateway.refusal_if_full()) is not None:
@@ -62,9 +64,9 @@ def create_app(gateway: Gateway) -> RequestMiddleware:
         return error
 
     def admit(scope: Scope) -> Caller:
-        return gateway.access.admit(scope["path"], scope["headers"])
+        return gateway.access.admit(scope["path"].removeprefix(root_path), scope["headers"])
 
-    return RequestMiddleware(app, refusal, admit)
+    return RequestMiddleware(app, refusal, admit, root_path)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
@@ -124,6 +126,8 @@ def _model_routes(gateway: Gateway) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "paceline",
+            "root": gateway.model_root,  # from which clients load the tokenizer
+            "parent": None,
             "max_model_len": gateway.builder.max_model_len,
         }
 
@@ -162,20 +166,35 @@ def _token_routes(gateway: Gateway) -> list[Route]:
         with entering, gateway.held_body() as held:
             body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
             ids = await token_ids(body, request.scope[CONNECTION].has_gone)
-        return _json({"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids})
+        names = builder.tokenizer.token_names(ids) if body.return_token_strs else None
+        shown = {"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids, "token_strs": names}
+        return _json(shown)
 
     async def token_ids(body: schema.TokenizeRequest, gone: Callable[[], bool]) -> list[int]:
         gateway.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.prompt is not None:
+            refuse_chat_fields(body)
             add = body.add_special_tokens is not False
             return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add, gone=gone)
         if body.add_special_tokens:
             raise invalid("add_special_tokens", f"add_special_tokens: {NOT_FOR_CHATS}")
-        messages = [message.for_template() for message in body.messages or []]
-        add = body.add_generation_prompt is not False
-        return await builder.encode_chat(messages, _CHAT, add_generation_prompt=add, gone=gone)
+        chat = body.for_template()
+        gateway.check_template(body.chat_template)
+        return await builder.encode_chat(
+            chat.messages,
+            _CHAT,
+            add_generation_prompt=chat.add_generation_prompt,
+            variables=chat.variables,
+            extras=chat.extras,
+            gone=gone,
+        )
+
+    def refuse_chat_fields(body: schema.TokenizeRequest) -> None:
+        for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+            if getattr(body, name):
+                raise invalid(name, f"{name} is only possible with messages")
 
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
@@ -238,9 +257,10 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
                 key = RequestKey(metadata.tenant, name, fingerprint, IDEMPOTENCY_KEY, caller.owner)
                 if not resumed:
                     gateway.check_capacity(key)
-            answer_id = new_answer_id(kind, key.answer_id if key is not None else None)
+            request_id = _request_id(request, parsed.request_id)
+            answer_id = new_answer_id(kind, key.answer_id if key is not None else request_id)
             metadata.answer_id = answer_id
-            asked = _Asked(request.scope["state"]["request_id"], answer_id, arrival_s, key, gone, metadata)
+            asked = _Asked(request_id, answer_id, arrival_s, key, gone, metadata)
             jobs = await make_jobs(gateway, parsed, asked)
             after = _last_event(request, parsed, jobs, key)
             if after is not None and after.after == "d":
@@ -253,7 +273,10 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         gateway.count_gone()
         raise
     created_s = after.created_s if after is not None else reading.created_s
-    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id)
+    shown = parsed.shown()
+    if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
+        shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, gone))
+    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id, shown)
     if not parsed.stream:
         return WholeAnswer(reading, envelope, keep=parsed.n or 1)
     options = parsed.stream_options or schema.StreamOptions()
@@ -263,6 +286,25 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         after=after,
+        interval=parsed.stream_interval or 1,
+        event_ids=key is not None or LAST_EVENT_ID in request.headers or bool(options.include_event_ids),
+    )
+
+
+def _request_id(request: Request, given: str | None) -> str:
+    """The request's id: the client's header, else the body's `request_id`, else a new one."""
+    own: str = request.scope["state"]["request_id"]
+    return own if given is None or "x-request-id" in request.headers else sanitised_request_id(given)
+
+
+async def _prompt_text(gateway: Gateway, body: schema.ChatRequest, gone: Callable[[], bool]) -> str:
+    chat = body.for_template()
+    return await gateway.builder.chat_text(
+        chat.messages,
+        add_generation_prompt=chat.add_generation_prompt,
+        variables=chat.variables,
+        extras=chat.extras,
+        gone=gone,
     )
 
 
@@ -292,6 +334,7 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
     choices, metadata = body.sampling(), asked.metadata
+    truncation = body.truncation(builder.max_model_len)
     num_sequences = len(prompts) * best_of
     choices.grammar = await builder.grammar(body.structure(), metadata.tenant, asked.gone, num_sequences)
     jobs: list[GenerateJob] = []
@@ -302,12 +345,12 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
         if isinstance(prompt, str):
             add = body.add_special_tokens is not False
             ids = await builder.encode_text(
-                prompt, _PROMPT, add_special_tokens=add, of_chars=num_chars, gone=asked.gone
+                prompt, _PROMPT, add_special_tokens=add, of_chars=num_chars, truncation=truncation, gone=asked.gone
             )
             if not prompt:
                 raise invalid("prompt", "the prompt is empty")
         else:
-            ids = builder.check_token_ids(prompt, "prompt")
+            ids = builder.check_token_ids(prompt if truncation is None else truncation.cut(prompt), "prompt")
         if asked.key is not None and body.seed is None:
             choices.seed = asked.key.seed(index)
         job = builder.job(
@@ -322,7 +365,8 @@ async def _completion_jobs(gateway: Gateway, body: schema.CompletionRequest, ask
         )
         check_copies(job.sampling, len(prompts) * best_of)
         if body.echo:
-            job.echo = await _echo(builder, body, prompt, ids, asked.gone)
+            shown = prompt if truncation is None else ids  # an echo shows what the model gets
+            job.echo = await _echo(builder, body, shown, ids, asked.gone)
             job.prompt_logprobs = body.prompt_logprobs is not None
         jobs += body.jobs(builder, job)
         check_scored_prompts(body, jobs)  # before any work for the next prompt
@@ -333,8 +377,8 @@ async def _echo(
     builder: RequestBuilder, body: schema.CompletionRequest, prompt: Any, ids: Sequence[int], gone: Callable[[], bool]
 ) -> Echo:
     if not isinstance(prompt, str):
-        skip = body.skip_special_tokens is not False
-        return Echo(await builder.decode(ids, skip_special_tokens=skip, gone=gone), (), body.only_echoes)
+        text = await builder.decode(ids, skip_special_tokens=False, gone=gone)
+        return Echo(text, (), body.only_echoes)
     offsets: list[int] = []
     if body.logprobs is not None:
         offsets = await builder.offsets(prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
@@ -365,11 +409,15 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
     names = _CHAT
     if body.max_completion_tokens is not None:
         names = replace(_CHAT, max_tokens="max_completion_tokens")
+    gateway.check_template(body.chat_template)
+    chat = body.for_template()
     ids = await gateway.builder.encode_chat(
-        [message.for_template() for message in body.messages],
+        chat.messages,
         names,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=body.chat_template_kwargs,
+        add_generation_prompt=chat.add_generation_prompt,
+        variables=chat.variables,
+        extras=chat.extras,
+        truncation=body.truncation(gateway.builder.max_model_len),
         gone=asked.gone,
     )
     choices, metadata = body.sampling(), asked.metadata
@@ -388,6 +436,8 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         arrival_s=asked.arrival_s,
         metadata=metadata,
     )
+    if (echoed := body.echoed()) is not None:
+        job.echo = Echo(echoed)
     jobs = body.jobs(gateway.builder, job)
     check_scored_prompts(body, jobs[:1])  # a chat's answer has the prompt's log probabilities once
     return jobs

@@ -1,10 +1,11 @@
-"""The supported OpenAI requests. Types are strict. An unsupported field is refused by name, and never ignored."""
+"""The supported OpenAI requests. Types are strict, but for numbers that vLLM reads too ("8", 8.0). A field that would
+change the result and is not supported is refused by name."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -20,12 +21,17 @@ from services.gateway.engine.request import (
     make_search,
 )
 from services.gateway.engine.sampling import SamplingChoices
-from services.gateway.errors import ApiError, invalid
+from services.gateway.engine.truncation import Side, Truncation, make_truncation
+from services.gateway.errors import invalid
+from services.gateway.fields.messages import ChatMessage
+from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
+from services.gateway.fields.other_servers import refuse_unserved
+from services.gateway.fields.template import TemplateInput, template_input
 from services.gateway.grammars.structure import Structure
+from services.gateway.openai.format import Shown
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
 from services.gateway.openai.values import (
     BadWords,
-    Content,
     EarlyStopping,
     LogitBias,
     NoneAdded,
@@ -37,46 +43,7 @@ from services.gateway.openai.values import (
     Uint32,
     Variables,
 )
-
-# Unsupported fields that would change the result, with the values that change nothing (null is always such a value).
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "chat_template": (),
-    "documents": ([],),
-    "continue_final_message": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "logprob_token_ids": ([],),
-    "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "structural_tag": (),
-    "vllm_xargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "logits_processors": ([],),
-    "kv_transfer_params": (),
-}
-# Fields of older vLLM and of SGLang that have another name here.
-_RENAMED = {
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "json_schema": "structured_outputs.json",
-    "regex": "structured_outputs.regex",
-    "ebnf": "structured_outputs.grammar",
-}
+from services.gateway.text.chat_values import ChatExtras
 
 
 class _Request(BaseModel):
@@ -98,10 +65,12 @@ class CacheRetention(_Request):
 
 
 class StreamOptions(_Request):
-    """Whether usage comes in a last chunk, and whether also in every chunk."""
+    """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
+    the stream can be resumed."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
+    include_event_ids: Flag | None = None
 
 
 if TYPE_CHECKING:
@@ -110,7 +79,7 @@ else:
     _PlainFields = create_model(
         "_PlainFields",
         __base__=_Request,
-        **{name: (field.kind | None, None) for name, field in (SAMPLING | METADATA).items()},
+        **{name: (KINDS[field.kind] | None, None) for name, field in (SAMPLING | METADATA).items()},
     )
 
 
@@ -118,33 +87,50 @@ class SamplingFields(_PlainFields):
     """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
+    allowed_token_ids: list[Integer] | None = None
+    prompt_logprobs: Integer | None = None
     seed: Seed = None
     stop: Stop = Field([])
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    min_tokens: Integer | None = None
+    ignore_eos: Flag | None = None
+    stop_token_ids: list[Integer] | None = None
+    skip_special_tokens: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
     # The form that the output must have.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: Integer | None = None
+    best_of: Integer | None = None
     # Beam search as in transformers. `best_of` (default: `n`) is its width.
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    use_beam_search: Flag | None = None
+    length_penalty: Number | None = None
     early_stopping: EarlyStopping | None = None
     # OpenAI's name for `tenant`.
     user: str | None = None
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
+    # The rest of the answer's id, unless the request has a key or a header X-Request-Id.
+    request_id: str | None = None
+    truncate_prompt_tokens: Integer | None = None
+    truncation_side: Side | None = None
+    return_token_ids: Flag | None = None
+    # Log probabilities name tokens by their ids.
+    return_tokens_as_token_ids: Flag | None = None
+    # The least number of tokens in an event between the first and the last.
+    stream_interval: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """How the prompt may be cut. Raises ApiError 400."""
+        return make_truncation(self.truncate_prompt_tokens, self.truncation_side, max_model_len)
+
+    def shown(self) -> Shown:
+        """What the answer shows besides the text."""
+        return Shown(bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
 
     @property
     def named_tenant(self) -> str | None:
@@ -208,10 +194,10 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: Prompt
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag | None = None
     # Show the prompt before its continuation, with log probabilities if the output has them. With `max_tokens` 0 show
     # only the prompt.
-    echo: bool | None = None
+    echo: Flag | None = None
     logprobs: NumLogprobs = None
 
     def num_logprobs(self) -> int | None:
@@ -232,27 +218,38 @@ class CompletionRequest(SamplingFields):
         return choices
 
 
-class ChatMessage(_Request):
-    """One turn of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-    def for_template(self) -> dict[str, str]:
-        """The message for a chat template. `developer` is OpenAI's newer name for `system`."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    add_generation_prompt: bool | None = None
+    max_completion_tokens: Integer | None = None
+    add_generation_prompt: Flag | None = None
     add_special_tokens: NoneAdded = None
+    chat_template: str | None = None
     chat_template_kwargs: Variables | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    continue_final_message: Flag | None = None
+    documents: list[Variables] | None = None
+    # Templates of reasoning models read it, and `enable_thinking`.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # Show the last message before the output, if it is the assistant's.
+    echo: Flag | None = None
+    return_prompt_text: Flag | None = None
+    logprobs: Flag | None = None
+    top_logprobs: Integer | None = None
+
+    def for_template(self) -> TemplateInput:
+        """What the chat template gets. Raises ApiError 400."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
+        extras = ChatExtras(bool(self.continue_final_message), None, self.documents, self.chat_template)
+        return template_input(self.messages, self.add_generation_prompt, variables, extras)
+
+    def echoed(self) -> str | None:
+        """The text that the answer shows before the output."""
+        last = self.messages[-1]
+        return last.content or "" if self.echo and last.role == "assistant" else None
 
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
@@ -270,8 +267,20 @@ class TokenizeRequest(_Request):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_special_tokens: Flag | None = None
+    add_generation_prompt: Flag | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Variables | None = None
+    continue_final_message: Flag | None = None
+    # Shown to the chat template, as they are.
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: Flag | None = None
+
+    def for_template(self) -> TemplateInput:
+        """What the chat template gets. Raises ApiError 400."""
+        extras = ChatExtras(bool(self.continue_final_message), self.tools, None, self.chat_template)
+        variables = self.chat_template_kwargs or {}
+        return template_input(self.messages or (), self.add_generation_prompt, variables, extras)
 
 
 class DetokenizeRequest(_Request):
@@ -284,18 +293,22 @@ class DetokenizeRequest(_Request):
 R = TypeVar("R", bound=_Request)
 
 
+@cache
+def _served(cls: type[_Request]) -> frozenset[str]:
+    return frozenset(cls.model_fields)
+
+
 def parse(cls: type[R], body: Any, max_model_len: int) -> R:
-    """The request in a decoded JSON body. Raises ApiError 400 that names the first wrong field."""
+    """The request in a decoded JSON body. Raises ApiError 400, that names all unsupported or all wrong fields."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
-    if issubclass(cls, SamplingFields):
-        _refuse_unsupported(cls, body)
+    refuse_unserved(_served(cls), body)
     try:
         request = cls.model_validate(body)
     except ValidationError as error:
-        raise _as_api_error(error) from None
-    if isinstance(request, SamplingFields) and request.stream_options is not None and not request.stream:
+        raise as_api_error(error) from None
+    if isinstance(request, SamplingFields) and body.get("stream_options") and not request.stream:
         raise invalid("stream_options", "stream_options is only possible with stream: true")
     if isinstance(request, SamplingFields):
         _check_logprobs(request, body)
@@ -317,26 +330,3 @@ def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:
         raise invalid("top_logprobs", "top_logprobs is for chats; here logprobs says how many")
     if not body.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs is only possible with logprobs: true")
-
-
-def _refuse_unsupported(cls: type[SamplingFields], body: Mapping[str, Any]) -> None:
-    for name in _RENAMED.keys() & body.keys():
-        if body[name] is not None:
-            raise invalid(name, f"{name} is called {_RENAMED[name]} here", code="unsupported_value")
-    for name in (_NEUTRAL.keys() & body.keys()) - cls.model_fields.keys():
-        value = body[name]
-        if value is None:
-            continue
-        # In Python a bool is an int. Here the two types differ.
-        if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
-            wanted = ", ".join(json.dumps(neutral) for neutral in _NEUTRAL[name][:1]) or "null"
-            raise invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")
-
-
-def _as_api_error(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return invalid(path, f"{path} is required", code="missing_required_parameter")
-    return invalid(path, f"{path}: {message[0].lower()}{message[1:]}", code="invalid_type")

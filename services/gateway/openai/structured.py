@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.errors import invalid
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
 
 _ANY_OBJECT = {"type": "object"}
+
+
+def _no_bare_schema(value: Any) -> None:
+    if value is not None:
+        raise ValueError('a schema belongs into {"type": "json_schema", "json_schema": {"schema": ...}}')
 
 
 class _Part(BaseModel):
@@ -27,6 +32,8 @@ class ResponseFormat(_Part):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    # Of llama.cpp and others: the schema without `json_schema` around it.
+    schema_: Annotated[Any, AfterValidator(_no_bare_schema)] = Field(None, alias="schema")
 
     def structure(self) -> Structure | None:
         """The structure of the output; None for any text. Raises ApiError 400."""

@@ -9,21 +9,32 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from services.gateway.fields.numbers import Number, integer
+
 # The error for `add_special_tokens`.
 NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
 
-Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+Uint32 = Annotated[int, BeforeValidator(integer), Field(ge=0, lt=2**32)]
 
 
 def _token_ids(value: Any) -> array[int]:
     """Packed token ids. A list takes ten times the memory, and ten times as long to check."""
     if not isinstance(value, list) or set(map(type, value)) - {int}:
-        raise ValueError("must be a list of token ids (integers)")
+        value = _whole_numbers(value)
     try:
         return array("i", value)
     except OverflowError:
         wrong = next(token for token in value if not -(2**31) <= token < 2**31)
         raise ValueError(f"token id {wrong} is not in the vocabulary") from None
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    """Token ids that a client has written as 7.0."""
+    if not isinstance(value, list) or set(map(type, value)) - {int, float}:
+        raise ValueError("must be a list of token ids (integers)")
+    if not all(map(float.is_integer, map(float, value))):
+        raise ValueError("must be a list of token ids (integers)")
+    return list(map(int, value))
 
 
 def _prompt(value: Any) -> Any:
@@ -38,7 +49,7 @@ def _prompt(value: Any) -> Any:
     kinds = set(map(type, value))
     if kinds == {str}:
         return value
-    if kinds == {int}:
+    if kinds in ({int}, {float}, {int, float}):
         return _token_ids(value)
     if kinds == {list} and all(set(map(type, entry)) <= {int} for entry in value):
         return [_token_ids(entry) for entry in value]
@@ -55,33 +66,14 @@ def _stop(value: Any) -> Any:
     raise ValueError("must be a string or a list of strings")
 
 
-def _content(value: Any) -> Any:
-    """Join typed parts with line breaks, as other servers do for templates that take a string."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of typed parts")
-    texts = []
-    for part in value:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case {"type": "text"}:
-                raise ValueError("has a text part without a string `text`")
-            case {"type": str(kind)}:
-                raise ValueError(f"has a part of type {kind[:40]!r}; this model takes text only")
-            case _:
-                raise ValueError("has a part that is no object with a `type`")
-    return "\n".join(texts)
-
-
 def _logit_bias(value: Any) -> Any:
     """Convert the keys, because JSON has no integer keys."""
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
-    wrong = next((key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)), None)
-    if wrong is not None:
-        raise ValueError(f"has a key that is no token id: {wrong[:40]!r}")
+    if wrong := [key for key in value if not re.fullmatch(r"-?[0-9]{1,10}", key)]:
+        shown = ", ".join(repr(key[:40]) for key in wrong[:10])
+        what = "keys that are no token ids" if len(wrong) > 1 else "a key that is no token id"
+        raise ValueError(f"has {what}: {shown}")
     biases = {int(token): bias for token, bias in value.items()}
     if len(biases) < len(value):
         raise ValueError("names a token twice")
@@ -98,12 +90,13 @@ def _bad_words(value: Any) -> Any:
 
 def _no_seed(value: Any) -> Any:
     """Map -1, vLLM's other way to give no seed, to None."""
+    value = integer(value)
     return None if type(value) is int and value == -1 else value
 
 
 def _no_logprobs(value: Any) -> Any:
     """Map false to None: chats use a bool, and some clients send it to completions too."""
-    return None if value is False else value
+    return None if value is False else integer(value)
 
 
 def _none_added(value: bool | None) -> bool | None:
@@ -129,8 +122,7 @@ def _variables(value: Any) -> Any:
 Prompt = Annotated[str | list[str] | Sequence[int] | list[Sequence[int]], PlainValidator(_prompt)]
 TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
 Stop = Annotated[list[str], BeforeValidator(_stop)]
-Content = Annotated[str, BeforeValidator(_content)]
-LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
+LogitBias = Annotated[dict[int, Number], BeforeValidator(_logit_bias)]
 # Strings (banned as they are and after a space), or token ids.
 BadWords = Annotated[list[str | list[int]], PlainValidator(_bad_words)]
 Seed = Annotated[int | None, BeforeValidator(_no_seed)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.errors import invalid
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras
 from services.gateway.text.model_files import read_json_object, read_text
 
 # Names that a request may not set.
-_RESERVED = frozenset({"self", "messages", "add_generation_prompt", "tools", "documents"})
+_RESERVED = frozenset(
+    {"self", "messages", "add_generation_prompt", "tools", "documents", "chat_template", "continue_final_message"}
+)
+# Of a template that a request brings.
+_MAX_TEMPLATE_CHARS = 2**16
 
 
 class _Generation(Extension):
@@ -84,8 +90,17 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"{folder}: the chat template does not compile: {error}") from error
 
+    def replaced_by(self, source: str) -> ChatTemplate:
+        """A template from a request, with this one's special tokens. Raises ApiError 400."""
+        return _from_request(source, tuple(self._tokens.items()))
+
     def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        extras: ChatExtras = NO_EXTRAS,
     ) -> str:
         """The chat as text. Raises ApiError 400 if the template refuses it."""
         taken = _RESERVED.union(self._tokens).intersection(variables)
@@ -96,12 +111,41 @@ class ChatTemplate:
                 **self._tokens,
                 **variables,
                 messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
+                tools=extras.tools or None,
+                documents=extras.documents or None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise invalid("messages", f"the model's chat template refuses these messages: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _from_request(source: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    name = "chat_template"
+    if len(source) > _MAX_TEMPLATE_CHARS:
+        message = f"{name} has {len(source)} characters; at most {_MAX_TEMPLATE_CHARS} are possible"
+        raise invalid(name, message)
+    try:
+        return ChatTemplate(source, dict(tokens))
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise invalid(name, f"{name} does not compile: {error}") from error
+
+
+def read_tokenizer_info(folder: Path, override: str | None = None) -> dict[str, Any]:
+    """tokenizer_config.json, with the chat template that is in use. Raises OSError or ValueError."""
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    info = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    source = _find_source(folder, config, override)
+    return info if source is None else {**info, "chat_template": source}
 
 
 def _find_source(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:

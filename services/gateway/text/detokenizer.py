@@ -111,7 +111,7 @@ class StopMatcher:
     The returned text never contains a part of a stop string that is completed later.
     """
 
-    __slots__ = ("_held", "_include", "_num_passed", "_stops")
+    __slots__ = ("_held", "_include", "_num_passed", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         if not all(stops):
@@ -120,6 +120,7 @@ class StopMatcher:
         self._include = include
         self._held = ""
         self._num_passed = 0  # characters of the kept text that cannot complete a stop string
+        self.found: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns the text that can be shown, and whether a stop string was found. Do not call it after True."""
@@ -130,7 +131,7 @@ class StopMatcher:
             if start >= 0 and (best is None or (start + len(stop), start) < best):
                 best = (start + len(stop), start)
         if best is not None:
-            self._held = ""
+            self._held, self.found = "", text[best[1] : best[0]]
             return text[: best[0] if self._include else best[1]], True
         return self._hold(text, self._num_passed), False
 
@@ -186,6 +187,11 @@ class TextStream:
         # Tokens that count as output: up to the token that completed a stop string.
         self.num_tokens = 0
         self.stopped = False
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None while there is none."""
+        return self._matcher.found if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens. Sets `stopped` at a stop string, and ignores later tokens."""

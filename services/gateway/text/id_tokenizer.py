@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.gateway.errors import invalid
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras
 from services.gateway.text.detokenizer import Detokenizer
 
 _ADVICE = "this model has no tokenizer; send token ids"
@@ -23,15 +24,38 @@ class IdTokenizer:
         """Raises ApiError 400."""
         raise invalid("prompt", _ADVICE)
 
-    def encode_chat(
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ApiError 400."""
+        raise invalid("prompt", _ADVICE)
+
+    def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
+    ) -> list[str]:
+        """Raises ApiError 400."""
+        raise invalid("messages", f"{_ADVICE} to /v1/completions")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
     ) -> list[int]:
         """Raises ApiError 400."""
         raise invalid("messages", f"{_ADVICE} to /v1/completions")
+
+    def encode_parts(self, parts: Sequence[str]) -> list[int]:
+        """Raises ApiError 400."""
+        raise invalid("messages", f"{_ADVICE} to /v1/completions")
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        return [str(token_id) for token_id in token_ids]
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises ApiError 400."""

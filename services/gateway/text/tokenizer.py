@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.errors import invalid
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings, with_strings, without_end
 from services.gateway.text.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 
 # Unicode noncharacters. No text has a reason to contain one, so one of them can mark positions in a text that passes
@@ -64,6 +66,19 @@ class TextTokenizer:
         """Token ids of a plain prompt, with BOS and other tokens that the tokenizer's post-processor adds."""
         return self._encode(text, add_special_tokens)
 
+    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of the end of a prompt: with the tokens that the post-processor adds, at most `num_tokens`."""
+        added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        encoding.truncate(max(num_tokens - added, 0), direction="left")
+        if added and num_tokens >= added:
+            encoding = self._tokenizer.post_process(encoding, add_special_tokens=True)
+        return list(encoding.ids)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes these tokens (`Ġfox`, `▁fox`); "" for an unknown token."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Where each token of `encode` begins in the text, in characters. A token that only continues a character
         begins after that character."""
@@ -80,26 +95,56 @@ class TextTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
     ) -> list[int]:
-        """Token ids of a chat through the model's template.
+        """Token ids of a chat. Raises what render_chat raises."""
+        parts = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, variables=variables, extras=extras
+        )
+        return self.encode_parts(parts)
 
-        Special tokens inside a message's content are split before rendering, and the halves are encoded separately. So
-        they cannot become control tokens. Raises ApiError 400 if the model has no template or the template refuses the
-        chat.
+    def encode_parts(self, parts: Sequence[str]) -> list[int]:
+        """Token ids of a chat from render_chat. Each part is encoded by itself."""
+        ids: list[int] = []
+        for part in parts:
+            ids += self._encode(part, False)
+        return ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        extras: ChatExtras = NO_EXTRAS,
+    ) -> list[str]:
+        """A chat through the model's template: the parts of the text.
+
+        Special tokens inside messages, tools and documents are split before rendering: one half ends a part, the other
+        begins the next. So they cannot become control tokens. Raises ApiError 400 if the model has no template or the
+        template refuses the chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
-        mark = self._unused_mark(messages)
-        safe = [{**m, "content": self._break_special(m["content"], mark)} for m in messages]
-        text = self._template.render(safe, add_generation_prompt=add_generation_prompt, variables=variables or {})
-        ids: list[int] = []
-        for part in text.split(mark):
-            ids += self._encode(part, False)
-        return ids
+        template = self._template if extras.template is None else self._template.replaced_by(extras.template)
+        mark = self._unused_mark([messages, extras.tools, extras.documents])
+
+        def safe(value: Any) -> Any:
+            return with_strings(value, lambda text: self._break_special(text, mark))
+
+        rendered = [{name: value if name == "role" else safe(value) for name, value in m.items()} for m in messages]
+        if extras is not NO_EXTRAS:
+            extras = replace(extras, tools=safe(extras.tools), documents=safe(extras.documents))
+        text = template.render(
+            rendered, add_generation_prompt=add_generation_prompt, variables=variables or {}, extras=extras
+        )
+        if extras.continue_final_message:
+            text = without_end(text, rendered[-1]["content"] if rendered else "")
+        return text.split(mark)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of a whole sequence."""
@@ -136,9 +181,10 @@ class TextTokenizer:
         return self._special_start.sub(lambda match: match[0] + mark, content)
 
     @staticmethod
-    def _unused_mark(messages: Sequence[Mapping[str, str]]) -> str:
+    def _unused_mark(values: Any) -> str:
+        texts = list(strings(values))
         for mark in _NONCHARACTERS:
-            if not any(mark in message["content"] for message in messages):
+            if not any(mark in text for text in texts):
                 return mark
         raise invalid("messages", "the content has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
 

@@ -154,7 +154,7 @@ async def test_a_large_body_is_answered_as_a_small_one_is(start: Start) -> None:
     first = (await running.http.post("/v1/completions", json=body | junk, headers=key)).json()
     assert (await running.http.post("/v1/completions", json=body | junk, headers=key)).json() == first
     other = await running.http.post("/v1/completions", json=body, headers=key)
-    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    assert (other.status_code, other.json()["error"]["reason"]) == (422, "idempotency_key_reused")
 
 
 async def test_sequences_that_each_copy_large_options_are_bounded(start: Start) -> None:

@@ -21,7 +21,8 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
 def check_shape(body: Any) -> dict[str, Any]:
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "reason"}
+    assert isinstance(error["code"], int) or error["code"] == "context_length_exceeded"
     assert isinstance(error["message"], str)
     assert error["message"]
     assert isinstance(error["type"], str)
@@ -45,11 +46,13 @@ async def test_values_out_of_range_and_of_wrong_types(running: Running) -> None:
         ("completions", {"prompt": [-1]}, 400, "prompt"),
         ("completions", {"prompt": [2**70]}, 400, "prompt"),
         ("completions", {"prompt": [7] * 2048}, 400, "prompt"),
-        ("completions", {"prompt": [7] * 2000, "max_tokens": 49}, 400, "max_tokens"),
+        ("completions", {"prompt": [7] * 20, "max_tokens": 2049}, 400, "max_tokens"),
         ("completions", {"prompt": "x" * 1_000_000}, 400, "prompt"),
         ("completions", {"prompt": "x", "max_tokens": -5}, 400, "max_tokens"),
-        ("completions", {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens"),
-        ("completions", {"prompt": "x", "temperature": True}, 400, "temperature"),
+        ("completions", {"prompt": "x", "max_tokens": "5.5"}, 400, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": 5.5}, 400, "max_tokens"),
+        ("completions", {"prompt": "x", "temperature": []}, 400, "temperature"),
+        ("completions", {"prompt": "x", "temperature": "nan"}, 400, "temperature"),
         ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "x", "n": 0}, 400, "n"),
         ("completions", {"prompt": "x", "n": 65}, 400, "n"),
@@ -117,7 +120,7 @@ async def test_broken_json(running: Running, content: bytes) -> None:
 async def test_a_number_that_is_none_is_named(running: Running, content: bytes, field: str | None) -> None:
     headers = {"content-type": "application/json"}
     status, error = await post(running, "/v1/completions", content=content, headers=headers)
-    assert (status, error["param"], error["code"]) == (400, field, "invalid_json")
+    assert (status, error["param"], error["reason"]) == (400, field, "invalid_json")
 
 
 async def test_bodies_that_are_no_json(running: Running) -> None:
@@ -137,7 +140,7 @@ async def test_paths_and_methods(running: Running) -> None:
     check_shape(response.json())
     response = await running.http.get("/v1/models/other")
     assert response.status_code == 404
-    assert check_shape(response.json())["code"] == "model_not_found"
+    assert check_shape(response.json())["reason"] == "model_not_found"
 
 
 async def test_a_body_of_50_megabytes_is_refused(running: Running) -> None:
@@ -315,7 +318,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None
     assert await raw(running, b"") == b"", "nothing was asked"
     answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-")
     assert answer.startswith(b"HTTP/1.1 408")
-    assert check_shape(json.loads(answer.partition(b"\r\n\r\n")[2]))["code"] == "request_timeout"
+    assert check_shape(json.loads(answer.partition(b"\r\n\r\n")[2]))["reason"] == "request_timeout"
     # The second one on a connection, too; and a connection between two requests may rest for longer.
     well = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
@@ -477,7 +480,7 @@ async def test_a_client_with_too_many_connections_hears_why(start: Start) -> Non
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429")
     error = json.loads(body)["error"]
-    assert (error["code"], "--max-connections-per-client" in error["message"]) == ("too_many_connections", True)
+    assert (error["reason"], "--max-connections-per-client" in error["message"]) == ("too_many_connections", True)
     other = await open_from(running, "127.0.0.1")
     other[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     assert (await other[0].read()).startswith(b"HTTP/1.1 200")

@@ -101,7 +101,7 @@ async def test_both_apis_want_a_key(start: Start, keys: Keys) -> None:
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"].startswith('Bearer realm="paceline"')
         error = refused.json()["error"]
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+        assert (error["type"], error["param"], error["code"], error["reason"]) == ("Unauthorized", None, 401, code)
         assert refused.headers["x-request-id"]
         status, said = await over_grpc(running, headers)
         assert (status, said) == (UNKNOWN, error["message"])

@@ -138,7 +138,7 @@ async def test_a_finished_request_is_one_line(start: Start, lines: Lines, stream
     answer = await running.http.post(PATH, json=body, headers={"X-Request-ID": "abc"})
     await until(lambda: len(lines()) == 1)
     [line] = lines()
-    data = answer.text.splitlines()[1].removeprefix("data: ") if stream else answer.text
+    data = answer.text.splitlines()[0].removeprefix("data: ") if stream else answer.text
     told = {name: line[name] for name in line if not name.endswith("_s") and name not in ("timestamp", "logger")}
     assert told == {
         "level": "info",

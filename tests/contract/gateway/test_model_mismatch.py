@@ -32,7 +32,7 @@ async def test_it_is_not_ready_and_names_both_models_until_they_are_the_same(
         refused = await running.http.post(path, json=body)
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == reason
-        assert refused.json()["error"]["code"] == "model_mismatch"
+        assert refused.json()["error"]["reason"] == "model_mismatch"
         assert int(refused.headers["retry-after"]) > 0
     assert running.addresses.grpc is not None
     async with AsyncPacelineClient(running.addresses.grpc) as client:

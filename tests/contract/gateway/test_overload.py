@@ -94,7 +94,7 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
     refused = await answer(connection)
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"\r\nretry-after: 1\r\n" in refused
-    assert b'"code":"rate_limit_exceeded"' in refused
+    assert b'"code":429,"reason":"rate_limit_exceeded"' in refused
     connection.sendall(b"{" * 30 + HEALTH)  # that body is skipped, and the connection is of use
     assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
     connection.close()

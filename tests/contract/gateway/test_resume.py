@@ -158,7 +158,7 @@ async def test_the_newest_connection_takes_over(start: Start) -> None:
     running.scheduler.paused = False
     second, again = await taking_over
     *cut, last = await first
-    assert json.loads(last.data)["error"]["code"] == "replaced"
+    assert json.loads(last.data)["error"]["reason"] == "replaced"
     assert not last.id
     assert cut
     assert told(second).texts[0].startswith(told(cut).texts[0])
@@ -219,9 +219,31 @@ async def test_without_a_key_what_is_seeded_or_greedy_can_be_resumed(start: Star
     running = await start(step_s=0.002)
     for options in ({"seed": 5}, {"temperature": 0}):
         request = body(max_tokens=300, **options)
+        request["stream_options"] = {"include_event_ids": True}
         got = await events(running, request, {}, 9)
         rest = await events(running, request, {"Last-Event-ID": got[-1].id})
         assert told([*got, *rest]).texts == told(await events(running, request, {})).texts
+
+
+async def test_only_a_stream_whose_request_asks_for_ids_has_them(running: Running) -> None:
+    """The benchmark clients of vLLM and SGLang, and llmperf, fail at a line that does not begin with `data:`."""
+    asking: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({"Idempotency-Key": "new"}, {}),
+        ({"Last-Event-ID": ""}, {}),
+        ({}, {"stream_options": {"include_event_ids": True}}),
+    ]
+    for path in (PATH, "/v1/chat/completions"):
+        request = body(max_tokens=3, n=2) | {"messages": [{"role": "user", "content": "a"}]}
+        if path != PATH:
+            del request["prompt"]
+        plain = (await running.http.post(path, json=request)).text
+        assert all(line.startswith("data: ") for line in plain.splitlines() if line)
+        for given, options in asking:
+            headers = {name: value and value + path for name, value in given.items()}
+            answer = await running.http.post(path, json=request | options, headers=headers)
+            found = list(parse_events(answer.text.splitlines()))
+            assert len(found) > 4
+            assert all(event.id for event in found), (path, headers)
 
 
 async def test_a_request_that_failed_is_run_again(start: Start) -> None:

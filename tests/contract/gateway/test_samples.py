@@ -44,9 +44,9 @@ async def test_all_sequences_have_the_id_of_the_answer(running: Running, stream:
         running.scheduler.submissions.clear()
         body = {"model": MODEL, "n": 2, "max_tokens": 3, "stream": stream} | prompt
         answer = await running.http.post(f"/v1/{path}", json=body, headers={"X-Request-ID": "abc"})
-        data = answer.text.splitlines()[1].removeprefix("data: ") if stream else answer.text  # after an event id
+        data = answer.text.splitlines()[0].removeprefix("data: ") if stream else answer.text
         answer_id = json.loads(data)["id"]
-        assert answer_id.startswith("chatcmpl-" if "messages" in body else "cmpl-")
+        assert answer_id == ("chatcmpl-abc" if "messages" in body else "cmpl-abc")
         assert {s.answer_id for s in running.scheduler.submissions} == {answer_id}
         suffixes = ["", ".1"] if "messages" in body else ["", ".1", "-1", "-1.1"]
         assert [s.request_id for s in running.scheduler.submissions] == [f"abc{suffix}" for suffix in suffixes]

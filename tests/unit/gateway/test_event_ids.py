@@ -64,6 +64,14 @@ def test_a_stream_of_too_many_choices_has_no_ids() -> None:
     assert (progress.line(0), progress.first_line(1), progress.end_line("d")) == (b"", b"", b"")
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_stream_whose_request_asks_for_no_ids_has_none(num_choices: int) -> None:
+    progress = StreamProgress(7, num_choices, wanted=False)
+    progress.read(0, [1])
+    lines = progress.first_line(0), progress.line(0), progress.line(0, ended=True), progress.end_line("d")
+    assert lines == (b"",) * 4
+
+
 @pytest.mark.parametrize(
     "text",
     [

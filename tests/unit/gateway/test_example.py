@@ -11,8 +11,8 @@ import pytest
 from examples.resuming_stream import resuming_stream
 
 
-def error_event(kind: str) -> httpx.Response:
-    return httpx.Response(200, text=f"data: {json.dumps({'error': {'type': kind, 'message': 'no'}})}\n\n")
+def error_event(code: int) -> httpx.Response:
+    return httpx.Response(200, text=f"data: {json.dumps({'error': {'code': code, 'message': 'no'}})}\n\n")
 
 
 FINAL = {"x-should-retry": "false"}
@@ -38,9 +38,7 @@ def chunks() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "refusal",
-    [httpx.Response(503), httpx.Response(429), httpx.Response(504), error_event("service_unavailable_error")],
-    ids=str,
+    "refusal", [httpx.Response(503), httpx.Response(429), httpx.Response(504), error_event(503)], ids=str
 )
 def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) -> None:
     server += [refusal, ANSWER]
@@ -58,9 +56,9 @@ def test_not_what_failed_by_itself(server: list[httpx.Response], verdict: httpx.
     assert server == [ANSWER]
 
 
-@pytest.mark.parametrize("kind", ["server_error", "timeout_error"])
-def test_nor_in_the_middle_of_a_stream(server: list[httpx.Response], kind: str) -> None:
-    server += [error_event(kind), ANSWER]
+@pytest.mark.parametrize("code", [500, 504])
+def test_nor_in_the_middle_of_a_stream(server: list[httpx.Response], code: int) -> None:
+    server += [error_event(code), ANSWER]
     with pytest.raises(RuntimeError, match="no"):
         chunks()
     assert server == [ANSWER]

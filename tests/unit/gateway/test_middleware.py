@@ -78,7 +78,7 @@ async def test_errors_have_openais_shape() -> None:
 async def test_a_bug_is_a_500_and_reaches_the_log() -> None:
     sent, _ = await ask(KeyError("x"))
     assert statuses(sent) == [500]
-    assert orjson.loads(sent[1]["body"])["error"]["code"] == "internal_error"
+    assert orjson.loads(sent[1]["body"])["error"]["reason"] == "internal_error"
     assert sent[-1]["type"] == "raised"
 
 

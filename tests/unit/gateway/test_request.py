@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2**31}, "max_tokens"),
-    ({"max_tokens": 98}, "max_tokens"),
+    ({"max_tokens": 101}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"seed": 2**64}, "seed"),
@@ -175,12 +175,23 @@ def test_what_cannot_be_is_refused_by_name(builder: RequestBuilder, wrong: dict[
 
 
 def test_a_context_that_is_too_long_names_the_numbers(builder: RequestBuilder) -> None:
-    with pytest.raises(ApiError, match="100 tokens, but you asked for 101 \\(3 in the prompt, 98") as caught:
-        make_job(builder, max_tokens=98)
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(ApiError, match="100 tokens, but the prompt has 120") as caught:
-        make_job(builder, [1] * 120)
-    assert caught.value.code == "context_length_exceeded"
+    """LiteLLM recognises these errors by the first words."""
+    text = "This model's maximum context length is 100 tokens. However, "
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_tokens": 101}, text + "max_tokens is 101"),
+        ({"ids": [1] * 120}, text + "your prompt contains 120 input tokens, which exceeds"),
+        ({"ids": [1] * 100}, text + "your prompt contains 100 input tokens, which leaves no room"),
+    ]
+    for options, words in wrong:
+        with pytest.raises(ApiError) as caught:
+            make_job(builder, **options)
+        assert caught.value.message.startswith(words)
+        assert caught.value.body()["error"]["code"] == "context_length_exceeded"
+
+
+def test_more_output_than_the_context_holds_ends_where_the_context_does(builder: RequestBuilder) -> None:
+    assert make_job(builder, max_tokens=97).sampling.max_tokens == 97
+    assert make_job(builder, max_tokens=100).sampling.max_tokens == 97
     assert make_job(builder, [1] * 99).sampling.max_tokens == 1
 
 
@@ -237,6 +248,8 @@ async def test_a_hopeless_prompt_is_not_even_encoded(builder: RequestBuilder) ->
 COMPLETION = {"prompt": "x"}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -248,7 +261,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["x"] * 129}, "prompt"),
     ({"cache_retention": [{"priority": 1, "duration": 5}]}, "cache_retention.0.duration"),
     ({"cache_retention": [{"priority": 1, "decode": 1}]}, "cache_retention.0.decode"),
-    ({"temperature": "1"}, "temperature"),
+    ({"temperature": "one"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"max_tokens": 1.5}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
@@ -256,38 +269,43 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", 1]}, "stop"),
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
-    ({"stop_token_ids": ["1"]}, "stop_token_ids.0"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"model": 5}, "model"),
     ({"n": 1.5}, "n"),
-    ({"best_of": "2"}, "best_of"),
+    ({"best_of": "2.5"}, "best_of"),
     ({"n": True}, "n"),
-    ({"logprobs": "1"}, "logprobs"),
+    ({"logprobs": "1x"}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt_logprobs": True}, "prompt_logprobs"),
     ({"suffix": "x"}, "suffix"),
-    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
+    ({"grammar": "root ::= 'a'"}, "grammar"),
+    ({"watermarking": True}, "watermarking"),
+    ({"stream_interval": 0}, "stream_interval"),
+    ({"request_id": 5}, "request_id"),
+    ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
-    ({"presence_penalty": "0.1"}, "presence_penalty"),
+    ({"presence_penalty": "inf"}, "presence_penalty"),
     ({"repetition_penalty": True}, "repetition_penalty"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"a": 5}}, "logit_bias"),
     ({"logit_bias": {"1.0": 5}}, "logit_bias"),
     ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias"),
-    ({"logit_bias": {"1": "5"}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
     ({"bad_words": "x"}, "bad_words"),
     ({"bad_words": [5]}, "bad_words"),
     ({"bad_words": [["a"]]}, "bad_words"),
     ({"allowed_token_ids": [1.5]}, "allowed_token_ids.0"),
-    ({"min_p": "0.1"}, "min_p"),
+    ({"min_p": "0.1.1"}, "min_p"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    ({"priority": "1"}, "priority"),
+    ({"priority": "high"}, "priority"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -302,16 +320,19 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
-    ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+    ({"max_completion_tokens": "five"}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
     ({"top_logprobs": True, "logprobs": True}, "top_logprobs"),
-    ({"chat_template": "x"}, "chat_template"),
+    ({"chat_template": 5}, "chat_template"),
+    ({"documents": [{"a": []}]}, "documents.0"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages.0.tool_calls.0.function"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": 1}, "continue_final_message"),
 ]
 
 
@@ -351,7 +372,7 @@ def test_values_that_change_nothing_are_fine() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("continue_final_message", True, "false"),
+        ("spaces_between_special_tokens", False, "true"),
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
         ("prompt_embeds", "x", "null"),
@@ -399,8 +420,8 @@ class UntouchedObject(dict[str, Any]):
 @pytest.mark.parametrize(
     ("name", "value", "limit"),
     [
-        ("prompt", Untouched([1] * 1025), "context is 1024 tokens, but the prompt has 1025"),
-        ("prompt", [[1], Untouched([1] * 1025)], "context is 1024 tokens, but the prompt has 1025"),
+        ("prompt", Untouched([1] * 1025), "context length is 1024 tokens. However, your prompt contains 1025"),
+        ("prompt", [[1], Untouched([1] * 1025)], "context length is 1024 tokens. However, your prompt contains 1025"),
         ("prompt", Untouched(["a"] * 129), "at most 128"),
         ("prompt", Untouched([[1]] * 129), "at most 128"),
         ("stop", Untouched(["a"] * 17), "at most 16"),
@@ -432,7 +453,7 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
     assert len(schema.parse(schema.CompletionRequest, body, 1024).prompt) == 1024
     assert len(schema.parse(schema.CompletionRequest, {"prompt": [[1] * 1024] * 128}, 1024).prompt) == 128
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16384}]}
-    assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content) == 16383
+    assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content or "") == 16383
 
 
 def test_the_shortest_deadline_is_one() -> None:
@@ -516,7 +537,7 @@ def test_the_schedulers_codes_become_http_and_grpc() -> None:
     assert from_scheduler(14, "", "", 0).status == 503
     assert from_scheduler(4, "late", "", 0).status == 504
     unknown = from_scheduler(13, "boom", "", 0)
-    assert (unknown.status, unknown.type, unknown.grpc_code.name) == (500, "server_error", "INTERNAL")
+    assert (unknown.status, unknown.type, unknown.grpc_code.name) == (500, "InternalServerError", "INTERNAL")
 
 
 def test_model_folders(tmp_path: Path) -> None:

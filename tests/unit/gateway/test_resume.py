@@ -63,6 +63,7 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
         include_usage=case.usage,
         continuous_usage=case.continuous_usage,
         after=after,
+        event_ids=True,
     )
     sent: list[Any] = []
 
@@ -187,7 +188,7 @@ def test_an_answer_that_ends_before_the_place(places: str) -> None:
     case = Case("completion", [[*BUILDER.encode_word("one"), *BUILDER.encode_word(" two"), 50, 60]], {"stop": ["one"]})
     after = parse_event_id(f"5.00000000.{places}", [50], has_usage=False)
     status, [error] = asyncio.run(stream(case, numbers(1), after))
-    assert (status, json.loads(error.data)["error"]["code"]) == (400, "cannot_resume")
+    assert (status, json.loads(error.data)["error"]["reason"]) == (400, "cannot_resume")
 
 
 async def test_a_failure_while_catching_up_is_the_answer() -> None:

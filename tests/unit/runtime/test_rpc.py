@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
@@ -99,6 +100,31 @@ async def test_reflection_lists_the_services(echo: tuple[GrpcServer, Echo, grpc.
     answer = await call.read()
     names = {service.name for service in answer.list_services_response.service}
     assert {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+
+async def test_reflection_of_v1_describes_itself(echo: tuple[GrpcServer, Echo, grpc.aio.Channel]) -> None:
+    """As grpcurl asks: by v1's name alone. The messages are v1alpha's."""
+    method = echo[2].stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    name = "grpc.reflection.v1.ServerReflection"
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=name),
+    ]
+    listed, described = [answer async for answer in method(iter(requests))]
+    assert name in {service.name for service in listed.list_services_response.service}
+    files = described.file_descriptor_response.file_descriptor_proto
+    parsed = [descriptor_pb2.FileDescriptorProto.FromString(file) for file in files]
+    [own] = [file for file in parsed if file.package == "grpc.reflection.v1"]
+    pool = descriptor_pool.DescriptorPool()
+    for file in parsed:
+        pool.Add(file)
+    [described_method] = pool.FindServiceByName(name).methods
+    assert described_method.input_type.full_name == "grpc.reflection.v1.ServerReflectionRequest"
+    assert "v1alpha" not in str(own)
 
 
 async def test_a_taken_port_is_refused() -> None:

@@ -357,7 +357,7 @@ def test_a_request_that_no_policy_admits_fails_and_the_others_go_on() -> None:
     assert ending.code == CODE_INTERNAL  # nothing is wrong with the request
     assert ending.message.startswith("capacity: no progress is possible for this request")
     error = from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
-    assert (error.status, error.type) == (500, "server_error")
+    assert (error.status, error.type) == (500, "InternalServerError")
     assert client.tokens[2] == expected_output([9] * 5, params(4))
     system.assert_at_rest()
 

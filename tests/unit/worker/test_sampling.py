@@ -18,6 +18,7 @@ from transformers import (
 
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
+from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline.request_fields import FILTER_NAMES, SAMPLING
@@ -46,6 +47,37 @@ def make_rows(count: int, **values: Any) -> SamplingRows:
     values = {**defaults, **values}
     columns = {name: values.pop(name) for name in SAMPLING if name in values}
     return SamplingRows(columns=columns, **values)
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_a_grammar_allows() -> None:
+    """As in vLLM V1: a `choice` of one text has log probability 0 where the text leaves no other token. A ban and a
+    temperature change nothing."""
+    vocab, allowed = 40, [3, 8, 21]
+    logits = 3 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(4))
+    bits = np.packbits(np.isin(np.arange(vocab), allowed), bitorder="little")
+    mask = GrammarMask(torch.tensor([1]), torch.from_numpy(bits).unsqueeze(0), {})
+    banned = int(logits[1][allowed].argmin())
+    rows = make_rows(
+        3,
+        temperature=np.full(3, 2.0, np.float32),
+        scored=np.array([0, 1]),
+        num_top=np.array([2, 5]),
+        banned_rows=np.array([1]),
+        banned_tokens=np.array([allowed[banned]]),
+    )
+    drawn = sample(logits.clone(), rows, mask=mask)
+    masked = torch.full((vocab,), -torch.inf)
+    masked[allowed] = logits[1][allowed]
+    expected = torch.stack([logits[0].log_softmax(-1), masked.log_softmax(-1)])
+    assert drawn.scores is not None
+    tokens = drawn.tokens[:2]
+    assert int(tokens[1]) in allowed
+    assert int(tokens[1]) != allowed[banned]
+    torch.testing.assert_close(drawn.scores.sampled, expected.gather(1, tokens.unsqueeze(-1)).squeeze(-1))
+    best = expected.topk(5)
+    torch.testing.assert_close(drawn.scores.top, best.values)
+    assert drawn.scores.top_tokens[1, :3].tolist() == best.indices[1, :3].tolist()
+    assert drawn.scores.top[1, 3:].tolist() == [-torch.inf] * 2
 
 
 @pytest.mark.parametrize("vocab", [50, 1000])

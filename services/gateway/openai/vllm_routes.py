@@ -1,0 +1,36 @@
+"""Paths of vLLM's server beside OpenAI's: /ping, /load, /tokenizer_info."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.gateway.errors import ApiError
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.responses import JsonResponse
+
+
+def vllm_routes(gateway: Gateway) -> list[Route]:
+    """The routes."""
+
+    async def ping(_: Request) -> Response:
+        """200 as long as the process serves. SageMaker asks this path."""
+        return Response(status_code=200)
+
+    async def load(_: Request) -> Response:
+        """How many sequences are in flight here."""
+        return JsonResponse(orjson.dumps({"server_load": gateway.metrics.live_requests}))
+
+    async def tokenizer_info(_: Request) -> Response:
+        """The checkpoint's tokenizer_config.json. 404 unless the operator allows it: it shows the chat template."""
+        if gateway.tokenizer_info is None:
+            raise ApiError(404, "/tokenizer_info is off; --enable-tokenizer-info turns it on", code="not_found")
+        return JsonResponse(orjson.dumps(gateway.tokenizer_info))
+
+    return [
+        Route("/ping", ping, methods=["GET", "POST"]),
+        Route("/load", load),
+        Route("/tokenizer_info", tokenizer_info),
+    ]

@@ -1,0 +1,1 @@
+"""gRPC reflection. May import: grpc, grpc_reflection and protobuf."""

@@ -1,0 +1,87 @@
+"""Every field of vLLM's request classes is served, refused by name, or ignored on purpose, and the docs say which."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.errors import ApiError
+from services.gateway.fields.messages import ChatMessage
+from services.gateway.fields.other_servers import IGNORED, IGNORED_INSIDE, REFUSED, REFUSED_IN_MESSAGES, RENAMED
+from services.gateway.openai import schema
+from services.gateway.openai.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from tests.unit.gateway.test_request import CHAT, COMPLETION
+
+ROOT = Path(__file__).parents[3]
+# Of vLLM 0.32.0. tests/peer/test_vllm_fields.py compares the file with vLLM.
+THEIRS: dict[str, list[str]] = json.loads((ROOT / "tests" / "support" / "vllm_fields.json").read_text())
+DOCS = (ROOT / "docs" / "openai-api.md").read_text()
+OURS: list[tuple[str, Any, str]] = [
+    ("ChatCompletionRequest", schema.ChatRequest, ""),
+    ("CompletionRequest", schema.CompletionRequest, ""),
+    ("TokenizeChatRequest", schema.TokenizeRequest, ""),
+    ("TokenizeCompletionRequest", schema.TokenizeRequest, ""),
+    ("DetokenizeRequest", schema.DetokenizeRequest, ""),
+    ("StreamOptions", schema.StreamOptions, "stream_options."),
+    ("ResponseFormat", ResponseFormat, "response_format."),
+    ("JsonSchemaResponseFormat", JsonSchema, "response_format.json_schema."),
+    ("messages", ChatMessage, "messages."),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "path"), OURS, ids=[theirs for theirs, _, _ in OURS])
+def test_no_field_of_vllm_passes_unread(theirs: str, ours: Any, path: str) -> None:
+    served = {field.alias or name for name, field in ours.model_fields.items()}
+    known = {*REFUSED, *RENAMED, *IGNORED} if not path else set()
+    known |= set(REFUSED_IN_MESSAGES) if path == "messages." else set()
+    known |= {name.removeprefix(path) for name in IGNORED_INSIDE if path and name.startswith(path)}
+    assert set(THEIRS[theirs]) <= served | known
+
+
+def test_structured_outputs_refuse_every_name_but_theirs() -> None:
+    served = {field.alias or name for name, field in StructuredOutputs.model_fields.items()}
+    for name in set(THEIRS["StructuredOutputsParams"]) - served:
+        with pytest.raises(ApiError) as caught:
+            schema.parse(schema.CompletionRequest, COMPLETION | {"structured_outputs": {"regex": "a", name: "x"}}, 99)
+        assert caught.value.param == f"structured_outputs.{name}"
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_MESSAGES)
+def test_fields_of_messages_that_would_change_the_answer(name: str) -> None:
+    message = {"role": "assistant", "content": "x", name: {"id": "a"}}
+    with pytest.raises(ApiError, match=f"{name} is not supported in a message"):
+        schema.parse(schema.ChatRequest, {"messages": [message]}, 99)
+    schema.parse(schema.ChatRequest, {"messages": [message | {name: None}]}, 99)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused_is_refused_by_name(name: str) -> None:
+    of = schema.ChatRequest if name in schema.CompletionRequest.model_fields else schema.CompletionRequest
+    if name in of.model_fields:
+        pytest.skip("both requests serve it")
+    body = CHAT if of is schema.ChatRequest else COMPLETION
+    with pytest.raises(ApiError) as caught:
+        schema.parse(of, body | {name: {"a": 1}}, 99)
+    assert (caught.value.status, caught.value.param) == (400, name)
+    for neutral in REFUSED[name]:
+        schema.parse(of, body | {name: neutral}, 99)
+
+
+def table(title: str) -> dict[str, str]:
+    """The first two columns of the table below a heading of the docs page."""
+    part = DOCS.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|$", part, re.MULTILINE)
+    return dict(rows)
+
+
+def test_the_docs_show_the_tables() -> None:
+    neutral = {
+        name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "`null`" for name, values in REFUSED.items()
+    }
+    assert table("Refused") == neutral | dict.fromkeys((f"messages.{name}" for name in REFUSED_IN_MESSAGES), "`null`")
+    assert table("Other names") == {name: f"`{ours}`" for name, ours in RENAMED.items()}
+    assert table("Ignored on purpose") == IGNORED | IGNORED_INSIDE
