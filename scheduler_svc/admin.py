@@ -1,4 +1,4 @@
-"""AdminService: the current policies, and why a request waited."""
+"""AdminService: the current policies, why a request waited, and the names of cache namespaces."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from paceline.v1.admin_pb2 import (
     ExplainRequest,
     ExplainResponse,
     Explanation,
+    GetCacheNamespaceRequest,
+    GetCacheNamespaceResponse,
     GetPolicyRequest,
     GetPolicyResponse,
     PolicyChoice,
@@ -109,6 +111,11 @@ class Admin(AdminServiceServicer):
                 for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
         return answer
+
+    async def GetCacheNamespace(self, request: GetCacheNamespaceRequest, context: Context) -> GetCacheNamespaceResponse:
+        if request.tenant and self.core.namespaces.scope == "server":
+            await _invalid(context, "tenant: all tenants share one cache namespace here (--cache-scope server)")
+        return GetCacheNamespaceResponse(cache_salt=self.core.namespaces.name(request.tenant, request.cache_salt))
 
     @property
     def _has_failed(self) -> bool:
