@@ -25,7 +25,7 @@ from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
-from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names
+from scheduler_svc.policies.registry import KINDS, build, check_given, check_installed, choose, names
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Admin(AdminServiceServicer):
     def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
-        self.choice = choice
+        self.choice = self._configured = choice
         self._order = core.policies.order  # of the choice
 
     async def GetPolicy(self, request: GetPolicyRequest, context: Context) -> GetPolicyResponse:
@@ -74,8 +74,10 @@ class Admin(AdminServiceServicer):
                 options[name] = json.loads(text)
             except (ValueError, RecursionError):
                 await _invalid(context, f"options.{name}: {text[:80]!r} is not JSON")
+        overrides = {kind: getattr(wanted, kind) for kind in KINDS}
         try:
-            choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self._in_force)
+            check_installed(overrides, self._configured)
+            choice = choose(wanted.preset, overrides, options, self._in_force)
             policies = build(choice)
             check_given(choice, options)
             self.core.set_policies(policies)
