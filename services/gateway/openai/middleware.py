@@ -61,7 +61,8 @@ def sanitised_request_id(value: str) -> str:
 class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
-    `refusal`: a 429 for a request that may not enter. It is sent before routing, which would take most of the time.
+    `refusal`: the error for a request that may not enter (429, or 403 for a wrong host). It is sent before routing,
+    which would take most of the time.
     """
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Scope], ApiError | None] = lambda scope: None) -> None:
