@@ -21,6 +21,7 @@ from services.gateway.engine.sampling import FieldNames, SamplingChoices, check_
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
+from services.gateway.text.control_tokens import texts_in
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles
@@ -130,7 +131,7 @@ class RequestBuilder:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         names: FieldNames,
         *,
         add_generation_prompt: bool = True,
@@ -143,7 +144,7 @@ class RequestBuilder:
         encode = partial(
             self.tokenizer.encode_chat, messages, add_generation_prompt=add_generation_prompt, variables=variables
         )
-        is_short = num_chars + 32 * len(messages) <= _INLINE_CHARS
+        is_short = sum(map(len, texts_in((messages, variables)))) <= _INLINE_CHARS
         return encode() if is_short else await self._in_thread(encode, gone)
 
     def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:

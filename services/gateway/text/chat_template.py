@@ -85,7 +85,7 @@ class ChatTemplate:
             raise ValueError(f"{folder}: the chat template does not compile: {error}") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         """The chat as text. Raises ApiError 400 if the template refuses it."""
         taken = _RESERVED.union(self._tokens).intersection(variables)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ from tokenizers import Tokenizer
 
 from services.gateway.errors import invalid
 from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.control_tokens import ControlTokens, texts_in, unused_mark
 from services.gateway.text.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 
-# Unicode noncharacters. No text has a reason to contain one, so one of them can mark positions in a text that passes
-# through a template.
-_NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 # Prompt tokens that show a detokenizer that it is in the middle of a text.
 _CONTEXT_TOKENS = 4
 # The possible values of a character's second and later bytes.
@@ -27,7 +25,8 @@ class TextTokenizer:
     """Encodes prompts and chats, and makes detokenizers.
 
     In a plain prompt, special tokens written as text become special tokens, as in other servers: users write chat
-    formats by hand. In a chat message they stay text, and only the template can write control tokens."""
+    formats by hand. In a chat they stay text, wherever a client writes them: only the template can write control
+    tokens (control_tokens.py)."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +37,7 @@ class TextTokenizer:
         self._special_ids = frozenset(token["id"] for token in special)
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
-        self._special_start = _special_start([token["content"] for token in special])
+        self._controls = ControlTokens(token["content"] for token in special)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.longest_token_chars = max(map(len, vocab), default=1)
 
@@ -80,22 +79,34 @@ class TextTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat through the model's template.
 
-        Special tokens inside a message's content are split before rendering, and the halves are encoded separately. So
-        they cannot become control tokens. Raises ApiError 400 if the model has no template or the template refuses the
-        chat.
+        Special tokens in the messages and the variables stay text. Raises ApiError 400 if the model has no template or
+        the template refuses the chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
-        mark = self._unused_mark(messages)
-        safe = [{**m, "content": self._break_special(m["content"], mark)} for m in messages]
-        text = self._template.render(safe, add_generation_prompt=add_generation_prompt, variables=variables or {})
+        render = partial(self._template.render, add_generation_prompt=add_generation_prompt)
+        texts = list(texts_in((messages, variables)))
+        if not self._controls.may_be_in(texts):
+            return self._encode(render(messages, variables=variables or {}), False)
+        mark = unused_mark(texts)
+        if mark is None:
+            raise invalid("messages", "the chat has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
+
+        def broken(breaks: Callable[[Any], Any]) -> str:
+            return render(breaks(messages), variables=breaks(variables or {}))
+
+        text = broken(self._controls.breaks(mark))
+        if self._controls.has_parts(texts):
+            more = broken(self._controls.breaks_parts(mark))
+            if self._controls.found_in(more) != self._controls.found_in(text):
+                text = more
         ids: list[int] = []
         for part in text.split(mark):
             ids += self._encode(part, False)
@@ -129,22 +140,3 @@ class TextTokenizer:
         # It also skips the offsets, which take half of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
-
-    def _break_special(self, content: str, mark: str) -> str:
-        if self._special_start is None:
-            return content
-        return self._special_start.sub(lambda match: match[0] + mark, content)
-
-    @staticmethod
-    def _unused_mark(messages: Sequence[Mapping[str, str]]) -> str:
-        for mark in _NONCHARACTERS:
-            if not any(mark in message["content"] for message in messages):
-                return mark
-        raise invalid("messages", "the content has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
-
-
-def _special_start(special: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each special token in a text, also of overlapping ones (the rest is a
-    look-ahead)."""
-    starts = [re.escape(t[0]) + f"(?={re.escape(t[1:])})" for t in sorted(special) if len(t) > 1]
-    return re.compile("|".join(starts)) if starts else None

@@ -1,4 +1,4 @@
-"""Whose requests share cached KV, what clients learn of it, and what workers and the cache get in place of a salt."""
+"""Which requests share cached KV, what clients learn of it, and what workers and the cache get in place of a salt."""
 
 from __future__ import annotations
 
