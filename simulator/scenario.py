@@ -135,7 +135,6 @@ class ScenarioRun:
             prefix_caching=scenario.prefix_caching,
             partial_reuse=False,  # none of the original systems copies within a block by the same rules
             host_cache=False,  # as in the schedulers that it is compared with
-            cache_scope="server",  # their prefixes are shared by all requests, and so are a trace's
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
         )
