@@ -193,7 +193,7 @@ async def serve(
     """
     keys = open_keys(settings.keys_file)
     # In microseconds, so that no number repeats after a restart: see WatchEventsResponse.
-    events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
+    events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000, with_tokens=settings.event_tokens)
     core = CacheCore(
         debug=settings.debug,
         eviction=settings.eviction,

@@ -22,6 +22,9 @@ class CacheSettings(KeySettings, section="cache"):
     event_buffer: int = Field(
         10_000, ge=1, le=10_000_000, description="events kept for watchers that read slowly or come back"
     )
+    event_tokens: bool = Field(
+        False, description="events tell the token ids of blocks: a watcher then reads the prompts of all users"
+    )
     max_pinned_share: float = Field(0.5, ge=0.0, le=1.0, description="of a worker's blocks, how many may be pinned")
     max_tenant_retained_share: float = Field(
         TENANT_SHARE,

@@ -1,4 +1,4 @@
-"""AdminService: the current policies, and why a request waited."""
+"""AdminService: the current policies, why a request waited, and the names of cache namespaces."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from paceline.v1.admin_pb2 import (
     ExplainRequest,
     ExplainResponse,
     Explanation,
+    GetCacheNamespaceRequest,
+    GetCacheNamespaceResponse,
     GetPolicyRequest,
     GetPolicyResponse,
     PolicyChoice,
@@ -23,7 +25,7 @@ from paceline.v1.admin_pb2_grpc import AdminServiceServicer
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
-from scheduler_svc.policies.registry import KINDS, build, check_given, choose, names
+from scheduler_svc.policies.registry import KINDS, build, check_given, check_installed, choose, names
 from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
@@ -38,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Admin(AdminServiceServicer):
     def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
-        self.choice = choice
+        self.choice = self._configured = choice
         self._order = core.policies.order  # of the choice
 
     async def GetPolicy(self, request: GetPolicyRequest, context: Context) -> GetPolicyResponse:
@@ -72,8 +74,10 @@ class Admin(AdminServiceServicer):
                 options[name] = json.loads(text)
             except (ValueError, RecursionError):
                 await _invalid(context, f"options.{name}: {text[:80]!r} is not JSON")
+        overrides = {kind: getattr(wanted, kind) for kind in KINDS}
         try:
-            choice = choose(wanted.preset, {kind: getattr(wanted, kind) for kind in KINDS}, options, self._in_force)
+            check_installed(overrides, self._configured)
+            choice = choose(wanted.preset, overrides, options, self._in_force)
             policies = build(choice)
             check_given(choice, options)
             self.core.set_policies(policies)
@@ -109,6 +113,11 @@ class Admin(AdminServiceServicer):
                 for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
         return answer
+
+    async def GetCacheNamespace(self, request: GetCacheNamespaceRequest, context: Context) -> GetCacheNamespaceResponse:
+        if request.tenant and self.core.namespaces.scope == "server":
+            await _invalid(context, "tenant: all tenants share one cache namespace here (--cache-scope server)")
+        return GetCacheNamespaceResponse(cache_salt=self.core.namespaces.name(request.tenant, request.cache_salt))
 
     @property
     def _has_failed(self) -> bool:

@@ -28,6 +28,7 @@ class Election:
     """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
     `address`: what others are told of the leader. `clock` gives monotonic seconds, `wall_ms` the time of day.
+    `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
     """
 
     def __init__(
@@ -37,9 +38,12 @@ class Election:
         ttl_s: int,
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        offered_secret: bytes = b"",
     ) -> None:
         self.epoch = 0  # of our leadership; 0 before
         self.leader = ""  # address, as last heard
+        self.cache_secret = b""  # known before the election is won, if the schedulers share one
+        self._offered_secret = offered_secret
         self._etcd = etcd
         self._address = address
         self._ttl_s = ttl_s
@@ -67,6 +71,8 @@ class Election:
         reminded_s = float("-inf")
         while True:
             try:
+                if self._offered_secret and not self.cache_secret:
+                    self.cache_secret = await self._etcd.shared_secret(self._offered_secret)
                 record = await self._etcd.read_leader()
                 if record.lease is None:
                     if await self._claim(record):

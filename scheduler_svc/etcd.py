@@ -33,12 +33,13 @@ class Etcd:
     """Asks the endpoints in turn: the next one after a failure.
 
     `key`: the leader's key is KEY/master, and lives as long as the leader's lease. The epoch of the latest leader is at
-    KEY/epoch, for ever. `timeout_s`: limit of one request.
+    KEY/epoch, for ever, and so is the schedulers' cache secret at KEY/cache-secret. `timeout_s`: limit of one request.
     """
 
     def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float) -> None:
         self._endpoints = list(endpoints)
         self._leader_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
+        self._secret_key = _encode(f"{key}/cache-secret")
         self._timeout_s = timeout_s
         # etcd is called by address; a proxy from the environment is for external hosts
         self._http = httpx.AsyncClient(timeout=None, trust_env=False)
@@ -89,6 +90,20 @@ class Etcd:
             ],
         }
         return bool((await self._ask("kv/txn", body)).get("succeeded", False))
+
+    async def shared_secret(self, offered: bytes) -> bytes:
+        """The cache secret that all schedulers of this key share: the first one that any of them has offered."""
+        key = self._secret_key
+        body = {
+            "compare": [{"key": key, "target": "CREATE", "create_revision": "0"}],
+            "success": [{"request_put": {"key": key, "value": base64.b64encode(offered).decode()}}],
+            "failure": [{"request_range": {"key": key}}],
+        }
+        answer = await self._ask("kv/txn", body)
+        with _parsing(answer):
+            if answer.get("succeeded", False):
+                return offered
+            return base64.b64decode(answer["responses"][0]["response_range"]["kvs"][0]["value"])
 
     async def wait_until_left(self, seen: LeaderRecord, at_most_s: float) -> None:
         """Wait until the leader's key is deleted after `seen`, for at most `at_most_s`. Returns early if the watch

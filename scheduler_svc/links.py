@@ -112,6 +112,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         if self.election is not None:
             grpc_server.set_serving(True, standby=True)
             self.core.epoch = self.core.fence = await self.election.campaign()
+            if self.election.cache_secret:
+                self.core.namespaces.secret = self.election.cache_secret
             log.info("elected leader", epoch=self.core.epoch)
         grpc_server.set_serving(True)
         await asyncio.gather(self.tick(), self.keep_cache_link(), self._lead())

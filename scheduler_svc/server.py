@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from paceline.v1 import admin_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from scheduler_svc.admin import Admin
+from scheduler_svc.cache_secret import own_secret, read_secret
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
@@ -29,6 +31,13 @@ log = get_logger(__name__)
 ADMIN_METHODS = ("/paceline.v1.AdminService/",)
 # Open without keys. With keys a client goes through a gateway, which knows its quotas.
 KEYED_METHODS = ("/paceline.v1.InferenceService/Generate",)
+
+
+def _cache_secret(settings: SchedulerSettings) -> bytes:
+    """Raises CannotStart. Empty while it is to come from etcd."""
+    if settings.cache_secret_file:
+        return read_secret(Path(settings.cache_secret_file))
+    return b"" if settings.etcd else own_secret()
 
 
 async def serve(
@@ -63,7 +72,14 @@ async def serve(
     # Later schedulers have larger epochs, so that a peer can tell an old one. With an election there is no epoch yet.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
-    core = SchedulerCore(config, policies, lambda: build(choose()), epoch, on_policy_error=PolicyErrors(log.error))
+    core = SchedulerCore(
+        config,
+        policies,
+        lambda: build(choose()),
+        epoch,
+        on_policy_error=PolicyErrors(log.error),
+        cache_secret=_cache_secret(settings),
+    )
     transport = link_options(settings.ping_timeout_s)
     server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election)
     admin = Admin(core, choice)

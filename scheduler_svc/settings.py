@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from scheduler_svc.core.types import CacheScope
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import Address
@@ -75,5 +76,13 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         False, description="take workers of one model in different data types: a stream that moves may get other tokens"
     )
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
+    cache_scope: CacheScope = Field(
+        "tenant", description="tenant: only requests of one tenant share cached KV; server: requests of all tenants do"
+    )
+    cache_secret_file: str = Field(
+        "",
+        description="file with at least 16 bytes, the same for every standby: the key of the hash that workers get in "
+        "place of tenants and salts (default: one in etcd, else a file that the scheduler makes in its state folder)",
+    )
     partial_reuse: bool = Field(True, description="reuse also what a cached block begins with, by copying it")
     host_cache: bool = Field(True, description="keep KV that is evicted in the workers' host memory, if they have any")

@@ -85,7 +85,7 @@ def completion(rng: random.Random, max_tokens: int, **options: Any) -> bytes:
         **options,
     }
     body = json.dumps(fields).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
 class Connection(asyncio.Protocol):
@@ -318,7 +318,7 @@ class Clients:
         while not self._ended.is_set():
             began_s = time.perf_counter()
             connection = await self._connect()
-            answer = await connection.ask(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = await connection.ask(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             took_ms = 1000 * (time.perf_counter() - began_s)  # with the time to connect
             self.tally.count(Answer(answer.status, 0, round(took_ms, 3)), 0)
             connection.transport.close()

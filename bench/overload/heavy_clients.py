@@ -71,7 +71,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
 async def flood(port: int, kind: str) -> Counter[int]:
     """ATTACKERS connections that send this body again and again, until stdin ends; counts statuses."""
     path, body = bodies()[kind]
-    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
+    request = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
     statuses: Counter[int] = Counter()
     loop = asyncio.get_running_loop()
 

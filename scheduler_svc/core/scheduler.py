@@ -34,6 +34,7 @@ from scheduler_svc.core.admission.validation import (
     queue_credit,
 )
 from scheduler_svc.core.cache.link import CacheLink, ProtocolError
+from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from scheduler_svc.core.faults.retry_groups import RetryGroups
 from scheduler_svc.core.faults.suspects import Absence, Loss, Suspects
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
@@ -73,9 +74,12 @@ class SchedulerCore:
         fallback: Callable[[], Policies],
         epoch: int,
         on_policy_error: Callable[[Exception], None] = lambda error: None,
+        cache_secret: bytes = b"",
     ) -> None:
-        """`fallback` makes the policies that schedule a step when the current ones fail."""
+        """`fallback` makes the policies that schedule a step when the current ones fail. `cache_secret`: as in
+        CacheNamespaces."""
         self.config = config
+        self.namespaces = CacheNamespaces(config.cache_scope, cache_secret)
         self.epoch = epoch
         self.fence = 0  # the epoch, if it comes from an election
         self.counters = SchedulerCounters()
@@ -100,7 +104,7 @@ class SchedulerCore:
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
-        emitter = Emitter(cache, life.swaps, self._publisher)
+        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces)
         self._exchanges = StepExchanges(
             self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
@@ -169,6 +173,8 @@ class SchedulerCore:
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         request = new_request(session.id, submission, now_s)
         changes_logits = check_submission(request, submission)
+        # From here on the salt is the name of a namespace, and not what the client sent.
+        request.cache_salt = self.namespaces.name(request.tenant, request.cache_salt)
         if is_search := submission.HasField("beam"):
             check_beam(submission)
         if self.limits:

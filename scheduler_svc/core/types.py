@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.inference_pb2 import SessionResponse
 from paceline.v1.worker_pb2 import WorkerServiceLinkResponse
+
+# Which requests share cached KV: those of one tenant, or of all tenants.
+CacheScope = Literal["tenant", "server"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,7 @@ class SchedulerConfig:
     stall_s: float = 1.5
     poison_failures: int = 2  # a request fails after this many failed steps in a row with it as the only row
     prefix_caching: bool = True
+    cache_scope: CacheScope = "tenant"
     partial_reuse: bool = True  # reuse the beginning of a cached block
     host_cache: bool = True  # keep evicted KV in the workers' host memory
     max_num_seqs: int = 0  # running on one worker; 0: as many as the worker has slots

@@ -1,5 +1,6 @@
 """Makes policies from names and options. A policy is built in, found by an entry point of the group
-`paceline.policies`, or named as "module:Class"."""
+`paceline.policies`, or named as "module:Class" where a name may import a module: on the scheduler's command line and in
+scenario files, but not in an RPC."""
 
 from __future__ import annotations
 
@@ -56,6 +57,19 @@ def choose(
         known = {name for kind in KINDS for name in _parameters(kind, find(kind, getattr(choice, kind)))}
         kept = {name: value for name, value in kept.items() if name in known}
     return dataclasses.replace(choice, options={**kept, **(options or {})})
+
+
+def check_installed(overrides: Mapping[str, str], base: PolicySet) -> None:
+    """Raise PolicyError if a name would import a module that the operator has not chosen: one that is neither installed
+    nor part of `base`, the scheduler's own configuration."""
+    for kind, name in overrides.items():
+        if ":" in name and name != getattr(base, kind):
+            known = ", ".join(sorted(names(kind)))
+            raise PolicyError(
+                f"{kind}: {name!r} names a module, and only the scheduler's own configuration may do that "
+                f"(--{kind}, {kind} in its file); a call may name {known}, or another entry point of the group {GROUP} "
+                "that is installed where the scheduler runs"
+            )
 
 
 def check_given(choice: PolicySet, options: Mapping[str, Any]) -> None:

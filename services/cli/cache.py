@@ -15,6 +15,8 @@ import grpc
 from rich.table import Table
 
 from paceline.v1 import cache_pb2 as pb
+from paceline.v1.admin_pb2 import GetCacheNamespaceRequest
+from paceline.v1.admin_pb2_grpc import AdminServiceStub
 from paceline.v1.cache_pb2_grpc import CacheAdminServiceStub, CacheServiceStub
 from services.cli.arguments import Parser, console, plain
 from services.cli.calls import call
@@ -60,7 +62,11 @@ def parser() -> Parser:
     for command, default in ((pin, ""), (reset, None)):
         command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
-        command.add_argument("--salt", default=default, help="cache_salt of requests")
+        command.add_argument("--tenant", default=default, help="of requests; the scheduler tells its namespace")
+        command.add_argument("--salt", default=default, help="cache_salt of requests; the same")
+        command.add_argument(
+            "--scheduler", metavar="HOST:PORT", help="for --tenant and --salt [env: PACELINE_SCHEDULER]"
+        )
     events = commands.add_parser("events", help="stored and removed blocks as JSON lines: a snapshot, then each change")
     events.add_argument("--after", type=int, default=0, metavar="NUMBER", help="the last known event")
     for command in (stats, pins, pin, unpin, reset, events):
@@ -79,7 +85,17 @@ def main(argv: list[str]) -> int:
         "events": _events,
     }
     command = commands[arguments.command]
+    if getattr(arguments, "tenant", None) or getattr(arguments, "salt", None):
+        status = call(PROG, arguments, "scheduler", lambda channel: _find_namespace(channel, arguments))
+        if status:
+            return status
     return call(PROG, arguments, "cache", lambda channel: command(channel, arguments))
+
+
+def _find_namespace(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
+    """Replace the salt by the name of the namespace of tenant and salt, which only the scheduler can make."""
+    request = GetCacheNamespaceRequest(tenant=arguments.tenant, cache_salt=arguments.salt)
+    arguments.salt = AdminServiceStub(channel).GetCacheNamespace(request, timeout=TIMEOUT_S).cache_salt
 
 
 def _stats(channel: grpc.Channel, _: argparse.Namespace) -> None:
@@ -170,7 +186,8 @@ def event_fields(event: pb.WatchEventsResponse) -> dict[str, Any]:
         fields |= {
             "parent_prefix_id": f"{stored.parent_prefix_id:016x}",
             "start_block": stored.start_block,
-            "token_ids": _from_bytes(stored.token_ids),
+            "block_size": stored.block_size,
+            **({"token_ids": _from_bytes(stored.token_ids)} if stored.token_ids else {}),
             "model": stored.namespace.model,
             "lora": stored.namespace.lora,
         }

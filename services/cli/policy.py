@@ -23,7 +23,7 @@ def parser() -> Parser:
     change = commands.add_parser("set", help="change to a preset, other policies or options; no request is dropped")
     change.add_argument("preset", nargs="?", default="", help="a preset; without one, the current policies are changed")
     for kind in KINDS:
-        change.add_argument(f"--{kind}", default="", help="a policy's name, or module:Class")
+        change.add_argument(f"--{kind}", default="", help="a policy's name; `get` lists all of them")
     change.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of a policy; the value is JSON"
     )

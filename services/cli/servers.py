@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli import api_key
 from services.cli.arguments import Parser
-from services.runtime.processes import machine, started
+from services.runtime.processes import machine, started, state_folder
 from services.runtime.settings import Address
 
 Service = Literal["scheduler", "cache"]
@@ -150,12 +150,7 @@ class Announcement:
 
 def _folder() -> Path:
     """The folder of the state files. Raises OSError if the user has no home."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
-    except RuntimeError as error:
-        raise OSError(str(error)) from error
-    return home / "paceline" / "servers"
+    return state_folder() / "servers"
 
 
 def _read(path: Path) -> Server | None:

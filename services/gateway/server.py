@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.access.control import AccessControl
@@ -18,6 +19,7 @@ from services.gateway.engine.session import SchedulerSession
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.grpc.key_gate import KeyGate
 from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
@@ -134,13 +136,15 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
 
 
 def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer:
-    app = CORSMiddleware(
-        create_app(gateway, settings.root_path),
-        allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+    app: ASGIApp = create_app(gateway, AllowedHosts(settings.hosts, settings.host), settings.root_path)
+    if settings.origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return HttpServer(
         app,
         settings.host,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from demo import CHECKPOINT
 from services.runtime.keys.settings import KeySettings
@@ -15,6 +16,27 @@ from services.runtime.settings import AddressList
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
+
+
+_HOST = re.compile(r"\*|(?:\*\.)?[a-z0-9._-]+|\[[0-9a-f:.]+\]", re.IGNORECASE)
+
+
+def _entries(value: str) -> list[str]:
+    """The entries of a list with commas."""
+    return [entry for part in value.split(",") if (entry := part.strip())]
+
+
+def _hosts(value: str) -> str:
+    for entry in _entries(value):
+        if _HOST.fullmatch(entry) is None:
+            raise ValueError(
+                f"{entry[:100]!r} is no host: names or addresses without a port are possible, like example.com, "
+                "*.example.com, 10.0.0.1 or [::1], and * for all"
+            )
+    return value
+
+
+Hosts = Annotated[str, AfterValidator(_hosts)]
 
 
 class GatewaySettings(KeySettings, section="gateway"):
@@ -86,7 +108,12 @@ class GatewaySettings(KeySettings, section="gateway"):
     )
     open_metrics: bool = Field(False, description="with API keys, serve /metrics without a key")
     allowed_origins: str = Field(
-        "*", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
+        "", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
+    )
+    allowed_hosts: Hosts = Field(
+        "",
+        description="names (with commas) under which clients may address the HTTP API, like example.com or "
+        "*.example.com; *: all (default: those of loopback if `host` is on loopback, else all)",
     )
     head_timeout_s: float = Field(
         30.0, gt=0, description="seconds for the headers of a request; then the connection is closed"
@@ -105,9 +132,19 @@ class GatewaySettings(KeySettings, section="gateway"):
     resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="approximate memory for such answers")
 
     @property
+    def origins(self) -> list[str]:
+        """The entries of allowed_origins."""
+        return _entries(self.allowed_origins)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The entries of allowed_hosts, in lower case."""
+        return _entries(self.allowed_hosts.lower())
+
+    @property
     def tenant_names(self) -> list[str]:
         """The names in metrics_tenant_names."""
-        return [name for part in self.metrics_tenant_names.split(",") if (name := part.strip())]
+        return _entries(self.metrics_tenant_names)
 
     @property
     def model_name(self) -> str:

@@ -1,10 +1,20 @@
-"""Tells whether a process that wrote a file still runs."""
+"""Files that processes share: the folder of the user's state, and whether the process that wrote a file still runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+
+
+def state_folder() -> Path:
+    """$XDG_STATE_HOME/paceline (~/.local/state/paceline by default). Raises OSError if the user has no home."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        home = Path(state) if os.path.isabs(state) else Path("~/.local/state").expanduser()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    return home / "paceline"
 
 
 def started(pid: int) -> str:

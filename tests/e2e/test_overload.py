@@ -103,7 +103,7 @@ def connection(stack: Stack, data: bytes = b"") -> socket.socket:
 
 def stream_request(**options: object) -> bytes:
     body = json.dumps({"prompt": [5, 6], "ignore_eos": True, "stream": True} | options).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
 async def test_clients_that_mean_it_ill(stack: Stack) -> None:
@@ -113,7 +113,7 @@ async def test_clients_that_mean_it_ill(stack: Stack) -> None:
     before = resident(stack)
     # A few MB of events each, of which the sockets hold a part.
     stalled = [connection(stack, stream_request(max_tokens=1000, logprobs=20)) for _ in range(6)]
-    slow = [connection(stack, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ") for _ in range(100)]
+    slow = [connection(stack, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ") for _ in range(100)]
     idle = [connection(stack) for _ in range(400)]
     async with load.client(stack.url) as http:
         for _ in range(3):

@@ -74,8 +74,9 @@ def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
     ("argv", "words"),
     [
         (["vlm"], ["preset: 'vlm'", "vllm-v1", "sglang-lpm"]),
-        (["--order", "best"], ["order: 'best'", "fcfs", "lpm", "module:Class"]),
-        (["--capacity", "nowhere:Policy"], ["capacity: nowhere:Policy cannot be imported"]),
+        (["--order", "best"], ["order: 'best'", "fcfs", "lpm"]),
+        (["--capacity", "nowhere:Policy"], ["capacity: 'nowhere:Policy' names a module", "--capacity", "watermark"]),
+        (["--order", "this:x"], ["order: 'this:x' names a module", "--order", "paceline.policies"]),
         (["--option", "speed=9"], ["options.speed", "ageing_per_s"]),
         (["--option", "watermark=high"], ["options.watermark", "valid number"]),
         (["--option", "watermark"], ["NAME=VALUE"]),

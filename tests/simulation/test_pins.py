@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from cache_svc.core import admin
 from cache_svc.core.errors import OpError
+from cache_svc.core.tree.nodes import Namespace
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.presets import PRESETS
@@ -54,11 +57,12 @@ class PinRun(Run):
             admin.unpin(core, self.rng.choice(list(core.pins.by_name)))
         elif self.asked:
             prompt, sampling = self.rng.choice(list(self.asked.values()))
-            try:
-                admin.pin(core, str(self.rng.random()), d.pack([*prompt, *expected_output(prompt, sampling)]))
-            except OpError:
-                return
-            self.pinned += 1
+            tokens = d.pack([*prompt, *expected_output(prompt, sampling)])
+            for tenant in "xyz":  # one of them has asked
+                namespace = Namespace(cache_salt=self.system.scheduler.namespaces.name(tenant, ""))
+                with contextlib.suppress(OpError):
+                    admin.pin(core, str(self.rng.random()), tokens, namespace)
+                    self.pinned += 1
         core.check_invariants()
 
 

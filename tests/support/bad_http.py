@@ -400,33 +400,37 @@ HEADERS = [
 
 CASES = [*BODIES, *FIELDS, *STRUCTURES, *PROMPTS, *CHAT_CASES, *OTHERS, *HEADERS]
 
-_POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
 _SMALL_CHUNKS = b"".join(b"1\r\n%c\r\n" % byte for byte in WELL) + b"0\r\n\r\n"
 RAW_CASES = [
     RawCase("nothing, then gone", (0,), b"", closes=True),
     RawCase("no HTTP", (400,), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)),
     RawCase("HTTP/2 without asking", (400,), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-    RawCase("an unknown method", (400, 405), b"BREW /v1/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
-    RawCase("a head of 1 MB", (431,), b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 2**20 + b"\r\n\r\n"),
+    RawCase("an unknown method", (400, 405), b"BREW /v1/completions HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    RawCase("a head of 1 MB", (431,), b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 2**20 + b"\r\n\r\n"),
     RawCase(
         "10,000 headers",
         (431,),
-        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(10_000)) + b"\r\n",
     ),
-    RawCase("a path of 1 MB", (431,), b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
-    RawCase("a strange host", (200,), b"GET /health HTTP/1.1\r\nhost: a/b?c#d@e\r\nconnection: close\r\n\r\n"),
+    RawCase("a path of 1 MB", (431,), b"GET /" + b"a" * 2**20 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    RawCase("a strange host", (403,), b"GET /health HTTP/1.1\r\nhost: a/b?c#d@e\r\nconnection: close\r\n\r\n"),
     RawCase("no host", (200, 400), b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"),
-    RawCase("absolute form", (200,), b"GET http://elsewhere/health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"),
-    RawCase("asterisk form", (400, 404, 405), b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"),
-    RawCase("connect", (400, 404, 405), b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: x\r\n\r\n"),
+    RawCase(
+        "absolute form", (200,), b"GET http://elsewhere/health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    ),
+    RawCase("asterisk form", (400, 404, 405), b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"),
+    RawCase("connect", (400, 404, 405), b"CONNECT elsewhere:443 HTTP/1.1\r\nhost: localhost\r\n\r\n"),
     RawCase(
         "websocket",
         (404, 405, 400),
-        b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+        b"GET /v1/completions HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
     ),
     RawCase("a header without a colon", (400,), b"GET /health HTTP/1.1\r\nhost x\r\n\r\n"),
     RawCase(
-        "a header with a line break in it", (400,), b"GET /health HTTP/1.1\r\nhost: x\r\n folded\r\nx\x00y: z\r\n\r\n"
+        "a header with a line break in it",
+        (400,),
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n folded\r\nx\x00y: z\r\n\r\n",
     ),
     RawCase("two lengths", (400,), _POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + WELL),
     RawCase("a negative length", (400,), _POST + b"content-length: -1\r\n\r\n" + WELL),
@@ -446,7 +450,10 @@ RAW_CASES = [
         "trailers", (200, 400), _POST + b"transfer-encoding: chunked\r\n\r\n" + _SMALL_CHUNKS[:-2] + b"x: y\r\n\r\n"
     ),
     RawCase(
-        "1,000 requests at once on a connection", (200,), b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 1000, closes=True
+        "1,000 requests at once on a connection",
+        (200,),
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000,
+        closes=True,
     ),
     RawCase("half a head, then gone", (0, 400), b"POST /v1/completions HTTP/1.1\r\nhost:", closes=True),
     RawCase(

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
+from cache_svc.core.packing import TOKEN_BYTES
 from cache_svc.core.tree.nodes import BlockResidency, Namespace, PartialBlock, PrefixNode, Root
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
@@ -74,17 +75,21 @@ class Recorder:
     ) -> None:
         stored = event.stored
         stored.worker, stored.tier, stored.start_block = self.worker_id, self.tier, start
-        stored.parent_prefix_id, stored.token_ids = parent_id, key
+        stored.parent_prefix_id, stored.block_size = parent_id, len(key) // (len(blocks) * TOKEN_BYTES)
+        if self._log.with_tokens:
+            stored.token_ids = key
         stored.block_ids.extend(blocks)
         stored.prefix_ids.extend(ids)
         stored.namespace.model, stored.namespace.lora = namespace.model, namespace.lora
 
 
 class EventLog:
-    """The last `kept` events, and their watchers."""
+    """The last `kept` events, and their watchers. `with_tokens`: events tell the tokens of the blocks, which are what
+    users wrote and got."""
 
-    def __init__(self, kept: int = DEFAULT_KEPT, first_number: int = 1) -> None:
+    def __init__(self, kept: int = DEFAULT_KEPT, first_number: int = 1, *, with_tokens: bool = False) -> None:
         self.kept = kept
+        self.with_tokens = with_tokens
         self.last = first_number - 1
         self.is_on = False
         self.watchers: list[Watcher] = []

@@ -330,3 +330,46 @@ class Explanation(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class GetCacheNamespaceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """As in requests; empty: without one."""
+    cache_salt: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCacheNamespaceRequest: _TypeAlias = GetCacheNamespaceRequest  # noqa: Y015
+
+@_typing.final
+class GetCacheNamespaceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    """A keyed hash; empty without tenant and salt."""
+    def __init__(
+        self,
+        *,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCacheNamespaceResponse: _TypeAlias = GetCacheNamespaceResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class AdminServiceStub:
                 request_serializer=paceline_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetCacheNamespace = channel.unary_unary(
+                '/paceline.v1.AdminService/GetCacheNamespace',
+                request_serializer=paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -65,7 +70,7 @@ class AdminServiceServicer:
 
     def SetPolicy(self, request, context):
         """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-        the choice; then everything stays as it was.
+        the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +78,14 @@ class AdminServiceServicer:
 
     def Explain(self, request, context):
         """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCacheNamespace(self, request, context):
+        """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
+        INVALID_ARGUMENT: the scheduler keeps no tenants apart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,6 +108,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=paceline_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'GetCacheNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCacheNamespace,
+                    request_deserializer=paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +197,33 @@ class AdminService:
             '/paceline.v1.AdminService/Explain',
             paceline_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             paceline_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCacheNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.AdminService/GetCacheNamespace',
+            paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceRequest.SerializeToString,
+            paceline_dot_v1_dot_admin__pb2.GetCacheNamespaceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,10 +37,14 @@ class AdminServiceStub:
     """Which policies are in force, and which there are."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]
     """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-    the choice; then everything stays as it was.
+    the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+    GetCacheNamespace: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetCacheNamespaceRequest, _admin_pb2.GetCacheNamespaceResponse]
+    """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
+    INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -51,10 +55,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Which policies are in force, and which there are."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-    the choice; then everything stays as it was.
+    the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+    GetCacheNamespace: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetCacheNamespaceRequest, _admin_pb2.GetCacheNamespaceResponse]  # type: ignore[assignment]
+    """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
+    INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Served by the scheduler."""
@@ -74,7 +82,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetPolicyResponse, _abc.Awaitable[_admin_pb2.SetPolicyResponse]]:
         """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-        the choice; then everything stays as it was.
+        the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
         """
 
     @_abc_1.abstractmethod
@@ -84,5 +92,15 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
         """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+
+    @_abc_1.abstractmethod
+    def GetCacheNamespace(
+        self,
+        request: _admin_pb2.GetCacheNamespaceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetCacheNamespaceResponse, _abc.Awaitable[_admin_pb2.GetCacheNamespaceResponse]]:
+        """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
+        INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -392,7 +392,9 @@ class CacheNamespace(_message.Message):
     lora: _builtins.str
     """Name of the adapter; none if empty."""
     cache_salt: _builtins.str
-    """Salt of the request. Requests with another salt can neither use nor detect the blocks cached under this one."""
+    """Requests with another value can neither use nor detect the blocks cached under this one. The scheduler sends a keyed
+    hash of the request's tenant and salt (AdminService.GetCacheNamespace).
+    """
     def __init__(
         self,
         *,
@@ -1154,6 +1156,7 @@ class BlockStored(_message.Message):
     START_BLOCK_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
@@ -1178,10 +1181,12 @@ class BlockStored(_message.Message):
     parent_prefix_id: _builtins.int
     """Of the block before the run, or of the namespace if start_block is 0."""
     token_ids: _builtins.bytes
-    """Packed int32: the tokens of the run."""
+    """Packed int32: the tokens of the run. Empty unless the cache has been told to send tokens (--event-tokens)."""
     start_block: _builtins.int
     """How many blocks come before the run."""
     tier: Global___CacheTier.ValueType
+    block_size: _builtins.int
+    """Tokens of each block."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1208,10 +1213,11 @@ class BlockStored(_message.Message):
         start_block: _builtins.int = ...,
         tier: Global___CacheTier.ValueType = ...,
         namespace: Global___CacheNamespace | None = ...,
+        block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "block_ids", b"block_ids", "namespace", b"namespace", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "prefix_ids", b"prefix_ids", "start_block", b"start_block", "tier", b"tier", "token_ids", b"token_ids", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "block_ids", b"block_ids", "block_size", b"block_size", "namespace", b"namespace", "parent_prefix_id", b"parent_prefix_id", "prefix_id", b"prefix_id", "prefix_ids", b"prefix_ids", "start_block", b"start_block", "tier", b"tier", "token_ids", b"token_ids", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

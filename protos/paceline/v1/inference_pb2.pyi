@@ -346,7 +346,9 @@ class GenerateRequest(_message.Message):
     deadline_s: _builtins.float
     """Seconds from now within which the answer is of use; 0: no deadline."""
     cache_salt: _builtins.str
-    """Only requests with the same salt share KV: a client that does not know the salt can neither use nor detect cached KV."""
+    """Only requests with the same salt share KV: a client that does not know the salt can neither use nor detect cached KV.
+    By default requests of different tenants share none, whatever their salts.
+    """
     idempotency_key: _builtins.str
     """Only at a gateway: the client's key for this request, 1 to 255 printable ASCII characters, unique within its tenant. The
     request may be sent again with it: the same gateway does not run it twice, and every gateway gives the same tokens.
@@ -451,7 +453,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens with KV that was reused instead of computed."""
+    """Prompt tokens with KV that was reused instead of computed. Whole blocks only, if tenants share KV."""
     def __init__(
         self,
         *,

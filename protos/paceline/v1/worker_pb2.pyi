@@ -154,6 +154,7 @@ class KeptSequence(_message.Message):
     block_table: _builtins.bytes
     """Packed int32."""
     cache_salt: _builtins.str
+    """As in NewSequence."""
     def __init__(
         self,
         *,
@@ -543,7 +544,7 @@ class NewSequence(_message.Message):
     request_id: _builtins.str
     """The request it belongs to, for logs."""
     cache_salt: _builtins.str
-    """Of the request: for KeptSequence."""
+    """For KeptSequence: a keyed hash of the request's tenant and salt, which the worker cannot find out."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(

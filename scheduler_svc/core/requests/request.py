@@ -54,7 +54,7 @@ class Request:
     tenant: str = ""
     lora: str = ""
     answer_id: str = ""  # that the client sees; the same for all sequences of the client's request
-    cache_salt: str = ""
+    cache_salt: str = ""  # once accepted: the name that CacheNamespaces makes of tenant and salt
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
     accepted_before: bool = False  # by this scheduler or another one
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Adapter and salt. Requests share blocks only within one namespace."""
+        """Adapter, and tenant and salt under one name. Requests share blocks only within one namespace."""
         return self.lora, self.cache_salt
 
     @property
@@ -257,7 +257,8 @@ class RequestView:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Adapter and salt. Only requests of one namespace can share cached blocks, even if their tokens are equal."""
+        """Adapter, and tenant and salt under one name. Only requests of one namespace can share cached blocks, even if
+        their tokens are equal."""
         return self._request.namespace
 
     @property

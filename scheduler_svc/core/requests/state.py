@@ -35,7 +35,7 @@ class History:
     has_run: bool = False
     started_s: float | None = None  # first admission; of a beam: that of its search
     first_token_s: float | None = None  # of a beam search: the end of its first step
-    cached_tokens: int | None = None  # reused at the first admission
+    cached_tokens: int | None = None  # reused at the first admission, as the client is told
     num_preemptions: int = 0
 
     def timing(self, arrival_s: float, now_s: float) -> RequestTiming:

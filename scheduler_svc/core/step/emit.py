@@ -10,6 +10,7 @@ from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache.link import CacheLink, admit_result
+from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
@@ -23,6 +24,7 @@ class Emitter:
     cache: CacheLink
     swaps: Swaps
     publisher: Publisher
+    namespaces: CacheNamespaces
 
     def emit(
         self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None
@@ -96,7 +98,7 @@ class Emitter:
         slot = worker.batch.start(request, self.publisher.index_of(request), block_table, num_cached_tokens)
         request.advance(Event.GRANT)
         if request.history.cached_tokens is None:
-            request.history.cached_tokens = num_cached_tokens
+            request.history.cached_tokens = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
         # The cache may hold more of the prompt now than when the step was scheduled.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
         if request.held.swapped_on:

@@ -158,7 +158,7 @@ class RequestBuilder:
             variables=variables,
             extras=extras,
         )
-        is_short = _num_chars(messages, extras) <= _INLINE_CHARS
+        is_short = _num_chars(messages, variables, extras) <= _INLINE_CHARS
         ids = encode() if is_short else await self._in_thread(encode, gone)
         return ids if truncation is None else list(truncation.cut(ids))
 
@@ -179,7 +179,7 @@ class RequestBuilder:
             variables=variables,
             extras=extras,
         )
-        is_short = _num_chars(messages, extras) <= _INLINE_CHARS
+        is_short = _num_chars(messages, variables, extras) <= _INLINE_CHARS
         return "".join(render() if is_short else await self._in_thread(render, gone))
 
     def check_token_ids(self, token_ids: Sequence[int], field_name: str) -> array[int]:
@@ -323,11 +323,11 @@ class RequestBuilder:
         return jobs
 
 
-def _num_chars(messages: Sequence[Mapping[str, Any]], extras: ChatExtras) -> int:
+def _num_chars(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, extras: ChatExtras) -> int:
     """About how many characters the template writes."""
     if extras.template is not None:
         return _INLINE_CHARS + 1  # it may take any time
-    return 32 * len(messages) + sum(map(len, strings([messages, extras.tools, extras.documents])))
+    return 32 * len(messages) + sum(map(len, strings([messages, variables, extras.tools, extras.documents])))
 
 
 def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:

@@ -72,9 +72,9 @@ def sanitised_request_id(value: str) -> str:
 class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
-    `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: a 429 for a request that may
-    not enter. Both are sent before routing, which would take most of the time, and before the body is read.
-    `root_path`: a prefix that paths may have.
+    `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
+    may not enter (429, or 403 for a wrong host). Both are sent before routing, which would take most of the time, and
+    before the body is read. `root_path`: a prefix that paths may have.
     """
 
     def __init__(

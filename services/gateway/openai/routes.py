@@ -26,6 +26,7 @@ from services.gateway.engine.sampling import FieldNames
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import HeldBody, read_body
 from services.gateway.http.connection import CONNECTION
+from services.gateway.http.hosts import AllowedHosts
 from services.gateway.openai import schema
 from services.gateway.openai.body_parser import is_small
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
@@ -47,8 +48,9 @@ MAX_ECHO_CHARS = 2**22
 _COMPLETION_MAX_TOKENS = 16
 
 
-def create_app(gateway: Gateway, root_path: str = "") -> RequestMiddleware:
-    """The ASGI application. `root_path`: a prefix that paths may have, because a proxy leaves it there."""
+def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> RequestMiddleware:
+    """The ASGI application. It answers only requests to these hosts. `root_path`: a prefix that paths may have, because
+    a proxy leaves it there."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += vllm_routes(gateway)
@@ -56,6 +58,8 @@ def create_app(gateway: Gateway, root_path: str = "") -> RequestMiddleware:
     app.router.redirect_slashes = False
 
     def refusal(scope: Scope) -> ApiError | None:
+        if (misdirected := hosts.refusal(scope["headers"])) is not None:
+            return misdirected
         kind = _KINDS.get(scope["path"].removeprefix(root_path))
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None

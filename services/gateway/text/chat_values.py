@@ -1,4 +1,4 @@
-"""The strings inside a chat's messages, tools and documents: counted, searched, and replaced."""
+"""The strings inside what a chat template gets from a client: counted, searched, and replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.errors import invalid
 
-# Of messages, tools and documents. A deeper value would end in Python's limit of recursion.
+# Of messages, tools, documents and chat_template_kwargs. A deeper value would end in Python's limit of recursion.
 MAX_DEPTH = 64
 
 
@@ -68,4 +68,6 @@ def without_end(text: str, final: str) -> str:
 
 def _check_depth(depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise invalid("messages", f"messages, tools and documents may be nested {MAX_DEPTH} levels deep")
+        raise invalid(
+            "messages", f"messages, tools, documents and chat_template_kwargs may be nested {MAX_DEPTH} levels deep"
+        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from tokenizers import Tokenizer
 
 from services.gateway.errors import invalid
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings, with_strings, without_end
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings, without_end
+from services.gateway.text.control_tokens import ControlTokens, unused_mark
 from services.gateway.text.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 
-# Unicode noncharacters. No text has a reason to contain one, so one of them can mark positions in a text that passes
-# through a template.
-_NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
 # Prompt tokens that show a detokenizer that it is in the middle of a text.
 _CONTEXT_TOKENS = 4
 # The possible values of a character's second and later bytes.
@@ -29,7 +26,8 @@ class TextTokenizer:
     """Encodes prompts and chats, and makes detokenizers.
 
     In a plain prompt, special tokens written as text become special tokens, as in other servers: users write chat
-    formats by hand. In a chat message they stay text, and only the template can write control tokens."""
+    formats by hand. In a chat they stay text, wherever a client writes them: only the template can write control
+    tokens (control_tokens.py)."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +38,7 @@ class TextTokenizer:
         self._special_ids = frozenset(token["id"] for token in special)
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
-        self._special_start = _special_start([token["content"] for token in special])
+        self._controls = ControlTokens(token["content"] for token in special)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.longest_token_chars = max(map(len, vocab), default=1)
 
@@ -124,26 +122,33 @@ class TextTokenizer:
     ) -> list[str]:
         """A chat through the model's template: the parts of the text.
 
-        Special tokens inside messages, tools and documents are split before rendering: one half ends a part, the other
-        begins the next. So they cannot become control tokens. Raises ApiError 400 if the model has no template or the
-        template refuses the chat.
+        Special tokens in messages, variables, tools and documents stay text, as one half ends a part and the other
+        begins the next. Raises ApiError 400 if the model has no template or the template refuses the chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
         template = self._template if extras.template is None else self._template.replaced_by(extras.template)
-        mark = self._unused_mark([messages, extras.tools, extras.documents])
+        given = [messages, variables or {}, extras.tools, extras.documents]
 
-        def safe(value: Any) -> Any:
-            return with_strings(value, lambda text: self._break_special(text, mark))
+        def rendered(breaks: Callable[[Any], Any] = lambda value: value) -> str:
+            chat, chosen, tools, documents = breaks(given)
+            shown = replace(extras, tools=tools, documents=documents)
+            text = template.render(chat, add_generation_prompt=add_generation_prompt, variables=chosen, extras=shown)
+            if extras.continue_final_message:
+                text = without_end(text, chat[-1]["content"] if chat else "")
+            return text
 
-        rendered = [{name: value if name == "role" else safe(value) for name, value in m.items()} for m in messages]
-        if extras is not NO_EXTRAS:
-            extras = replace(extras, tools=safe(extras.tools), documents=safe(extras.documents))
-        text = template.render(
-            rendered, add_generation_prompt=add_generation_prompt, variables=variables or {}, extras=extras
-        )
-        if extras.continue_final_message:
-            text = without_end(text, rendered[-1]["content"] if rendered else "")
+        texts = list(strings(given))
+        if not self._controls.may_be_in(texts):
+            return [rendered()]
+        mark = unused_mark(texts)
+        if mark is None:
+            raise invalid("messages", "the chat has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
+        text = rendered(self._controls.breaks(mark))
+        if self._controls.has_parts(texts):
+            more = rendered(self._controls.breaks_parts(mark))
+            if self._controls.found_in(more) != self._controls.found_in(text):
+                text = more
         return text.split(mark)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -174,23 +179,3 @@ class TextTokenizer:
         # It also skips the offsets, which take half of the time.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
-
-    def _break_special(self, content: str, mark: str) -> str:
-        if self._special_start is None:
-            return content
-        return self._special_start.sub(lambda match: match[0] + mark, content)
-
-    @staticmethod
-    def _unused_mark(values: Any) -> str:
-        texts = list(strings(values))
-        for mark in _NONCHARACTERS:
-            if not any(mark in text for text in texts):
-                return mark
-        raise invalid("messages", "the content has every Unicode noncharacter from U+FDD0 to U+FDEF in it")
-
-
-def _special_start(special: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each special token in a text, also of overlapping ones (the rest is a
-    look-ahead)."""
-    starts = [re.escape(t[0]) + f"(?={re.escape(t[1:])})" for t in sorted(special) if len(t) > 1]
-    return re.compile("|".join(starts)) if starts else None

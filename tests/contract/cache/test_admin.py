@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any
 import grpc
 import pytest
 
+from paceline.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc
 from paceline.v1 import cache_pb2 as pb
-from paceline.v1 import cache_pb2_grpc
+from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from services.cli import cache as cli
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.cache.test_events import event_of, kinds, run_ops, watch
 from tests.contract.cache.test_server import TIMEOUT_S, A, Running, ask, running
 from tests.contract.gateway.test_openai import CHECKPOINT
+from tests.support.ports import free_port
 from tests.unit.cache import driver as d
 
 IDS = ",".join(map(str, A))
+NAMESPACES = CacheNamespaces("tenant", b"0123456789abcdef")
 
 
 @pytest.fixture
@@ -40,6 +44,25 @@ async def link(cache: Running) -> AsyncIterator[grpc.aio.StreamStreamCall]:
 
 def stub(cache: Running) -> cache_pb2_grpc.CacheAdminServiceAsyncStub:
     return cache_pb2_grpc.CacheAdminServiceStub(cache.channel)
+
+
+class NamingScheduler(admin_pb2_grpc.AdminServiceServicer):
+    async def GetCacheNamespace(self, request: Any, context: Any) -> admin_pb2.GetCacheNamespaceResponse:
+        name = NAMESPACES.name(request.tenant, request.cache_salt)
+        return admin_pb2.GetCacheNamespaceResponse(cache_salt=name)
+
+
+@contextlib.asynccontextmanager
+async def naming_scheduler() -> AsyncIterator[str]:
+    """The address of what stands in for a scheduler: it names namespaces."""
+    server = grpc.aio.server()
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(NamingScheduler(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
 
 
 async def paceline_cache(cache: Running, *argv: str) -> int:
@@ -120,7 +143,8 @@ async def test_the_command_line(
     assert await paceline_cache(cache, "pins") == 0
     assert await paceline_cache(cache, "stats") == 0
     assert await paceline_cache(cache, "unpin", "system") == 0
-    assert await paceline_cache(cache, "reset", "--salt", "unused") == 0
+    async with naming_scheduler() as scheduler:
+        assert await paceline_cache(cache, "reset", "--salt", "unused", "--scheduler", scheduler) == 0
     assert await paceline_cache(cache, "reset") == 0
     lines = capsys.readouterr().out.splitlines(keepends=True)
     out = "".join(line for line in lines if not line.startswith("20"))  # the server logs here, too
@@ -182,13 +206,51 @@ async def test_the_command_line_says_what_is_wrong(
     assert words in capsys.readouterr().err
 
 
-async def test_events_as_json(cache: Running, link: grpc.aio.StreamStreamCall) -> None:
+async def test_pins_and_resets_of_a_tenant(
+    cache: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator names tenant and salt; what the cache knows of them, the scheduler tells."""
+    link = cache.link()
+    match = d.match_op(1, A, salt=NAMESPACES.name("acme", "pepper"))
+    await ask(link, 1, d.add_worker_op(3, 8, 4), match, *run_ops(1, A, 3)[1:])
+    async with naming_scheduler() as scheduler:
+        monkeypatch.setenv("PACELINE_SCHEDULER", scheduler)
+        pin = ["pin", "x", "--tokens", IDS]
+        for others in ([], ["--tenant", "acme"], ["--salt", "pepper"], ["--tenant", "other", "--salt", "pepper"]):
+            assert await paceline_cache(cache, *pin, *others) == 1
+        assert await paceline_cache(cache, *pin, "--tenant", "acme", "--salt", "pepper") == 0
+        assert await paceline_cache(cache, "unpin", "x") == 0
+        for argv in (["--tenant", "acme"], ["--salt", "pepper"], ["--tenant", "acme", "--salt", "pepper"]):
+            assert await paceline_cache(cache, "reset", *argv) == 0
+    out = capsys.readouterr().out
+    assert "pinned: 16 tokens on worker 3\n" in out
+    assert [line for line in out.splitlines() if line.startswith("forgotten")] == [
+        f"forgotten: {count} blocks of worker 3" for count in (0, 0, 4)
+    ]
+    monkeypatch.setenv("PACELINE_SCHEDULER", f"127.0.0.1:{free_port()}")
+    assert await paceline_cache(cache, "reset", "--tenant", "acme") == 1
+    assert "no scheduler answers at 127.0.0.1:" in capsys.readouterr().err
+    link.cancel()
+
+
+async def test_events_as_json() -> None:
+    async with running(event_tokens=True) as cache:
+        link = cache.link()
+        await ask(link, 1, d.add_worker_op(3, 8, 4), *run_ops(1, A, 3))
+        await _check_events_as_json(cache)
+        link.cancel()
+
+
+async def _check_events_as_json(cache: Running) -> None:
     call = watch(cache)
     await kinds(call, 1)
-    stored = cli.event_fields(await event_of(call))
+    event = await event_of(call)
+    stored = cli.event_fields(event)
     assert stored["event"] == "stored"
     assert (stored["worker"], stored["tier"], stored["block_ids"]) == (3, "device", [1, 2, 3, 4])
-    assert (stored["token_ids"], stored["start_block"], stored["lora"]) == (A, 0, "")
+    assert (stored["token_ids"], stored["start_block"], stored["block_size"], stored["lora"]) == (A, 0, 4, "")
+    event.stored.token_ids = b""
+    assert cli.event_fields(event) == {name: value for name, value in stored.items() if name != "token_ids"}
     assert all(len(prefix) == 16 for prefix in [*stored["prefix_ids"], stored["parent_prefix_id"]])
     assert json.loads(json.dumps(stored)) == stored
     done = cli.event_fields(await event_of(call))

@@ -19,7 +19,7 @@ from tests.unit.cache.follower import Follower, State
 
 @pytest.fixture
 async def cache() -> AsyncIterator[Running]:
-    async with running() as server:
+    async with running(event_tokens=True) as server:  # the tests' follower checks ids against tokens
         yield server
 
 
@@ -64,6 +64,20 @@ async def test_a_watcher_gets_a_snapshot_and_then_what_happens(cache: Running) -
     assert await kinds(call, 2) == [(number + 1, "removed"), (number + 2, "stored")]
     call.cancel()
     link.cancel()
+
+
+async def test_a_watcher_reads_no_tokens_unless_the_operator_says_so() -> None:
+    """In the snapshot and afterwards. Everything else is told."""
+    async with running() as cache:
+        link = cache.link()
+        await ask(link, 1, d.add_worker_op(0, 8, 4), *run_ops(1, A))
+        call = watch(cache)
+        events = [await event_of(call) for _ in range(3)]
+        await ask(link, 2, *run_ops(2, [7] * 9))
+        events += [await event_of(call)]
+        stored = [event.stored for event in events if event.HasField("stored")]
+        assert [(len(one.prefix_ids), one.block_size, one.token_ids) for one in stored] == [(4, 4, b""), (2, 4, b"")]
+        call.cancel()
 
 
 async def test_a_watcher_that_comes_back_gets_the_missed_events(cache: Running) -> None:

@@ -59,10 +59,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running(drain_s: float = 0.0, event_buffer: int = 10_000) -> AsyncIterator[Running]:
+async def running(
+    drain_s: float = 0.0, event_buffer: int = 10_000, event_tokens: bool = False
+) -> AsyncIterator[Running]:
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
-    settings = CacheSettings(port=0, metrics_port=0, debug=True, drain_s=drain_s, event_buffer=event_buffer)
+    settings = CacheSettings(
+        port=0, metrics_port=0, debug=True, drain_s=drain_s, event_buffer=event_buffer, event_tokens=event_tokens
+    )
     task = asyncio.create_task(serve(settings, stop, on_ready=ready.set_result))
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=TIMEOUT_S)
     if task.done():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
-from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.conftest import MODEL, Running, Start, _end, _scheduler, _start, until
 
 PAGE = "https://page.example"
 ASKS = {
@@ -18,8 +20,42 @@ HEADERS = {"Origin": PAGE, "Content-Type": "application/json"}
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 3}
 
 
-async def test_a_page_may_ask(running: Running) -> None:
-    before = await running.http.options("/v1/completions", headers=ASKS)
+async def test_no_page_may_ask_unless_the_operator_says_so(running: Running) -> None:
+    assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 405
+    answer = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Running) -> None:
+    """On every path, and before any work for the request. The page's own name is all that the browser knows."""
+    before = len(running.scheduler.submissions)
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
+        answer = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["reason"] == "host_not_allowed"
+        assert answer.json()["error"]["message"].startswith("Host: 'page.example:8000' is not a name of this server")
+        assert answer.headers["x-request-id"]
+    assert len(running.scheduler.submissions) == before
+    for host in ("localhost", "[::1]:99", "127.0.0.1"):
+        assert (await running.http.get("/v1/models", headers={"Host": host})).status_code == 200
+
+
+async def test_other_names_are_answered_where_the_operator_lists_them(start: Start) -> None:
+    running = await start(settings={"allowed_hosts": "127.0.0.1, *.example"})
+    assert (await running.http.get("/v1/models", headers={"Host": "page.example"})).status_code == 200
+    assert (await running.http.get("/v1/models", headers={"Host": "page.example.com"})).status_code == 403
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def public() -> AsyncIterator[Running]:
+    """Any page may call it."""
+    running = await _start(_scheduler(), True, {"allowed_origins": "*"})
+    yield running
+    await _end(running)
+
+
+async def test_a_page_may_ask(public: Running) -> None:
+    before = await public.http.options("/v1/completions", headers=ASKS)
     assert before.status_code == 200
     assert before.headers["access-control-allow-origin"] == "*"
     assert "POST" in before.headers["access-control-allow-methods"]
@@ -27,18 +63,18 @@ async def test_a_page_may_ask(running: Running) -> None:
 
 
 @pytest.mark.parametrize(("more", "status"), [({}, 200), ({"stream": True}, 200), ({"n": 0}, 400)])
-async def test_a_page_may_read_every_answer(running: Running, more: dict[str, object], status: int) -> None:
-    answer = await running.http.post("/v1/completions", headers=HEADERS, json={**BODY, **more})
+async def test_a_page_may_read_every_answer(public: Running, more: dict[str, object], status: int) -> None:
+    answer = await public.http.post("/v1/completions", headers=HEADERS, json={**BODY, **more})
     assert answer.status_code == status
     assert answer.headers["access-control-allow-origin"] == "*"
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
     assert answer.text.endswith("data: [DONE]\n\n") == ("stream" in more)
-    without = await running.http.post("/v1/completions", json={**BODY, **more})
+    without = await public.http.post("/v1/completions", json={**BODY, **more})
     assert not [name for name in without.headers if name.startswith("access-control")]
 
 
 async def test_a_page_may_read_that_there_is_no_room(start: Start) -> None:
-    running = await start(settings={"max_live_requests": 1})
+    running = await start(settings={"max_live_requests": 1, "allowed_origins": "*"})
     running.scheduler.paused = True
     task = asyncio.create_task(running.http.post("/v1/completions", json=BODY))
     await until(lambda: running.scheduler.num_running == 1)
@@ -50,7 +86,7 @@ async def test_a_page_may_read_that_there_is_no_room(start: Start) -> None:
     assert (await task).status_code == 200
 
 
-@pytest.mark.parametrize("allowed", ["", "https://other.example, https://third.example:8443"])
+@pytest.mark.parametrize("allowed", ["https://other.example, https://third.example:8443"])
 async def test_other_pages_may_not(start: Start, allowed: str) -> None:
     running = await start(settings={"allowed_origins": allowed})
     assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 400

@@ -172,9 +172,9 @@ async def test_what_is_not_http(running: Running) -> None:
     answer = await raw(running, b"nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400")
     assert b'{"error"' in answer
-    large = b"GET /health HTTP/1.1\r\nhost: x\r\nx-large: " + b"a" * 100_000 + b"\r\n\r\n"
+    large = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-large: " + b"a" * 100_000 + b"\r\n\r\n"
     assert (await raw(running, large)).startswith(b"HTTP/1.1 431")
-    many = b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 50_000 + b"\r\n"
+    many = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 50_000 + b"\r\n"
     assert (await raw(running, many)).startswith(b"HTTP/1.1 431")
     assert (await running.http.get("/health")).status_code == 200
 
@@ -316,11 +316,11 @@ async def test_parts_of_all_messages_are_counted_together(running: Running) -> N
 async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None:
     running = await start(settings={"head_timeout_s": 1.0})
     assert await raw(running, b"") == b"", "nothing was asked"
-    answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-")
+    answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-")
     assert answer.startswith(b"HTTP/1.1 408")
     assert check_shape(json.loads(answer.partition(b"\r\n\r\n")[2]))["reason"] == "request_timeout"
     # The second one on a connection, too; and a connection between two requests may rest for longer.
-    well = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    well = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
     for _ in range(2):
         writer.write(well)
@@ -334,10 +334,10 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None
 @pytest.mark.parametrize(
     ("asked", "then"),
     [
-        (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
-        (b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"a"),
-        (b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n", b"a"),
-        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n", b"a"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n", b"a"),
+        (b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n", b"a"),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n", b"a"),
     ],
 )
 async def test_what_begins_no_request_keeps_no_connection(
@@ -361,18 +361,20 @@ async def test_a_request_after_an_empty_line_is_served(start: Start, monkeypatch
     monkeypatch.setattr(http_connection, "_REST_S", 1)
     running = await start(step_s=0.1)
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     assert b"200 OK" in await reader.readuntil(b"}")
     writer.write(b"\r\n")
     await asyncio.sleep(0.1)
     content = json.dumps({"prompt": "x", "max_tokens": 20, "ignore_eos": True}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+    )
     assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 20), "an answer is no rest"
     writer.close()
 
 
 STREAM = json.dumps({"prompt": "x", "max_tokens": 20, "ignore_eos": True, "stream": True}).encode()
-ASKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(STREAM) + STREAM
+ASKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(STREAM) + STREAM
 LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -422,7 +424,7 @@ async def test_more_connections_than_there_may_be_are_refused(start: Start) -> N
         writer.close()
 
     async def served() -> bool:
-        return (await raw(running, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")).startswith(
+        return (await raw(running, b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")).startswith(
             b"HTTP/1.1 200"
         )
 
@@ -442,15 +444,17 @@ async def test_a_client_that_holds_all_connections_gives_one_up_for_another_clie
     held = [await open_from(running, "127.0.0.2") for _ in range(4)]
     answering, slow, resting, silent = held
     body = b'{"prompt": [7], "max_tokens": 40, "stream": true, "ignore_eos": true}'
-    answering[1].write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    answering[1].write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    )
     await answering[0].readuntil(b"data: ")
-    slow[1].write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
-    resting[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    slow[1].write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
+    resting[1].write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     await resting[0].readuntil(b"}")
     others = []
     for _ in range(2):
         others.append(await open_from(running, "127.0.0.1"))
-        others[-1][1].write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        others[-1][1].write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await others[-1][0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
     # Each has two: no connection is closed for another any more.
     for address in ("127.0.0.1", "127.0.0.2"):
@@ -482,7 +486,7 @@ async def test_a_client_with_too_many_connections_hears_why(start: Start) -> Non
     error = json.loads(body)["error"]
     assert (error["reason"], "--max-connections-per-client" in error["message"]) == ("too_many_connections", True)
     other = await open_from(running, "127.0.0.1")
-    other[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    other[1].write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert (await other[0].read()).startswith(b"HTTP/1.1 200")
     for _, each in [*held, other, (reader, writer)]:
         each.close()

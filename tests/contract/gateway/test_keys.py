@@ -143,7 +143,7 @@ async def test_health_is_open_and_metrics_are_not(start: Start, keys: Keys) -> N
 
 async def test_browsers_ask_first_without_a_key(start: Start, keys: Keys) -> None:
     secret = keys.add("a")
-    running = await launch(start, keys)
+    running = await launch(start, keys, {"allowed_origins": "http://page"})
     origin = {"origin": "http://page"}
     asked = origin | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     assert (await running.http.options(PATH, headers=asked)).status_code == 200

@@ -84,7 +84,7 @@ async def test_a_stalled_reader_holds_up_no_other(start: Start) -> None:
     stalled = []
     for _ in range(4):
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
         writer.write(b"content-length: %d\r\n\r\n" % len(content) + content)
         stalled.append(writer)
     answer = await running.http.post("/v1/completions", json=body(max_tokens=500))
@@ -211,7 +211,7 @@ async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_re
         served = await http.get("/ready")  # on the connection that is left
         assert (served.status_code, served.json()["reason"]) == (503, "draining")
         assert served.headers["connection"] == "close"
-        writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")  # to the end: it is closed
         writer.close()
         with pytest.raises(httpx.ConnectError):

@@ -22,8 +22,8 @@ from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import Running, Start, eventually, until, until_metrics
 
 BODY: dict[str, Any] = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def completion(**options: Any) -> bytes:

@@ -11,14 +11,14 @@ import pytest
 from services.gateway.http import connection as http_connection
 from tests.contract.gateway.conftest import Running, Start, until
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-BROKEN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+BROKEN = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 
 def completion(**options: Any) -> bytes:
     body = json.dumps({"prompt": "x", "ignore_eos": True, **options}).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
 async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -40,7 +40,7 @@ async def test_pipelined_requests_are_answered_in_their_order(start: Start) -> N
     writer.close()
 
 
-LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b" " * 150_000
+LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 200000\r\n\r\n" + b" " * 150_000
 
 
 @pytest.mark.parametrize("aborts", [True, False])
@@ -157,7 +157,7 @@ async def test_a_request_behind_a_chunked_one_is_not_served(start: Start) -> Non
     running = await start()
     reader, writer = await connect(running)
     chunks = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n"
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + chunks + HEALTH * 1000)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + chunks + HEALTH * 1000)
     got = await asyncio.wait_for(reader.read(), 20)
     assert got.count(b"HTTP/1.1 ") == 1
     assert b"\r\nconnection: close\r\n" in got

@@ -47,7 +47,7 @@ async def ask_for_much(running: Running, monkeypatch: pytest.MonkeyPatch) -> soc
     """An answer that is written in one piece; returns when it is on its way."""
     with monkeypatch.context() as patch:
         patch.setattr(GatewayMetrics, "exposition", lambda metrics: LARGE)
-        sock = await ask(running, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        sock = await ask(running, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert await asyncio.get_running_loop().sock_recv(sock, 1) == b"H"
     return sock
 
@@ -65,7 +65,7 @@ async def read_all(sock: socket.socket, *, pause_s: float = 0.0) -> int:
 async def test_a_client_that_does_not_read_a_stream_is_taken_to_have_gone(start: Start) -> None:
     running = await start(step_s=0.005, settings={"send_timeout_s": 0.3})
     content = json.dumps(BODY).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(content)
     sock = await ask(running, head + content)
     await until(lambda: len(running.scheduler.submissions) == 1)
     await until_metrics(running, "paceline_gateway_live_requests 0.0")

@@ -72,6 +72,28 @@ async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
     assert await etcd.claim(left, lease, "b:1", 18)
 
 
+async def test_the_first_offered_secret_is_everybodys(etcd: Etcd) -> None:
+    found = await asyncio.gather(*(etcd.shared_secret(b"\0 secret of %d" % i) for i in range(5)))
+    assert len(set(found)) == 1
+    assert found[0].startswith(b"\0 secret of ")
+    assert await etcd.shared_secret(b"another") == found[0]
+
+
+async def test_schedulers_of_one_election_name_cache_namespaces_alike(process: EtcdProcess) -> None:
+    """One after the other leads, and finds what the workers have kept under the names of the one before."""
+
+    def settings(key: str) -> SchedulerSettings:
+        return SchedulerSettings(port=free_port(), cache=NO_CACHE, metrics_port=0, etcd=process.url, etcd_key=key)
+
+    asked = admin_pb2.GetCacheNamespaceRequest(tenant="acme", cache_salt="pepper")
+    names = []
+    for one in (settings("alike"), settings("alike"), settings("another-server")):
+        async with running(one), open_channel(f"127.0.0.1:{one.port}") as channel:
+            await until_health(channel, WORKER, SERVING)
+            names.append((await admin_pb2_grpc.AdminServiceStub(channel).GetCacheNamespace(asked)).cache_salt)
+    assert names[0] == names[1] != names[2]
+
+
 async def test_a_lease_ends_by_itself(etcd: Etcd) -> None:
     lease, ttl_s = await etcd.grant(1)
     assert ttl_s == 2  # the least that etcd grants
@@ -136,7 +158,7 @@ async def test_another_server_at_etcd_s_address(body: bytes) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     etcd = Etcd([f"http://127.0.0.1:{port}"], "x", timeout_s=3.0)
-    for ask in (etcd.read_leader(), etcd.grant(3), etcd.renew(1)):
+    for ask in (etcd.read_leader(), etcd.grant(3), etcd.renew(1), etcd.shared_secret(b"x")):
         with pytest.raises(EtcdError, match=r"not an answer of etcd|disconnected|Error"):
             await ask
     await etcd.close()

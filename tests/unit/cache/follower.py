@@ -62,6 +62,7 @@ class Follower:
 
     def join(self, log: EventLog, tree: PrefixTree | None) -> None:
         """Joins for the first time, or after the last event seen."""
+        log.with_tokens = True
         self.watcher = log.watch(tree, self.last, lambda watcher: None)
 
     def leave(self) -> None:
@@ -111,7 +112,7 @@ class Follower:
         above = [held for (worker, _), held in self.stored.items() if worker == stored.worker and parent in held]
         assert bool(above) == (stored.start_block > 0), "the parent of a stored run is not stored"
         size, rest = divmod(len(stored.token_ids), num_blocks)
-        assert rest == 0
+        assert (rest, size) == (0, 4 * stored.block_size)
         assert len(stored.prefix_ids) == num_blocks > 0
         for i, (prefix, block) in enumerate(zip(stored.prefix_ids, stored.block_ids, strict=True)):
             parent = chained(parent, stored.token_ids[i * size : (i + 1) * size])

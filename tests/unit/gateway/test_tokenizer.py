@@ -63,8 +63,10 @@ def test_special_tokens_in_a_message_stay_text(tokenizer: TextTokenizer, attack:
 
 
 def test_every_noncharacter_at_once_is_refused(tokenizer: TextTokenizer) -> None:
+    every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ApiError, match="noncharacter"):
-        tokenizer.encode_chat([{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDF0)))}])
+        tokenizer.encode_chat([{"role": "user", "content": every + "<|end|>"}])
+    assert tokenizer.encode_chat([{"role": "user", "content": every}]), "nothing has to be marked"
 
 
 def test_a_template_that_refuses_is_the_clients_error(tokenizer: TextTokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from scheduler_svc import admin
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
-from scheduler_svc.policies.registry import build, choose
+from scheduler_svc.policies.registry import KINDS, build, choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker, expected_output
 from tests.support.hostile import hostile, raises
@@ -79,7 +80,9 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         ({"options": {"watermark": "true"}}, "options.watermark: Input should be a valid number"),
         ({"options": {"watermark": "NaN"}}, "options.watermark: Input should be a finite number"),
         ({"preset": "sglang", "options": {"watermark": "0.5"}}, "options.watermark: none of the policies has it"),
-        ({"order": "json:loads"}, "order: json:loads is no OrderPolicy"),
+        ({"order": "json:loads"}, "order: 'json:loads' names a module, and only the scheduler's own configuration may"),
+        ({"capacity": "this:x"}, r"--capacity.*watermark.*group paceline\.policies that is installed"),
+        ({"placement": "no.such.module:x", "preset": "vllm-v1"}, "placement: 'no.such.module:x' names a module"),
     ):
         with pytest.raises(Aborted, match=word) as aborted:
             await set_policy(admin, **choice)
@@ -113,6 +116,25 @@ async def test_the_options_of_an_order_that_failed_go_with_it() -> None:
     assert dict((await set_policy(admin, batch="prefill-first")).options) == kept
 
 
+async def test_a_call_imports_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Module paths are for the scheduler's own configuration. What is configured, a call may choose again."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    system, _ = system_with(build(choose()))
+    admin = Admin(system.scheduler, choose("", {"order": f"{__name__}:Silent"}))
+    for kind in KINDS:
+        with pytest.raises(Aborted, match=f"{kind}: 'this:x' names a module"):
+            await set_policy(admin, **{kind: "this:x"})
+    assert "this" not in sys.modules
+    assert (await set_policy(admin, order="lpm")).order == "lpm"
+    assert (await set_policy(admin, order=f"{__name__}:Silent")).order == f"{__name__}:Silent"
+    with pytest.raises(Aborted, match="names a module"):
+        await set_policy(admin, order=f"{__name__}:Wordy")
+
+
+class Silent(FirstComeFirstServed):
+    """A policy that only the command line names."""
+
+
 class Wordy(FirstComeFirstServed):
     def __init__(self, num_words: int = 1_000_000) -> None:
         super().__init__()
@@ -121,7 +143,7 @@ class Wordy(FirstComeFirstServed):
 
 async def test_a_policys_words_fit_a_status() -> None:
     system, _ = system_with(build(choose()))
-    admin = Admin(system.scheduler, choose())
+    admin = Admin(system.scheduler, choose("", {"order": f"{__name__}:Wordy"}))
     with pytest.raises(Aborted) as aborted:
         await set_policy(admin, order=f"{__name__}:Wordy")
     message = aborted.value.args[1]

@@ -379,23 +379,27 @@ def test_another_scheduler_finds_what_the_worker_has_computed() -> None:
 
 
 def test_what_a_worker_brings_stays_in_its_namespace() -> None:
-    """Salted KV must not be found without its salt, nor with another, after the scheduler has been restarted."""
+    """KV of a tenant and a salt must not be found without them, nor with others, after a restart of the scheduler. The
+    next scheduler finds it if it has the same secret; the worker knows only the name of the namespace."""
     before = make()
-    worker = before.attach(toy()).worker
+    before.scheduler.namespaces.secret = b"known to both"
+    worker = before.attach(toy(num_blocks=256)).worker
     assert isinstance(worker, ToyWorker)
     prompt = [*SHARED, *SHARED]
-    before.submit("s", 1, prompt, SAMPLING, cache_salt="secret")
+    before.submit("s", 1, prompt, SAMPLING, tenant="mine", cache_salt="secret")
     before.run_for(20)
     worker.registration.kept.extend(worker.kept())
-    assert [kept.cache_salt for kept in worker.registration.kept] == ["secret"]
+    names = [kept.cache_salt for kept in worker.registration.kept]
+    assert names == [before.scheduler.namespaces.name("mine", "secret")]
     after = make()
+    after.scheduler.namespaces.secret = b"known to both"
     after.attach(worker, keeps_blocks=True)
-    cached = {}
-    for handle, salt in enumerate(("", "other", "secret"), start=2):
-        after.submit("s", handle, prompt, SAMPLING, cache_salt=salt)
+    asked = [("", ""), ("", "secret"), ("mine", ""), ("mine", "other"), ("other", "secret"), ("", names[0])]
+    for handle, (tenant, salt) in enumerate([*asked, ("mine", "secret")], start=2):
+        after.submit("s", handle, prompt, SAMPLING, tenant=tenant, cache_salt=salt)
         after.run()
-        cached[salt] = after.clients["s"].endings[handle].cached_tokens
-    assert cached == {"": 0, "other": 0, "secret": len(prompt) - 1}
+        expected = len(prompt) - 1 if (tenant, salt) == ("mine", "secret") else 0
+        assert after.clients["s"].endings[handle].cached_tokens == expected
 
 
 def test_what_a_worker_claims_wrongly_costs_nothing() -> None:

@@ -1,0 +1,46 @@
+"""Which requests share cached KV: namespaces by tenant and `cache_salt`, under a name that only the scheduler can make.
+
+The name of a namespace is a hash with the scheduler's secret as its key. Workers and the cache get the name: neither
+can find the tenant or the salt in it, also not by trying. (The cache gets the tenant of a request with retention, for
+the tenant's share.) The scheduler makes the name, because every request passes through it, whichever gateway or client
+it comes from. A restarted scheduler and a standby make the same names if they have the same secret, and so they find
+the KV that a worker kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from scheduler_svc.core.types import CacheScope
+
+NAME_BYTES = 16  # two namespaces have the same name with a probability of 2^-128
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = blake2b.MAX_KEY_SIZE
+_PERSON = b"paceline-cache"  # other hashes with the same secret are different
+
+
+@dataclass(slots=True)
+class CacheNamespaces:
+    """`scope` tenant: only requests of one tenant share KV. server: requests of all tenants do. The `secret` may be set
+    until the first request. It has no bytes in simulations, where nothing has to be hidden."""
+
+    scope: CacheScope = "tenant"
+    secret: bytes = field(default=b"", repr=False)
+
+    def name(self, tenant: str, cache_salt: str) -> str:
+        """What goes over the wire as `cache_salt`. Empty for a request with nothing to keep apart: without a salt, and
+        without a tenant or with scope server."""
+        owner = tenant.encode() if self.scope == "tenant" else b""
+        if not (owner or cache_salt):
+            return ""
+        digest = blake2b(digest_size=NAME_BYTES, key=self.secret, person=_PERSON)
+        digest.update(len(owner).to_bytes(4, "little"))  # ("ab", "c") is not ("a", "bc")
+        digest.update(owner)
+        digest.update(cache_salt.encode())
+        return digest.hexdigest()
+
+    def reported_tokens(self, num_cached_tokens: int, block_size: int) -> int:
+        """The cached tokens that a client may know. With scope server whole blocks only: an exact number would tell how
+        far a guessed prompt agrees with the prompt of another tenant, token by token."""
+        return num_cached_tokens if self.scope == "tenant" else num_cached_tokens - num_cached_tokens % block_size
