@@ -47,14 +47,13 @@ class CallGrammars:
             calls = self._calls(tools, parallel)
             return f"start: calls | TEXT?\nTEXT: /[ \\t\\r\\n]*[^{{ \\t\\r\\n](.|\\n)*/\n{calls}{schemas}"
         in_list = self._writes_list
-        many = "*" if parallel and not in_list else "?"
-        if self._opening in self._token_ids:
-            calls = self._calls(tools, parallel and in_list)
-            return f"start: (TEXT calls){many} TEXT\n{_TEXT}{calls}{schemas}"
-        # A marker of several tokens: the text must stop at it, and the call goes on behind it.
-        calls = self._calls(tools, parallel and in_list, is_open=True)
-        found = f"found[lazy]: TEXT {json.dumps(self._opening)}\n"
-        return f"start: (found calls){many} TEXT\n{found}{_TEXT}{calls}{schemas}"
+        is_token = self._opening in self._token_ids
+        calls = self._calls(tools, parallel and in_list, is_open=not is_token)
+        before, found = "TEXT", ""
+        if not is_token:  # a marker of several tokens: the text must stop at it, and the call goes on behind it
+            before, found = "found", f"found[lazy]: TEXT {json.dumps(self._opening)}\n"
+        start = f"({before} calls)* TEXT" if parallel and not in_list else f"{before} calls | TEXT"
+        return f"start: {start}\n{found}{_TEXT}{calls}{schemas}"
 
     def or_answer(
         self, tools: Sequence[GrammarTool], schema: str, *, parallel: bool, any_whitespace: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_any_split_gives_the_same_message_at_every_point(format_: ReplyFormat, t
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {0, len(text)})
     parser, by_char = format_.parser(), format_.parser()
     ours, theirs = Collected(), Collected()
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         ours.add(parser.push(text[begin:end]))
         for char in text[begin:end]:
             theirs.add(by_char.push(char))
