@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: scripted outputs in the formats of models, read by OpenAI's client, whole and streamed."""
+"""Tools and reasoning over HTTP: scripted outputs in the formats of models, read by OpenAI's client and as events."""
 
 from __future__ import annotations
 
