@@ -38,7 +38,7 @@ class MessageWriter:
         self._choice = choice
 
     def skip(self, text: str) -> None:
-        """Read text whose deltas the client has."""
+        """Read text without its deltas, which the client has."""
         self._parser.push(text)
 
     def delta(self, text: str) -> bytes:
@@ -111,5 +111,5 @@ def whole_message(
 
 
 def writers(replies: Sequence[ReplyFormat | None], answer_id: str) -> list[MessageWriter | None]:
-    """A writer for each choice whose text is more than content."""
+    """A writer for each choice with a reply format."""
     return [None if reply is None else MessageWriter(reply, answer_id, i) for i, reply in enumerate(replies)]

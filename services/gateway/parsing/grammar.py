@@ -1,4 +1,4 @@
-"""Grammars in llguidance's Lark notation that hold an output to tool calls whose arguments follow their schemas.
+"""Grammars in llguidance's Lark notation that hold an output to tool calls with arguments that follow their schemas.
 
 The output keeps the format that the model was trained on, so that its own parser reads it. A marker that is a token
 of the vocabulary is named by its id: llguidance matches special tokens by nothing else.

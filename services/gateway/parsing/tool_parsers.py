@@ -23,8 +23,8 @@ class _Phase(Enum):
 class ToolParser:
     """The part that all formats share. `known`: the names of the request's tools. `max_calls`: later calls are dropped.
 
-    Text that looks like a call and is none, such as a marker without JSON, stays content. A call whose name has been
-    shown cannot become content again: its arguments end where they stop to be JSON.
+    Text that looks like a call and is none, such as a marker without JSON, stays content. Once the name of
+    a call is shown, the call cannot become content again: its arguments end where they stop to be JSON.
     """
 
     markers: tuple[str, ...] = ()

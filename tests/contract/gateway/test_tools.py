@@ -35,7 +35,7 @@ NAMED: Any = {"type": "function", "function": {"name": "now"}}
 
 
 def says(text: str) -> dict[str, Any]:
-    """A scheduler whose model says this."""
+    """The scheduler's option: its model says this."""
     return {"next_token": scripted([*TOKENIZER.encode(text, add_special_tokens=False), _END])}
 
 
