@@ -44,7 +44,7 @@ class Vocabulary:
         self.tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
         for marker in markers:
             self.tokenizer.add_tokens([AddedToken(marker, special=marker[0] == "[" or "|" in marker)])
-        self.ids = {marker: self.tokenizer.token_to_id(marker) for marker in markers}
+        self.ids: dict[str, int] = {marker: self.tokenizer.token_to_id(marker) or 0 for marker in markers}
         self.path = folder / "tokenizer.json"
         self.tokenizer.save(str(self.path))
         size = self.tokenizer.get_vocab_size()
@@ -198,7 +198,7 @@ def test_which_calls_a_request_allows() -> None:
     assert required.field == "tools"
     reply = reply_format(ModelFormats(HERMES), ToolUse(TYPED, NAMED, False), "")
     assert reply is not None
-    assert (reply.is_named, reply.max_calls, reply.known) == (True, 1, {"now"})
+    assert (reply.is_named, reply.max_calls, reply.known) == (True, 1, frozenset({"now"}))
 
 
 def test_what_excludes_tools_is_refused_by_name() -> None:

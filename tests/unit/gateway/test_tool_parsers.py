@@ -182,7 +182,7 @@ def test_without_parallel_calls_later_ones_are_dropped() -> None:
     assert read(reply("hermes", max_calls=1), text) == ("I will look.", "", [("add", '{"a": 1}')])
 
 
-REASONED = [
+REASONED: list[tuple[ThinkingAt, str, Message]] = [
     (ThinkingAt.MAYBE, "<think>\nhm\n</think>\n\nHello \n", ("Hello \n", "hm", [])),
     (ThinkingAt.MAYBE, "\n<think>hm", ("", "hm", [])),
     (ThinkingAt.MAYBE, " Hello </think>", (" Hello </think>", "", [])),
