@@ -23,6 +23,7 @@ from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
+from services.gateway.parsing.formats import ModelFormats, model_formats
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
@@ -163,6 +164,7 @@ class _ReadModel:
     tokenizer: TextTokenizer | IdTokenizer
     own: OwnModel
     tokenizer_info: Mapping[str, Any] | None
+    formats: ModelFormats
 
 
 def _read_model(settings: GatewaySettings) -> _ReadModel:
@@ -181,7 +183,13 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
         raise CannotStart(str(error)) from error
     dtype = "" if settings.dtype == "auto" else settings.dtype
     own = OwnModel(settings.model, files.vocab_size, dtype, identity)
-    return _ReadModel(files, tokenizer, own, tokenizer_info)
+    formats = ModelFormats()
+    if isinstance(tokenizer, TextTokenizer):
+        formats = model_formats(
+            tokenizer.template_source, tokenizer.added_tokens, settings.tool_call_parser, settings.reasoning_parser
+        )
+        tokenizer.show_markers(formats.markers)
+    return _ReadModel(files, tokenizer, own, tokenizer_info, formats)
 
 
 def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSession:
@@ -214,6 +222,7 @@ def _make_gateway(
         model_root=settings.model,
         trust_request_chat_template=settings.trust_request_chat_template,
         tokenizer_info=model.tokenizer_info,
+        formats=model.formats,
         requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),

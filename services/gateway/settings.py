@@ -56,6 +56,12 @@ class GatewaySettings(KeySettings, section="gateway"):
     )
     served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
     chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="format of the model's tool calls; auto: what its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        "auto", description="format of the model's reasoning; auto: what its chat template shows"
+    )
     trust_request_chat_template: bool = Field(
         False, description="run chat templates that requests bring; a hostile template can use a core for long"
     )

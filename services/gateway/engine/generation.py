@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,13 +150,14 @@ class Generation:
             self.hypotheses = [Found([], "", found.score, length) for found in self.hypotheses]
         return text
 
-    async def skip(self, num_tokens: int) -> list[int]:
-        """Skip this many tokens, and return them. `next` gives the text that these tokens did not complete.
+    async def skip(self, num_tokens: int, on_text: Callable[[str], object] = lambda _: None) -> list[int]:
+        """Skip this many tokens, and return them. `on_text` gets their text. `next` gives the text that these tokens
+        did not complete.
 
         Raises what `next` raises, and NotThere.
         """
         while self._taken < num_tokens:
-            await self.next(num_tokens)
+            on_text(await self.next(num_tokens))
             if self.finish_reason != _RUNNING:
                 raise NotThere
         return self._live.tokens[:num_tokens]

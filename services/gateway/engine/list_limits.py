@@ -22,6 +22,7 @@ MAX_PROMPTS = 128
 MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # of all messages together
 MAX_TEMPLATE_VARIABLES = 1024
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_DETOKENIZED = 2**17  # or the model's context length, if that is larger
 MAX_TRUNCATED = 2**17  # tokens of a prompt that may be cut; or the model's context length, if that is larger
 
@@ -34,6 +35,7 @@ _ENTRIES = {
     "allowed_token_ids": (MAX_ALLOWED_TOKENS, "tokens"),
     "cache_retention": (MAX_RETENTION_RANGES, "ranges"),
     "chat_template_kwargs": (MAX_TEMPLATE_VARIABLES, "entries"),
+    "tools": (MAX_TOOLS, "tools"),
 }
 
 

@@ -22,6 +22,7 @@ from services.gateway.engine.truncation import Truncation
 from services.gateway.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, Gone, invalid
 from services.gateway.grammars.checks import GrammarChecks
 from services.gateway.grammars.structure import Structure
+from services.gateway.parsing.reply import ReplyFormat
 from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.id_tokenizer import IdTokenizer
@@ -62,6 +63,7 @@ class GenerateJob:
     logprobs: bool = False  # whether the client gets log probabilities
     prompt_logprobs: bool = False
     echo: Echo | None = None
+    reply: ReplyFormat | None = None  # how to find reasoning and tool calls in the text; None: all of it is content
     metadata: inference_pb2.Submission = field(default_factory=inference_pb2.Submission)
     sample: int = 0  # index among the samples of one prompt
     beam: inference_pb2.BeamOptions | None = None
@@ -196,6 +198,10 @@ class RequestBuilder:
             raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
         return packed
 
+    def prompt_end(self, token_ids: Sequence[int], count: int) -> str:
+        """The text of the last `count` tokens of a prompt, with special tokens."""
+        return self.tokenizer.decode(list(token_ids[-count:]), skip_special_tokens=False)
+
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens. Raises ApiError 400."""
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -261,6 +267,7 @@ class RequestBuilder:
         default_max_tokens: int | None = None,
         arrival_s: float | None = None,
         metadata: inference_pb2.Submission = NO_METADATA,
+        reply: ReplyFormat | None = None,
     ) -> GenerateJob:
         """Check everything and fill in the defaults. `token_ids`: the prompt. Raises ApiError 400.
 
@@ -299,7 +306,10 @@ class RequestBuilder:
             final_tokens=frozenset(sampling.stop_token_ids)
             | (frozenset() if choices.ignore_eos else self.eos_token_ids),
             new_detokenizer=partial(
-                self.tokenizer.detokenizer, prompt_ids, skip_special_tokens=choices.skip_special_tokens
+                self.tokenizer.detokenizer,
+                prompt_ids,
+                skip_special_tokens=choices.skip_special_tokens,
+                with_markers=reply is not None,
             ),
             token_bytes=self.tokenizer.token_bytes,
             shown_bytes=partial(self.tokenizer.token_bytes, skip_special_tokens=choices.skip_special_tokens),
@@ -308,6 +318,7 @@ class RequestBuilder:
             prompt_logprobs=choices.prompt_logprobs is not None,
             arrival_s=time.perf_counter() if arrival_s is None else arrival_s,
             metadata=metadata,
+            reply=reply,
         )
 
     def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:

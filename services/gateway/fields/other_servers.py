@@ -55,9 +55,7 @@ RENAMED: dict[str, str] = {
 }
 # Fields that change nothing here, whatever their value, and why.
 IGNORED: dict[str, str] = {
-    "include_reasoning": "says whether the answer has the model's reasoning; no reasoning is split off here",
     "mm_payload": "of vLLM's render endpoints; vLLM ignores it when it generates",
-    "parallel_tool_calls": "limits tool calls; tools are refused",
     "return_mm_kwargs": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "return_token_offsets": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "session_id": "groups requests for vLLM's KV connectors; the prefix cache finds a conversation by its tokens",

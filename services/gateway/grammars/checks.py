@@ -36,13 +36,16 @@ _POLL_S = 0.05  # how often a waiting request checks for its client
 _HEAD = struct.Struct("<I")
 
 
+Key = tuple[str, str, bool, str]  # the fields of a Structure that make its grammar
+
+
 class TrialLost(Exception):
     """The trial process has ended."""
 
 
 @dataclass(slots=True, eq=False)
 class _Trial:
-    key: tuple[str, str, bool]
+    key: Key
     tenant: str
     result: asyncio.Future[dict[str, str]]
     num_waiting: int = 0  # requests
@@ -57,8 +60,8 @@ class GrammarChecks:
     vocab_size: int
     eos_token_ids: frozenset[int]
     limits: TrialLimits = field(default_factory=TrialLimits)
-    _results: OrderedDict[tuple[str, str, bool], dict[str, str]] = field(default_factory=OrderedDict)
-    _trials: dict[tuple[str, str, bool], _Trial] = field(default_factory=dict)  # waiting and running ones
+    _results: OrderedDict[Key, dict[str, str]] = field(default_factory=OrderedDict)
+    _trials: dict[Key, _Trial] = field(default_factory=dict)  # waiting and running ones
     _queues: OrderedDict[str, deque[_Trial]] = field(default_factory=OrderedDict)  # by tenant; the first is next
     _runners: set[asyncio.Task[None]] = field(default_factory=set)
     _idle: list[Process] = field(default_factory=list)
@@ -72,7 +75,7 @@ class GrammarChecks:
         `gone()` while the request waits. A trial without a waiting request is ended.
         """
         check_size(structure)
-        key = structure.kind, structure.text, structure.any_whitespace
+        key = structure.kind, structure.text, structure.any_whitespace, structure.prefix
         if (result := self._results.get(key)) is not None:
             self._results.move_to_end(key)
         else:
@@ -96,7 +99,7 @@ class GrammarChecks:
             await _end(process)
         self._idle.clear()
 
-    async def _tried(self, key: tuple[str, str, bool], tenant: str, gone: Callable[[], bool]) -> dict[str, str]:
+    async def _tried(self, key: Key, tenant: str, gone: Callable[[], bool]) -> dict[str, str]:
         trial = self._trials.get(key) or self._queue(key, tenant)
         trial.num_waiting += 1
         try:
@@ -109,7 +112,7 @@ class GrammarChecks:
             if not trial.num_waiting and not trial.result.done():
                 self._withdraw(trial)
 
-    def _queue(self, key: tuple[str, str, bool], tenant: str) -> _Trial:
+    def _queue(self, key: Key, tenant: str) -> _Trial:
         if sum(map(len, self._queues.values())) >= MAX_WAITING:
             self._evict_trial(tenant)
         trial = self._trials[key] = _Trial(key, tenant, asyncio.get_running_loop().create_future())
@@ -216,7 +219,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-async def _ask(process: Process, key: tuple[str, str, bool]) -> dict[str, str]:
+async def _ask(process: Process, key: Key) -> dict[str, str]:
     """Send a trial and wait for its result. Raises TrialLost."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -4,7 +4,7 @@ The process loads the model's tokenizer once and forks for each trial. The fork 
 a few tokens under limits on CPU time and memory. At a limit only the fork dies. One trial runs at a time; SIGUSR1 ends
 it.
 
-    stdin   a message per trial: [kind, text, any_whitespace] of a structure, as JSON
+    stdin   a message per trial: [kind, text, any_whitespace, prefix] of a structure, as JSON
     stdout  a message per trial: {"grammar": …}, {"refused": …}, or {"unfinished": …} if something other than its limits
             has ended it
 
@@ -56,7 +56,7 @@ class Refused(Exception):
     """The grammar has a mistake, or is above a limit. The message names it."""
 
 
-def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
+def grammar_of(kind: Kind, text: str, any_whitespace: bool = True, prefix: str = "") -> str:
     """The value of SamplingParams.grammar for a structure. Raises Refused.
 
     This does not compile the grammar, and takes milliseconds.
@@ -77,9 +77,18 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True) -> str:
                 grammar = grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise Refused(one_line(str(error))) from None
+    if prefix:
+        grammar = _behind(prefix, grammar)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise Refused(f"has {len(grammar)} characters as a grammar; at most {MAX_GRAMMAR_CHARS} are possible")
     return grammar
+
+
+def _behind(prefix: str, grammar: str) -> str:
+    """The grammar of an output in which `grammar` is the rule `@answer` of `prefix`."""
+    is_json = grammar.startswith("{")  # llguidance's own form; Lark begins with a rule
+    answer = json.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"name": "start", "lark_grammar": prefix}, {**answer, "name": "answer"}]})
 
 
 def _escaped(text: str) -> str:
@@ -231,9 +240,9 @@ class _Trials:
         return json.dumps({"refused": self._limits.why(status)}).encode()
 
     def _result(self, message: bytes) -> dict[str, str]:
-        kind, text, any_whitespace = json.loads(message)
+        kind, text, any_whitespace, prefix = json.loads(message)
         try:
-            grammar = grammar_of(kind, text, any_whitespace)
+            grammar = grammar_of(kind, text, any_whitespace, prefix)
             mask_s = follow(self._tokenizer, grammar)
         except Refused as refused:
             return {"refused": str(refused)}

@@ -12,6 +12,8 @@ import orjson
 from paceline.v1.common_pb2 import FinishReason
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.sequence_run import FINISH_NAMES
+from services.gateway.openai.message import whole_message
+from services.gateway.parsing.reply import ReplyFormat
 
 Kind = Literal["completion", "chat"]
 DONE = b"data: [DONE]\n\n"
@@ -51,6 +53,8 @@ class AnswerChoice(NamedTuple):
     stop_reason: str | int | None = None
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
+    echo: str = ""  # before the text
+    reply: ReplyFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +100,20 @@ class Envelope:
         return list(token_ids) if self.shown.token_ids else None
 
     def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
+        finish_name = FINISH_NAMES[choice.finish_reason]
         if self.kind == "chat":
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            message, finish_name = whole_message(
+                choice.reply, choice.text, choice.finish_reason, echo=choice.echo, answer_id=self.id, choice=index
+            )
+            content: dict[str, Any] = {"message": message}
         else:
-            prompt_ids = self._ids(choice.prompt_ids)
-            content = {"text": choice.text, "prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": prompt_ids}
+            text, prompt_ids = choice.echo + choice.text, self._ids(choice.prompt_ids)
+            content = {"text": text, "prompt_logprobs": choice.prompt_logprobs, "prompt_token_ids": prompt_ids}
         return {
             "index": index,
             **content,
             "logprobs": choice.logprobs,
-            "finish_reason": FINISH_NAMES[choice.finish_reason],
+            "finish_reason": finish_name,
             "stop_reason": choice.stop_reason,
             "token_ids": self._ids(choice.token_ids),
         }
@@ -174,11 +182,7 @@ class StreamFormat:
         self, index: int, text: str, logprobs: dict[str, Any] | None = None, token_ids: Sequence[int] = ()
     ) -> bytes:
         """The rest of a choice's text, and its finish reason."""
-        generation = self._generations[index]
-        reasons = b'"%b","stop_reason":%b' % (
-            FINISH_NAMES[generation.finish_reason].encode(),
-            orjson.dumps(generation.stop_reason),
-        )
+        reasons = self._reasons(index, FINISH_NAMES[self._generations[index].finish_reason])
         return b"".join(
             (
                 self._text_heads[index],
@@ -190,6 +194,28 @@ class StreamFormat:
                 self._tail_of(index),
             )
         )
+
+    def delta(
+        self,
+        index: int,
+        delta: bytes,
+        logprobs: dict[str, Any] | None,
+        token_ids: Sequence[int],
+        finish_name: str | None = None,
+    ) -> bytes:
+        """A part of a chat's message as MessageWriter writes it. `finish_name`: it is the last one."""
+        reasons = b"null" if finish_name is None else self._reasons(index, finish_name)
+        start = b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":' % (
+            self._head,
+            index,
+            delta,
+            orjson.dumps(logprobs),
+        )
+        return b"".join((start, reasons, self._ids(token_ids), b"}]", self._tail_of(index)))
+
+    def _reasons(self, index: int, finish_name: str) -> bytes:
+        stop_reason = orjson.dumps(self._generations[index].stop_reason)
+        return b'"%b","stop_reason":%b' % (finish_name.encode(), stop_reason)
 
     def total(self) -> bytes:
         """The event after all choices: the usage, if the client asked for it."""

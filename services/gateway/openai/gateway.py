@@ -21,6 +21,7 @@ from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
 from services.gateway.openai.body_parser import BodyParser
 from services.gateway.outcome import SequenceOutcome
+from services.gateway.parsing.formats import ModelFormats
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 
@@ -37,6 +38,7 @@ class Gateway:
     model_root: str = ""  # the checkpoint's folder or hub name
     trust_request_chat_template: bool = False
     tokenizer_info: Mapping[str, Any] | None = None  # what /tokenizer_info shows; None: it is off
+    formats: ModelFormats = field(default_factory=ModelFormats)
     requests: RequestStore = field(default_factory=RequestStore)
     max_body_bytes: int = 2**20
     body_timeout_s: float = 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -17,6 +17,7 @@ from services.gateway.engine.request_store import Reading
 from services.gateway.errors import ApiError
 from services.gateway.openai.event_ids import ChoicePosition, EventId, StreamProgress, cannot_resume
 from services.gateway.openai.format import DONE, AnswerChoice, Envelope, StreamFormat, error_event, usage
+from services.gateway.openai.message import writers
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -24,6 +25,8 @@ _log = get_logger(__name__)
 # The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips other layers.
 RAW_SEND = "paceline.send"
 T = TypeVar("T")
+# Of a choice's index, text, log probabilities and token ids: an event.
+_Shape = Callable[[int, str, dict[str, Any] | None, Sequence[int]], bytes]
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -129,14 +132,15 @@ class WholeAnswer(_Answer):
                 for found in generation.hypotheses:
                     ended = found.finish_reason == common_pb2.FINISH_REASON_STOP
                     stop_reason = generation.stop_token_of(found.token_ids) if ended else None
-                    text = (echo or "") + found.text
                     choices.append(
                         AnswerChoice(
-                            text,
+                            found.text,
                             found.finish_reason,
                             stop_reason=stop_reason,
                             token_ids=found.token_ids,
                             prompt_ids=prompt_ids,
+                            echo=echo or "",
+                            reply=generation.job.reply,
                         )
                     )
                 continue
@@ -146,13 +150,15 @@ class WholeAnswer(_Answer):
                 logprobs = shaped if logprobs is None else {name: logprobs[name] + shaped[name] for name in shaped}
             choices.append(
                 AnswerChoice(
-                    (echo or "") + text,
+                    text,
                     generation.finish_reason,
                     logprobs,
                     self._prompt_logprobs(i),
                     generation.stop_reason,
                     token_ids,
                     prompt_ids,
+                    echo or "",
+                    generation.job.reply,
                 )
             )
         await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
@@ -188,6 +194,10 @@ class WholeAnswer(_Answer):
         return "".join(parts), tokens, token_ids
 
 
+def _ignore(_: str) -> None:
+    pass
+
+
 async def _not_yet(message: Message) -> None:
     raise RuntimeError("the answer has not begun")
 
@@ -218,6 +228,7 @@ class StreamAnswer(_Answer):
         )
         self._progress = StreamProgress(envelope.created, len(generations), wanted=event_ids or after is not None)
         self._scores = [self._logprob_format(generation) for generation in generations]
+        self._writers = writers([generation.job.reply for generation in generations], envelope.id)
         self._interval = interval
         self._after = after
         self._positions = after.positions if after is not None else (ChoicePosition(),) * len(generations)
@@ -260,7 +271,8 @@ class StreamAnswer(_Answer):
                 self._progress.read(index, generation.token_ids)
         else:
             try:
-                tokens = await generation.skip(position.tokens)
+                writer = self._writers[index]
+                tokens = await generation.skip(position.tokens, writer.skip if writer is not None else _ignore)
             except NotThere:
                 raise cannot_resume(f"choice {index} has ended by {position.tokens} tokens") from None
             self._progress.read(index, tokens)
@@ -277,8 +289,8 @@ class StreamAnswer(_Answer):
 
     async def _pump(self, index: int, *, alone: bool) -> bytes:
         """Stream one choice, and return its last event unsent. `alone`: this is the only streamed choice."""
-        generation, formatted, scores = self._generations[index], self._format, self._scores[index]
-        progress, interval = self._progress, self._interval
+        generation, scores = self._generations[index], self._scores[index]
+        progress, interval, (show, show_last) = self._progress, self._interval, self._shapes(index)
         with_ids = self._envelope.shown.token_ids
         waiting: list[ScoredToken] = []  # tokens without sent text
         waiting_ids: list[int] = []  # the same, if the client wants to see ids
@@ -306,7 +318,7 @@ class StreamAnswer(_Answer):
             if text or generation.token_ids:  # an event without text tells the client that generation goes on
                 if not self._has_begun[index].is_set():
                     await self._begin(index)
-                event = formatted.text(index, text, logprobs(), waiting_ids)
+                event = show(index, text, logprobs(), waiting_ids)
                 if with_ids:
                     waiting_ids = []
                 if alone and self._started:
@@ -321,7 +333,22 @@ class StreamAnswer(_Answer):
             await self._begin(index)
         progress.read(index, generation.token_ids)
         waiting += generation.scored
-        return formatted.last(index, kept + text, logprobs(), [*waiting_ids, *generation.token_ids])
+        return show_last(index, kept + text, logprobs(), [*waiting_ids, *generation.token_ids])
+
+    def _shapes(self, index: int) -> tuple[_Shape, _Shape]:
+        """The functions that write a choice's events, and its last one."""
+        formatted, writer = self._format, self._writers[index]
+        if writer is None:
+            return formatted.text, formatted.last
+
+        def show(index: int, text: str, logprobs: dict[str, Any] | None, token_ids: Sequence[int]) -> bytes:
+            return formatted.delta(index, writer.delta(text), logprobs, token_ids)
+
+        def show_last(index: int, text: str, logprobs: dict[str, Any] | None, token_ids: Sequence[int]) -> bytes:
+            delta, name = writer.last_delta(text), writer.finish_name(self._generations[index].finish_reason)
+            return formatted.delta(index, delta, logprobs, token_ids, name)
+
+        return show, show_last
 
     async def _begin(self, index: int) -> None:
         """The first token of a choice has arrived. An echo waits for the first sample of the prompt, which has it."""

@@ -24,6 +24,7 @@ from services.gateway.engine.logprobs import Echo
 from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
 from services.gateway.engine.sampling import FieldNames
 from services.gateway.errors import ApiError, Gone, invalid
+from services.gateway.fields.replies import NUM_PROMPT_END, reply_format, reply_structure
 from services.gateway.http.body import HeldBody, read_body
 from services.gateway.http.connection import CONNECTION
 from services.gateway.http.hosts import AllowedHosts
@@ -36,6 +37,7 @@ from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
 from services.gateway.openai.responses import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
+from services.gateway.parsing.reply import ReplyFormat
 
 _KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 # A request with one of these headers may already run, and then it needs no position in the queue.
@@ -409,6 +411,16 @@ def check_scored_prompts(body: schema.SamplingFields, jobs: Sequence[GenerateJob
         )
 
 
+def _reply(gateway: Gateway, body: schema.ChatRequest, prompt_ids: Sequence[int]) -> ReplyFormat | None:
+    return reply_format(
+        gateway.formats,
+        body.tool_use(),
+        gateway.builder.prompt_end(prompt_ids, NUM_PROMPT_END),
+        (body.messages[-1].content or "") if body.continue_final_message else None,
+        shows_reasoning=body.include_reasoning is not False,
+    )
+
+
 async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) -> list[GenerateJob]:
     names = _CHAT
     if body.max_completion_tokens is not None:
@@ -426,7 +438,9 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
     )
     choices, metadata = body.sampling(), asked.metadata
     _, best_of = check_samples(body.n, body.best_of, bool(body.stream))
-    choices.grammar = await gateway.builder.grammar(body.structure(), metadata.tenant, asked.gone, best_of)
+    reply = _reply(gateway, body, ids)
+    structure = reply_structure(gateway.formats, body.tool_use(), reply, body.structure())
+    choices.grammar = await gateway.builder.grammar(structure, metadata.tenant, asked.gone, best_of)
     if choices.max_tokens is None:
         await gateway.session.know_model(asked.gone)
     if asked.key is not None and body.seed is None:
@@ -439,6 +453,7 @@ async def _chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: _Asked) 
         names=names,
         arrival_s=asked.arrival_s,
         metadata=metadata,
+        reply=reply,
     )
     if (echoed := body.echoed()) is not None:
         job.echo = Echo(echoed)

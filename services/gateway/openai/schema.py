@@ -26,7 +26,9 @@ from services.gateway.errors import invalid
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
 from services.gateway.fields.other_servers import refuse_unserved
+from services.gateway.fields.replies import ToolUse
 from services.gateway.fields.template import TemplateInput, template_input
+from services.gateway.fields.tools import Tool, ToolChoice, check_tools
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.format import Shown
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -236,6 +238,14 @@ class ChatRequest(SamplingFields):
     return_prompt_text: Flag | None = None
     logprobs: Flag | None = None
     top_logprobs: Integer | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    def tool_use(self) -> ToolUse:
+        """The tools, and which calls the answer must have."""
+        return ToolUse(self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
 
     def for_template(self) -> TemplateInput:
         """What the chat template gets. Raises ApiError 400."""
@@ -243,7 +253,8 @@ class ChatRequest(SamplingFields):
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
             variables.setdefault("enable_thinking", self.reasoning_effort != "none")
-        extras = ChatExtras(bool(self.continue_final_message), None, self.documents, self.chat_template)
+        tools = [tool.for_template() for tool in self.tools or ()]
+        extras = ChatExtras(bool(self.continue_final_message), tools, self.documents, self.chat_template)
         return template_input(self.messages, self.add_generation_prompt, variables, extras)
 
     def echoed(self) -> str | None:
@@ -316,8 +327,10 @@ def parse(cls: type[R], body: Any, max_model_len: int) -> R:
         given = {"length_penalty": request.length_penalty not in (None, 1.0), "early_stopping": request.early_stopping}
         for name in (name for name, is_given in given.items() if is_given):
             raise invalid(name, f"{name} is only possible with use_beam_search: true")
-    if isinstance(request, ChatRequest) and not request.messages:
-        raise invalid("messages", "messages must not be empty")
+    if isinstance(request, ChatRequest):
+        if not request.messages:
+            raise invalid("messages", "messages must not be empty")
+        check_tools(request.tools or (), request.tool_choice)
     return request
 
 

@@ -57,9 +57,10 @@ def _strftime_now(fmt: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. `tokens`: the special tokens it may use, as `bos_token` and `eos_token`."""
+    """A compiled template. `tokens`: the special tokens it may use, as `bos_token` and `eos_token`. `tool_use`: the
+    source of another template for chats with tools, which some checkpoints have."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str] | None = None, tool_use: str | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -67,6 +68,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self._for_tools = self._template if tool_use is None else environment.from_string(tool_use)
+        # Of the template for chats with tools.
+        self.source = source if tool_use is None else tool_use
         self._tokens = dict(tokens or {})
 
     @classmethod
@@ -85,8 +89,9 @@ class ChatTemplate:
             for name, token in config.items()
             if name.endswith("_token") and isinstance(token, str | dict)
         }
+        tool_use = None if override else _find_tool_use(folder, config)
         try:
-            return cls(source, tokens)
+            return cls(source, tokens, tool_use)
         except jinja2.TemplateError as error:
             raise ValueError(f"{folder}: the chat template does not compile: {error}") from error
 
@@ -106,8 +111,9 @@ class ChatTemplate:
         taken = _RESERVED.union(self._tokens).intersection(variables)
         if taken:
             raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(taken))}")
+        template = self._for_tools if extras.tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 **self._tokens,
                 **variables,
                 messages=[dict(message) for message in messages],
@@ -169,3 +175,14 @@ def _find_source(folder: Path, config: Mapping[str, Any], override: str | None) 
 
 def _is_default(entry: Any) -> bool:
     return isinstance(entry, dict) and entry.get("name") == "default" and "template" in entry
+
+
+def _find_tool_use(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template that transformers takes for chats with tools, instead of the default one."""
+    path = folder / "additional_chat_templates" / "tool_use.jinja"
+    if path.is_file():
+        return read_text(path)
+    sources = config.get("chat_template")
+    if (folder / "chat_template.jinja").is_file() or not isinstance(sources, list):
+        return None
+    return next((e["template"] for e in sources if isinstance(e, dict) and e.get("name") == "tool_use"), None)

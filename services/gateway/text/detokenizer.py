@@ -34,6 +34,15 @@ class PieceTable:
         self.pieces = pieces
         self.texts = [_whole(piece) for piece in pieces]
 
+    def with_pieces_of(self, other: PieceTable, token_ids: Collection[int]) -> PieceTable:
+        """This table, but with the other one's pieces for these tokens."""
+        if not token_ids:
+            return self
+        pieces = list(self.pieces)
+        for token_id in token_ids:
+            pieces[token_id] = other.pieces[token_id]
+        return PieceTable(pieces)
+
 
 class TableDetokenizer:
     """A look-up for tokenizers with byte strings as tokens (byte-level BPE, SentencePiece with byte fallback)."""

@@ -67,7 +67,9 @@ class IdTokenizer:
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         return _numbers([token_id]).encode()
 
-    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True, with_markers: bool = False
+    ) -> Detokenizer:
         return _IdDetokenizer()
 
 

@@ -36,9 +36,13 @@ class TextTokenizer:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         special = [token for token in spec.get("added_tokens", []) if token["special"]]
         self._special_ids = frozenset(token["id"] for token in special)
+        # Tokens that the vocabulary has besides those of its model, by their text.
+        self.added_tokens: dict[str, int] = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
         self._controls = ControlTokens(token["content"] for token in special)
+        self._marked_ids: frozenset[int] = frozenset()
+        self._marked_table = self._table
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.longest_token_chars = max(map(len, vocab), default=1)
 
@@ -59,6 +63,19 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return cls(tokenizer, ChatTemplate.from_folder(folder, chat_template))
+
+    @property
+    def template_source(self) -> str | None:
+        """The chat template of a chat with tools, if there is one."""
+        return self._template.source if self._template is not None else None
+
+    def show_markers(self, markers: Sequence[str]) -> None:
+        """From now on, detokenizers with `with_markers` show these special tokens."""
+        self._marked_ids = self._special_ids.intersection(
+            self.added_tokens[marker] for marker in markers if marker in self.added_tokens
+        )
+        if self._table is not None and self._full_table is not None:
+            self._marked_table = self._table.with_pieces_of(self._full_table, self._marked_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with BOS and other tokens that the tokenizer's post-processor adds."""
@@ -163,14 +180,22 @@ class TextTokenizer:
         pieces = table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""
 
-    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new detokenizer for output that follows `prompt_ids`."""
-        table = self._table if skip_special_tokens else self._full_table
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True, with_markers: bool = False
+    ) -> Detokenizer:
+        """A new detokenizer for output that follows `prompt_ids`. `with_markers`: it shows the special tokens that
+        show_markers() has named."""
+        table = self._full_table
+        if skip_special_tokens:
+            table = self._marked_table if with_markers else self._table
         if table is not None:
             return TableDetokenizer(table)
+        hidden = self._special_ids - self._marked_ids if with_markers and skip_special_tokens else frozenset()
+        skips = skip_special_tokens and not with_markers
 
         def decode(ids: Sequence[int]) -> str:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            shown = [token_id for token_id in ids if token_id not in hidden]
+            return str(self._tokenizer.decode(shown, skip_special_tokens=skips))
 
         return PrefixDetokenizer(decode, prompt_ids[-_CONTEXT_TOKENS:])
 

@@ -116,7 +116,7 @@ async def test_many_sequences_of_a_slow_grammar_are_refused_together(checks: Gra
     """On a machine of any speed: the trial's result says that a mask takes 3 ms."""
     slow = regex("[a-c]{3}")
     grammar = await checks.grammar(slow, "", num_sequences=64)
-    checks._results[slow.kind, slow.text, slow.any_whitespace]["mask_us"] = "3000"
+    checks._results[slow.kind, slow.text, slow.any_whitespace, slow.prefix]["mask_us"] = "3000"
     assert await checks.grammar(slow, "", num_sequences=6) == grammar
     with pytest.raises(ApiError) as refused:
         await checks.grammar(slow, "", num_sequences=7)
@@ -159,7 +159,7 @@ async def test_tenants_take_turns(checks: GrammarChecks, monkeypatch: pytest.Mon
     process, order = await stopped(checks, monkeypatch), []
     ask = grammar_checks._ask
 
-    async def noted(process: Any, key: tuple[str, str, bool]) -> dict[str, str]:
+    async def noted(process: Any, key: grammar_checks.Key) -> dict[str, str]:
         order.append(key[1])
         return await ask(process, key)
 
@@ -252,14 +252,14 @@ async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:
     """The trial process ends the trial, answers at once, and can run the next trial."""
     checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
     process = await checks._start()
-    endless = ("grammar", 'start: %json {"multipleOf": 50000017}', True)
+    endless = ("grammar", 'start: %json {"multipleOf": 50000017}', True, "")
     asking = asyncio.create_task(grammar_checks._ask(process, endless))
     while not children(process.pid):  # noqa: ASYNC110 - the other side is another process
         await asyncio.sleep(0.001)
     process.send_signal(signal.SIGUSR1)
     assert "unfinished" in await asking
     assert not children(process.pid)
-    assert "grammar" in await grammar_checks._ask(process, ("regex", "a", True))
+    assert "grammar" in await grammar_checks._ask(process, ("regex", "a", True, ""))
     await grammar_checks._end(process)
 
 

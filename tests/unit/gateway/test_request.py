@@ -248,6 +248,7 @@ async def test_a_hopeless_prompt_is_not_even_encoded(builder: RequestBuilder) ->
 COMPLETION = {"prompt": "x"}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 BAD_BODIES: list[tuple[dict[str, Any], str]] = [
@@ -321,8 +322,22 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
     ({"max_completion_tokens": "five"}, "max_completion_tokens"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        "tools.0.function.parameters",
+    ),
+    ({"tools": [TOOL, TOOL]}, "tools.1.function.name"),
+    ({"tools": [TOOL] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice.function.name"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"include_reasoning": "no"}, "include_reasoning"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),

@@ -1,0 +1,54 @@
+"""What a piece of a model's text adds to the assistant's message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A part of a tool call. `name` is set in the first part of a call alone."""
+
+    index: int
+    name: str | None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """A part of a message. Parts of one call follow each other, so each call has one entry in `calls`."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def begin_call(self, index: int, name: str) -> None:
+        """A call begins."""
+        self.calls.append(CallDelta(index, name))
+
+    def add_arguments(self, index: int, text: str) -> None:
+        """More of a call's arguments."""
+        if not text:
+            return
+        if not self.calls or self.calls[-1].index != index:
+            self.calls.append(CallDelta(index, None))
+        self.calls[-1].arguments += text
+
+
+def earliest(text: str, markers: Sequence[str]) -> tuple[int, str]:
+    """Where the first marker in the text begins, and which one it is; (-1, "") if there is none."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(found, default=(-1, ""))
+
+
+def settled(text: str, markers: Sequence[str]) -> int:
+    """How many characters of a text without a whole marker can be shown: all but white space at its end, which may
+    stand before a marker, and the beginning of a marker."""
+    cut = len(text)
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), 0, -1):
+            if text.endswith(marker[:length]):
+                cut = min(cut, len(text) - length)
+                break
+    return len(text[:cut].rstrip())
