@@ -34,6 +34,7 @@ usage: paceline COMMAND [flags]
   cache              what the cache of a running server holds; pin prefixes, reset it, watch its events
   explain ID         why a request waited
   scenario FILE      what every step of a small workload decides, under any preset
+  certs DIR          make certificates for development: a CA, and one for each service
   bench              measure the whole path on this machine
   version            print the version
 
@@ -88,9 +89,12 @@ def worker(argv: list[str]) -> int:
     settings = load_settings(WorkerSettings, [word for word in rest if word != "--print-config"], prog=prog, note=note)
     if arguments.server is not None or "scheduler" not in settings.model_fields_set:
         try:
-            rest += ["--scheduler", target_of(arguments, "scheduler").address]
+            target = target_of(arguments, "scheduler")
         except NoAddress as error:
             return fail(f"{prog}: {error}", 2)
+        rest += ["--scheduler", target.address]
+        if target.tls_dir and settings.tls_dir is None:
+            rest += ["--tls-dir", target.tls_dir]
     return serve("worker", rest, prog)
 
 
@@ -125,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         "cache": lambda rest: lazily("services.cli.cache", rest),
         "explain": lambda rest: lazily("services.cli.explain", rest),
         "scenario": lambda rest: lazily("services.cli.scenario", rest),
+        "certs": lambda rest: lazily("services.cli.certs.main", rest),
         "bench": bench,
     }
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
