@@ -26,6 +26,7 @@ from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses
+from services.runtime.tls.opening import open_tls
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -187,6 +188,7 @@ async def serve(
 
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken.
     """
+    tls = open_tls(settings.tls_dir, settings.section)
     # In microseconds, so that no number repeats after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000)
     core = CacheCore(
@@ -200,7 +202,7 @@ async def serve(
     collector = CacheCollector(core)
     REGISTRY.register(collector)
     metrics = None
-    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s))
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), tls=tls)
     servicer = CacheServicer(core, settings.heartbeat_timeout_s)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)
