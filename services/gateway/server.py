@@ -16,6 +16,7 @@ from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.handshake import ServerTls
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
@@ -33,6 +34,8 @@ from services.runtime.model.hub import NoSuchModel
 from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
 from services.runtime.service import Addresses, CannotStart, interruptible, max_open_files, trim_memory
+from services.runtime.tls.files import TlsFiles
+from services.runtime.tls.opening import open_files, open_tls
 
 _log = get_logger(__name__)
 
@@ -50,7 +53,8 @@ _COPIES = 4
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
-# A gRPC connection is closed after _HANDSHAKE_S without a handshake, and after _IDLE_CALLS_S without a call.
+# A connection is closed after _HANDSHAKE_S without a handshake (TLS or gRPC), and a gRPC connection after _IDLE_CALLS_S
+# without a call.
 _HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
 
 
@@ -64,11 +68,13 @@ async def serve(
     """
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)
-    session = _make_session(settings, model)
+    internal = open_tls(settings.tls_dir, settings.section)
+    public = open_files(paths) if (paths := settings.public_tls) is not None else None
+    session = _make_session(settings, model, internal)
     gateway = _make_gateway(settings, model, session)
-    http_server = _make_http_server(settings, gateway)
+    http_server = _make_http_server(settings, gateway, public)
     http_port = await http_server.start()
-    grpc_server = _make_grpc_server(settings, gateway)
+    grpc_server = _make_grpc_server(settings, gateway, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     periodic = _start_periodic_work(gateway, http_server)
@@ -76,7 +82,7 @@ async def serve(
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
         http = f"{settings.host}:{http_port}"
-        _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name)
+        _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name, tls=public is not None)
         if on_ready is not None:
             on_ready(Addresses(grpc=f"{settings.host}:{grpc_port}", http=http, metrics=http))
 
@@ -104,7 +110,7 @@ def _max_grpc_connections(settings: GatewaySettings) -> int:
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 
 
-def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
+def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
     server = GrpcServer(
         settings.host,
@@ -116,13 +122,14 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
+        tls=tls,
     )
     front = InferenceService(gateway)
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     return server
 
 
-def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer:
+def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> HttpServer:
     app = CORSMiddleware(
         create_app(gateway),
         allow_origins=[origin for part in settings.allowed_origins.split(",") if (origin := part.strip())],
@@ -139,6 +146,7 @@ def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer
         other_connections=_max_grpc_connections(settings),
         head_timeout_s=settings.head_timeout_s,
         send_timeout_s=settings.send_timeout_s,
+        tls=ServerTls(tls, _HANDSHAKE_S) if tls is not None else None,
     )
 
 
@@ -166,7 +174,7 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
     return _ReadModel(files, tokenizer, OwnModel(settings.model, files.vocab_size, dtype, identity))
 
 
-def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSession:
+def _make_session(settings: GatewaySettings, model: _ReadModel, tls: TlsFiles | None) -> SchedulerSession:
     return SchedulerSession(
         settings.scheduler,
         model_name=settings.model_name,
@@ -175,6 +183,7 @@ def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSess
         ping_timeout_s=settings.ping_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         difference=model.own.difference,
+        tls=tls,
     )
 
 

@@ -9,14 +9,15 @@ from typing import Literal
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import AddressList, ServiceSettings
+from services.runtime.settings import AddressList
+from services.runtime.tls.settings import ClientTlsSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
 
 
-class GatewaySettings(ServiceSettings, section="gateway"):
+class GatewaySettings(ClientTlsSettings, section="gateway"):
     """The gateway: OpenAI-compatible HTTP, and gRPC, for clients."""
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
