@@ -60,6 +60,8 @@ class PacelineClient:
     retry). A silent connection is pinged, and counts as lost after `ping_timeout_s` without an answer. This must be
     more than the transfer time of the longest prompt, because pings wait behind it.
 
+    `credentials`: for a server with TLS, such as `grpc.ssl_channel_credentials(Path("ca.pem").read_bytes())`.
+
     Every method raises a subclass of PacelineError if the request fails, and TypeError if the arguments are wrong.
     `timeout_s` is a deadline for the whole answer.
     """
@@ -71,9 +73,15 @@ class PacelineClient:
         model: str = "",
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
-        self._channels = [grpc.insecure_channel(one, options=options) for one in _targets(target)]
+        self._channels = [
+            grpc.secure_channel(one, credentials, options=options)
+            if credentials is not None
+            else grpc.insecure_channel(one, options=options)
+            for one in _targets(target)
+        ]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
         self._model = model
@@ -157,9 +165,15 @@ class AsyncPacelineClient:
         model: str = "",
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
-        self._channels = [grpc.aio.insecure_channel(one, options=options) for one in _targets(target)]
+        self._channels = [
+            grpc.aio.secure_channel(one, credentials, options=options)
+            if credentials is not None
+            else grpc.aio.insecure_channel(one, options=options)
+            for one in _targets(target)
+        ]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
         self._model = model
