@@ -228,7 +228,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._held.clear()
         self._resume()
-        if self.transport.can_write_eof():
+        if self.transport.can_write_eof():  # not with TLS: there the client knows the end by the answer's length
             self.transport.write_eof()
         self._loop.call_later(_LINGER_S, self.transport.close)
 

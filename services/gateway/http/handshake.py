@@ -26,6 +26,7 @@ _HIGH_WATER_BYTES = 64 * 1024
 _ACCEPTED_PER_TURN = 8
 # Errors of accept() that need time: too many open files, or no memory.
 _EXHAUSTED, _EXHAUSTED_PAUSE_S = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}), 1.0
+_LOG_EVERY_S = 10.0
 # At most this many handshakes at once can tell a client that it speaks plain HTTP. Each needs one more open file.
 _MAX_TOLD = 64
 _PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")  # OpenSSL's reasons
@@ -68,6 +69,7 @@ class TlsListener:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._num_told = 0
+        self._num_failed, self._noted_s = 0, -_LOG_EVERY_S  # handshakes since the last log line, and its time
         self._resuming: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._loop.add_reader(sock.fileno(), self._accept)
@@ -130,7 +132,7 @@ class TlsListener:
             transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
         except OSError as error:  # no certificate, plain text, gone, too late (ssl.SSLError is one, too)
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-            _log.info("TLS handshake failed", client=connection.client, reason=reason)
+            self._note_failure(connection.client, reason)
             if told is not None and reason in _PLAIN_HTTP:
                 with contextlib.suppress(OSError):
                     os.write(told, _ANSWER)
@@ -144,6 +146,12 @@ class TlsListener:
         if not connection.is_open:
             connection.leave()
             sock.close()  # the task may have been cancelled before its beginning
+
+    def _note_failure(self, client: str, reason: str) -> None:
+        self._num_failed += 1
+        if self._loop.time() - self._noted_s >= _LOG_EVERY_S:
+            _log.info("TLS handshakes failed", num_failed=self._num_failed, last_client=client, last_reason=reason)
+            self._num_failed, self._noted_s = 0, self._loop.time()
 
     def _keep_open(self, sock: socket.socket) -> int | None:
         """A second file of the socket, which stays open when a failed handshake closes the first."""
