@@ -1,4 +1,4 @@
-"""What a stranger meets who reaches the ports of a server with TLS: the table of attacks in docs/security.md."""
+"""What a stranger meets at the ports of a server with TLS: the table of attacks in docs/security.md."""
 
 from __future__ import annotations
 

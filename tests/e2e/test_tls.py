@@ -1,4 +1,4 @@
-"""TLS between real processes: who is served, and what a renewal of certificates does."""
+"""TLS between real processes: which clients are served, and what a renewal of certificates does."""
 
 from __future__ import annotations
 
@@ -191,12 +191,12 @@ def test_the_gateway_may_show_another_certificate_and_demand_one(
     flags += ["--tls-client-ca", str(tmp_path / "clients.pem")]
     log, url, ca = tmp_path / "gateway.log", f"https://127.0.0.1:{http}", shown / "ca.pem"
     with started(log, "serve", "gateway", *flags):
-        probe = {"tls_dir": str(certificates), "tls_cert": str(shown / "cert.pem")}
-        wait_for(lambda: check(f"127.0.0.1:{rpc}", **probe) is None, log)
+        inside, pinned = str(certificates), str(shown / "cert.pem")
+        wait_for(lambda: check(f"127.0.0.1:{rpc}", tls_dir=inside, tls_cert=pinned) is None, log)
         assert ask_https(url, ca, customer)
-        for nobody in (None, shown):
+        for refused in (None, shown):
             with pytest.raises(OSError, match=r"CERTIFICATE_REQUIRED|UNKNOWN_CA|unknown ca|reset"):
-                ask_https(url, ca, nobody)
+                ask_https(url, ca, refused)
         with PacelineClient(f"127.0.0.1:{rpc}", credentials=credentials(customer)) as client:
             assert client.generate(PROMPT, max_tokens=4).text
         trusted = grpc.ssl_channel_credentials(ca.read_bytes())

@@ -23,9 +23,9 @@ from services.runtime.tls.files import CA, CERT, KEY, TlsFiles, TlsPaths
 DAY = dt.timedelta(days=1)
 
 
-def make_certificates(folder: Path, **options: bool) -> Path:
+def make_certificates(folder: Path) -> Path:
     """A set as `paceline certs` makes it."""
-    make_set(folder, lifetime=30 * DAY, **options)
+    make_set(folder, lifetime=30 * DAY)
     return folder
 
 
@@ -56,11 +56,11 @@ def issue(
 
 
 def other_authority() -> Authority:
-    return Authority.make("somebody else's CA", 30 * DAY)
+    return Authority.make("another CA", 30 * DAY)
 
 
 def stranger(folder: Path, server: Path) -> Path:
-    """Certificates of another CA, of an owner who trusts the server's CA."""
+    """Certificates of another CA, of an owner that trusts the server's CA."""
     return issue(other_authority(), folder, trusted=(server / CA).read_bytes())
 
 
@@ -76,7 +76,7 @@ def raw_credentials(folder: Path) -> grpc.ChannelCredentials:
 
 
 def server_tls(folder: Path, *, clients: Path | None = None, handshake_timeout_s: float = 10.0) -> ServerTls:
-    """Of the gateway. `clients`: the CA whose certificates clients must show."""
+    """Of the gateway. `clients`: the CA of the certificates that clients must show."""
     own = TlsPaths.of(folder, "gateway")
     paths = TlsPaths(own.cert, own.key, (clients,) if clients is not None else ())
     return ServerTls(TlsFiles(paths), handshake_timeout_s)

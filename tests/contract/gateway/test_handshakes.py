@@ -147,7 +147,7 @@ def test_a_client_without_tls_is_told_if_it_speaks_http(run: Run, folder: Path, 
             for _ in range(handshake._MAX_TOLD + 1):
                 client = dial(port)
                 client.sendall(said)
-                got = await in_thread(lambda client=client: read_all(client))
+                got = await asyncio.to_thread(read_all, client)
                 assert got.startswith(answer)
                 assert (b"needs_tls" in got) == bool(answer)
                 await until(lambda: not server.connections.open)
