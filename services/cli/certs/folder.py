@@ -56,7 +56,7 @@ def make_set(
     for name, names in SERVICES.items():
         if has_pair[name] and not renew:
             continue
-        pair = authority.issue(name, [*names, *LOOPBACK, *hosts], lifetime)
+        pair = authority.issue(name, [*dict.fromkeys((*names, *LOOPBACK, *hosts))], lifetime)
         _write(folder / name, KEY, pair.key)
         _write(folder / name, CERT, pair.cert)
         _write(folder / name, CA, authority.pair.cert)
