@@ -36,8 +36,9 @@ RUN pip --python /opt/venv/bin/python install --no-deps --target /opt/app .
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 paceline \
  && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
- && install -d -o paceline -g paceline /cache
-# /cache is the only place, besides /tmp, that anything is written to: files from a model hub.
+ && install -d -o paceline -g paceline /cache /certs
+# /cache is the only place, besides /tmp, that anything is written to: files from a model hub. (/certs is for a volume that
+# `paceline certs` fills: deploy/docker/tls.yml.)
 ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /cache
