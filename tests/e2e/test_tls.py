@@ -194,9 +194,10 @@ def test_the_gateway_may_show_another_certificate_and_demand_one(
         inside, pinned = str(certificates), str(shown / "cert.pem")
         wait_for(lambda: check(f"127.0.0.1:{rpc}", tls_dir=inside, tls_cert=pinned) is None, log)
         assert ask_https(url, ca, customer)
-        for refused in (None, shown):
-            with pytest.raises(OSError, match=r"CERTIFICATE_REQUIRED|UNKNOWN_CA|unknown ca|reset"):
-                ask_https(url, ca, refused)
+        for certificate in (None, shown):
+            with pytest.raises(OSError) as refused:  # noqa: PT011 - an alert of TLS, or a closed connection
+                ask_https(url, ca, certificate)
+            assert not isinstance(refused.value, urllib.error.HTTPError)
         with PacelineClient(f"127.0.0.1:{rpc}", credentials=credentials(customer)) as client:
             assert client.generate(PROMPT, max_tokens=4).text
         trusted = grpc.ssl_channel_credentials(ca.read_bytes())
