@@ -28,6 +28,7 @@ from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses
+from services.runtime.tls.opening import open_tls
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
 # Events have the tokens of every tenant.
@@ -192,6 +193,7 @@ async def serve(
     Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken, CannotStart if the keys cannot be read.
     """
     keys = open_keys(settings.keys_file)
+    tls = open_tls(settings.tls_dir, settings.section)
     # In microseconds, so that no number repeats after a restart: see WatchEventsResponse.
     events = EventLog(settings.event_buffer, first_number=time.time_ns() // 1000, with_tokens=settings.event_tokens)
     core = CacheCore(
@@ -206,7 +208,7 @@ async def serve(
     REGISTRY.register(collector)
     metrics = None
     gate = AdminGate(keys, admin=ADMIN_METHODS, insecure=settings.insecure)
-    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), [gate])
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), [gate], tls=tls)
     servicer = CacheServicer(core, settings.heartbeat_timeout_s)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)

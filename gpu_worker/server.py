@@ -27,6 +27,8 @@ from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options, open_channel
 from services.runtime.service import Addresses, interruptible
+from services.runtime.tls.files import TlsFiles
+from services.runtime.tls.opening import open_tls
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -79,10 +81,11 @@ async def run_worker(
     settings: WorkerSettings, stop: asyncio.Event, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
     """Like serve(), but raises ModelError, DeviceError, RegistrationRefused or StepOverdue."""
+    tls = open_tls(settings.tls_dir, settings.section)
     # Only the first worker of a machine gets the default port of the settings.
     was_chosen = "metrics_port" in settings.model_fields_set
     metrics = start_metrics_server(settings.host, settings.metrics_port, or_free=not was_chosen)
-    server = GrpcServer(settings.host, settings.port)
+    server = GrpcServer(settings.host, settings.port, tls=tls)
     try:
         port = await server.start()
         addresses = Addresses(f"{settings.host}:{port}", None, f"{settings.host}:{metrics.port}")
@@ -91,7 +94,7 @@ async def run_worker(
         thread = ModelThread(built.runner)
         thread.start()
         try:
-            await _keep_link(settings, built, thread, server, stop, lambda: on_ready and on_ready(addresses))
+            await _keep_link(settings, built, thread, server, tls, stop, lambda: on_ready and on_ready(addresses))
         finally:
             await asyncio.to_thread(thread.stop, 1.0)
     finally:
@@ -124,6 +127,7 @@ async def _keep_link(
     built: BuiltWorker,
     thread: ModelThread,
     server: GrpcServer,
+    tls: TlsFiles | None,
     stop: asyncio.Event,
     on_first: Callable[[], object],
 ) -> None:
@@ -141,8 +145,8 @@ async def _keep_link(
     transport = link_options(settings.ping_timeout_s)
 
     async def run_link() -> None:
-        target = await find_leader(settings.scheduler, WORKER_SERVICE, transport)
-        async with open_channel(target, transport) as channel:
+        target = await find_leader(settings.scheduler, WORKER_SERVICE, transport, tls)
+        async with open_channel(target, transport, tls) as channel:
             silence_s = settings.heartbeat_timeout_s
             link = SchedulerLink(channel, registration, thread, keeper.registered, allowance, fence, silence_s)
             await link.run(stop)

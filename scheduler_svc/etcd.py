@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 
+from services.runtime.tls.credentials import client_context
+from services.runtime.tls.files import TlsFiles
+
 
 class EtcdError(Exception):
     """No endpoint answered in time, or one refused. The message is one line."""
@@ -34,18 +37,23 @@ class Etcd:
 
     `key`: the leader's key is KEY/master, and lives as long as the leader's lease. The epoch of the latest leader is at
     KEY/epoch, for ever, and so is the schedulers' cache secret at KEY/cache-secret. `timeout_s`: limit of one request.
+    `tls`: for https endpoints; None: the system's CAs, and no certificate. Renewed certificates are used from the next
+    request on.
     """
 
-    def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float) -> None:
+    def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float, tls: TlsFiles | None = None) -> None:
         self._endpoints = list(endpoints)
         self._leader_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
         self._secret_key = _encode(f"{key}/cache-secret")
         self._timeout_s = timeout_s
-        # etcd is called by address; a proxy from the environment is for external hosts
-        self._http = httpx.AsyncClient(timeout=None, trust_env=False)
+        self._tls = tls
+        self._certificates = tls.current() if tls is not None else None
+        self._client = self._make_client()
+        self._earlier: list[httpx.AsyncClient] = []  # of earlier certificates; a watch may still use them
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for client in (*self._earlier, self._client):
+            await client.aclose()
 
     async def grant(self, ttl_s: int) -> tuple[int, float]:
         """A new lease, with its time to live. It may be longer than asked for."""
@@ -112,7 +120,8 @@ class Etcd:
         endpoint = self._endpoints[0]
         try:
             async with asyncio.timeout(at_most_s):
-                async with self._http.stream("POST", f"{endpoint}/v3/watch", json={"create_request": watch}) as answer:
+                body = {"create_request": watch}
+                async with self._http().stream("POST", f"{endpoint}/v3/watch", json=body) as answer:
                     async for line in answer.aiter_lines():
                         if line and _ends_watch(line):
                             return
@@ -123,11 +132,24 @@ class Etcd:
         except Exception as error:  # as in _ask()
             raise self._failed(endpoint, error) from error
 
+    def _make_client(self) -> httpx.AsyncClient:
+        verify = client_context(self._tls) if self._tls is not None else True
+        # etcd is called by address; a proxy from the environment is for external hosts
+        return httpx.AsyncClient(timeout=None, trust_env=False, verify=verify)
+
+    def _http(self) -> httpx.AsyncClient:
+        """The client with the newest certificates."""
+        if self._tls is not None and (certificates := self._tls.current()) is not self._certificates:
+            client = self._make_client()
+            self._earlier.append(self._client)
+            self._client, self._certificates = client, certificates
+        return self._client
+
     async def _ask(self, method: str, body: dict[str, Any]) -> Any:
         endpoint = self._endpoints[0]
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._http.post(f"{endpoint}/v3/{method}", json=body)
+                answer = await self._http().post(f"{endpoint}/v3/{method}", json=body)
         except Exception as error:  # also other errors than httpx's: AttributeError if a connection is reset at once
             raise self._failed(endpoint, error) from error
         if answer.status_code != 200:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -26,6 +27,8 @@ from services.runtime import fence, refusal
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.rpc import GrpcServer, Options, open_channel
+from services.runtime.tls.credentials import Renewed, until_connected
+from services.runtime.tls.files import TlsFiles
 
 if TYPE_CHECKING:
     from scheduler_svc.election import Election
@@ -49,11 +52,12 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         transport: Options,
         heartbeat_timeout_s: float,
         election: Election | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.core = core
         self.election = election
         self.cache_target = cache_target
-        self._transport = transport
+        self._transport, self._tls = transport, tls
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.core_seconds = 0.0  # spent in the core
         self._served_name = ""  # the model's name, as the last gateway said
@@ -280,11 +284,19 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     async def keep_cache_link(self) -> None:
         """Hold a link to the cache, for ever. When it breaks, open a new one with a new epoch."""
-        async with open_channel(self.cache_target, self._transport) as channel:
+        epochs = itertools.count(self.core.epoch)
+        while True:
+            with contextlib.suppress(Renewed):
+                await self._keep_cache_channel(epochs)
+
+    async def _keep_cache_channel(self, epochs: Iterator[int]) -> None:
+        """Raises Renewed when the link broke, and the certificates have changed since it was opened."""
+        certificates = self._tls.current() if self._tls is not None else None
+        async with open_channel(self.cache_target, self._transport, self._tls) as channel:
             stub = cache_pb2_grpc.CacheServiceStub(channel)
-            for epoch in itertools.count(self.core.epoch):
+            for epoch in epochs:
                 try:
-                    await channel.channel_ready()
+                    await until_connected(channel, self._tls, certificates)
                     await self._cache_link(stub, epoch)
                 except (grpc.aio.AioRpcError, ProtocolError, Silent) as error:
                     code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None

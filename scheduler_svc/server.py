@@ -25,6 +25,7 @@ from services.runtime.logs import get_logger
 from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses, CannotStart
+from services.runtime.tls.opening import open_tls
 
 log = get_logger(__name__)
 
@@ -69,6 +70,7 @@ async def serve(
         check_given(choice, settings.policy_options)
     except PolicyError as error:
         raise CannotStart(str(error)) from error
+    tls = open_tls(settings.tls_dir, settings.section)
     # Later schedulers have larger epochs, so that a peer can tell an old one. With an election there is no epoch yet.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
@@ -81,11 +83,11 @@ async def serve(
         cache_secret=_cache_secret(settings),
     )
     transport = link_options(settings.ping_timeout_s)
-    server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election)
+    server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election, tls)
     admin = Admin(core, choice)
     gate = AdminGate(keys, admin=ADMIN_METHODS, keyed=KEYED_METHODS, insecure=settings.insecure)
     interceptors = [StandbyGate(election), gate] if election else [gate]
-    grpc_server = GrpcServer(settings.host, settings.port, transport, interceptors)
+    grpc_server = GrpcServer(settings.host, settings.port, transport, interceptors, tls=tls)
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
     )

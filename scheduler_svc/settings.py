@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -33,6 +34,11 @@ class SchedulerSettings(KeySettings, section="scheduler"):
     cache: Address = Field("127.0.0.1:50052", description="host:port of the cache service")
     etcd: Endpoints = Field(
         "", description="http://host:port of etcd, of each of its members with commas: elect one of several schedulers"
+    )
+    etcd_tls_dir: Path | None = Field(
+        None,
+        description="folder with ca.pem, cert.pem and key.pem for https endpoints of etcd (default: tls_dir; without "
+        "either, the system's CAs and no certificate)",
     )
     etcd_key: str = Field(
         "paceline/scheduler",

@@ -12,6 +12,7 @@ import grpc
 from scheduler_svc.cache_secret import new_secret
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.logs import get_logger
+from services.runtime.tls.opening import open_tls
 
 if TYPE_CHECKING:
     from scheduler_svc.election import Election
@@ -36,7 +37,8 @@ def open_election(settings: SchedulerSettings) -> Election:
 
     host = socket.gethostname() if settings.host in EVERY_ADDRESS else settings.host
     # An endpoint that does not answer leaves time to ask the next.
-    etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4)
+    tls = open_tls(settings.etcd_tls_dir or settings.tls_dir, settings.section) if "https://" in settings.etcd else None
+    etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4, tls=tls)
     offered_secret = b"" if settings.cache_secret_file else new_secret()
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s, offered_secret=offered_secret)
 

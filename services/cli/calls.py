@@ -11,16 +11,20 @@ import grpc
 
 from services.cli.api_key import API_KEY_ENV, with_key
 from services.cli.arguments import plain, usage_error
-from services.cli.servers import NoAddress, Service, Target, target_of
+from services.cli.servers import NoAddress, Service, Target, certificates_for, target_of
+from services.runtime.tls.credentials import channel_credentials, open_blocking_channel
+from services.runtime.tls.files import TlsError
 
 CODE = grpc.StatusCode
 # gRPC codes of a mistake in the flags.
 USAGE_CODES = (CODE.INVALID_ARGUMENT, CODE.ALREADY_EXISTS)
 MAX_CAUSE = 200
-# A service is dialled by its address. A proxy in the environment is for the internet.
-_OPTIONS = (("grpc.enable_http_proxy", 0),)
 # gRPC's messages for an answer in HTTP/1 (such as the gateway's) or in another protocol.
-_OTHER_PROTOCOL = re.compile("SETTINGS frame|http1")
+_OTHER_PROTOCOL = re.compile("SETTINGS frame|http1|ALPN")
+# gRPC's messages for a server that speaks no TLS, or shows a certificate that is not to be trusted.
+_TLS = re.compile("Tls handshake failed")
+# A server with TLS gives no reason when it closes a connection without TLS, or without a certificate of its CA.
+_CLOSED = re.compile("Socket closed|Secure read failed")
 _ERRNO = re.compile(r"\s*\(\d+\)$")
 
 
@@ -28,9 +32,10 @@ def call(prog: str, arguments: argparse.Namespace, service: Service, command: Ca
     """Run `command` on a channel to the service that the flags of servers.add_flags() name. Returns the exit status."""
     try:
         target = target_of(arguments, service)
-    except NoAddress as error:
+        tls = certificates_for(arguments, target)
+    except (NoAddress, TlsError) as error:
         return usage_error(prog, str(error))
-    with grpc.insecure_channel(target.address, options=_OPTIONS) as channel:
+    with open_blocking_channel(target.address, channel_credentials(tls) if tls else None) as channel:
         try:
             command(with_key(channel, arguments))
         except BrokenPipeError:
@@ -51,6 +56,10 @@ def explained(target: Target, error: grpc.RpcError) -> str:
     details = " ".join(str(error.details()).split())
     if code is CODE.UNAVAILABLE and _OTHER_PROTOCOL.search(details):
         return f"{address} does not speak gRPC, so it is no {service}{_hint(target)}"
+    if code is CODE.UNAVAILABLE and _TLS.search(details):
+        return f"{address}: no TLS connection, see --tls-dir: {details.partition('last error: ')[2][:MAX_CAUSE]}"
+    if code is CODE.UNAVAILABLE and _CLOSED.search(details):
+        return f"{address} closed the connection: it may demand TLS, and a certificate of its CA (--tls-dir)"
     if code is CODE.UNAVAILABLE:
         return f"no {service} answers at {address}{_cause(details)}{_hint(target)}"
     if code is CODE.DEADLINE_EXCEEDED:

@@ -35,6 +35,7 @@ usage: paceline COMMAND [flags]
   explain ID         why a request waited
   keys               make an API key; check a key file
   scenario FILE      what every step of a small workload decides, under any preset
+  certs DIR          make certificates for development: a CA, and one for each service
   bench              measure the whole path on this machine
   version            print the version
 
@@ -90,9 +91,12 @@ def worker(argv: list[str]) -> int:
     settings = load_settings(WorkerSettings, [word for word in rest if word != "--print-config"], prog=prog, note=note)
     if arguments.server is not None or "scheduler" not in settings.model_fields_set:
         try:
-            rest += ["--scheduler", target_of(arguments, "scheduler").address]
+            target = target_of(arguments, "scheduler")
         except NoAddress as error:
             return fail(f"{prog}: {error}", 2)
+        rest += ["--scheduler", target.address]
+        if target.tls_dir and settings.tls_dir is None:
+            rest += ["--tls-dir", target.tls_dir]
     return serve("worker", rest, prog)
 
 
@@ -128,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
         "keys": lambda rest: lazily("services.cli.keys", rest),
         "explain": lambda rest: lazily("services.cli.explain", rest),
         "scenario": lambda rest: lazily("services.cli.scenario", rest),
+        "certs": lambda rest: lazily("services.cli.certs.main", rest),
         "bench": bench,
     }
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])

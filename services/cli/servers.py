@@ -23,11 +23,13 @@ from services.cli import api_key
 from services.cli.arguments import Parser
 from services.runtime.processes import machine, started, state_folder
 from services.runtime.settings import Address
+from services.runtime.tls.files import TlsFiles, TlsPaths
 
 Service = Literal["scheduler", "cache"]
 # Ports of services that are started one by one with `paceline serve`.
 DEFAULT_ADDRESSES: dict[Service, str] = {"scheduler": "127.0.0.1:50051", "cache": "127.0.0.1:50052"}
 SERVER_ENV = "PACELINE_SERVER"
+TLS_ENV = "PACELINE_TLS_DIR"
 
 
 class NoAddress(Exception):
@@ -45,6 +47,7 @@ class Server:
     pid: int
     started: str  # kernel ticks; a later process with the same pid has another value
     machine: str  # boot and pid namespace, within which a pid is unique
+    tls_dir: str = ""  # absolute; empty: without TLS
 
     def __str__(self) -> str:
         return f"{self.port} ({self.model})" if self.model else f"{self.port}"
@@ -61,6 +64,7 @@ class Target:
     service: Service
     address: str
     named_by: str
+    tls_dir: str = ""  # of a server
 
 
 def add_flags(parser: argparse.ArgumentParser, service: Service) -> None:
@@ -70,6 +74,17 @@ def add_flags(parser: argparse.ArgumentParser, service: Service) -> None:
         "--server", metavar="NAME", help=f"HTTP port or model of a `paceline up` of this machine [env: {SERVER_ENV}]"
     )
     api_key.add_flag(parser)
+    parser.add_argument(
+        "--tls-dir",
+        metavar="DIR",
+        help=f"folder of certificates [env: {TLS_ENV}] default: that of the running `paceline up`",
+    )
+
+
+def certificates_for(arguments: argparse.Namespace, target: Target) -> TlsFiles | None:
+    """What to dial the target with. None: without TLS. Raises TlsError."""
+    folder = arguments.tls_dir or os.environ.get(TLS_ENV) or target.tls_dir
+    return TlsFiles(TlsPaths.of(Path(folder), "cli")) if folder else None
 
 
 def take_server_flag(prog: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -109,9 +124,9 @@ def running_servers() -> list[Server]:
 
 
 @contextlib.contextmanager
-def announced(port: int, model: str, scheduler: str, cache: str) -> Iterator[Announcement]:
+def announced(port: int, model: str, scheduler: str, cache: str, tls_dir: str = "") -> Iterator[Announcement]:
     """Announce this process as a server while the block runs. Raises OSError before the block."""
-    server = Server(port, model, scheduler, cache, os.getpid(), started(os.getpid()), machine())
+    server = Server(port, model, scheduler, cache, os.getpid(), started(os.getpid()), machine(), tls_dir)
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
@@ -156,7 +171,9 @@ def _folder() -> Path:
 def _read(path: Path) -> Server | None:
     try:
         values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        return TypeAdapter(Server).validate_python({field.name: values[field.name] for field in fields(Server)})
+        # A file of an earlier version has no tls_dir.
+        known = {"tls_dir": "", **values}
+        return TypeAdapter(Server).validate_python({field.name: known[field.name] for field in fields(Server)})
     except (OSError, ValueError, KeyError, TypeError):  # ValidationError is a ValueError
         return None
 
@@ -173,7 +190,7 @@ def _named(name: str, origin: str) -> Server:
 
 
 def _target(service: Service, server: Server) -> Target:
-    return Target(service, getattr(server, service), f"server {server}")
+    return Target(service, getattr(server, service), f"server {server}", server.tls_dir)
 
 
 def _listed(servers: list[Server]) -> str:

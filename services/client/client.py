@@ -68,6 +68,7 @@ class PacelineClient:
     more than the transfer time of the longest prompt, because pings wait behind it.
 
     `api_key`: for a server with API keys; None takes the variable PACELINE_API_KEY, if it is set.
+    `credentials`: for a server with TLS, such as `grpc.ssl_channel_credentials(Path("ca.pem").read_bytes())`.
 
     Every method raises a subclass of PacelineError if the request fails, and TypeError if the arguments are wrong.
     `timeout_s` is a deadline for the whole answer.
@@ -81,10 +82,16 @@ class PacelineClient:
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
         api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
         self._metadata = _key_metadata(api_key)
-        self._channels = [grpc.insecure_channel(one, options=options) for one in _targets(target)]
+        self._channels = [
+            grpc.secure_channel(one, credentials, options=options)
+            if credentials is not None
+            else grpc.insecure_channel(one, options=options)
+            for one in _targets(target)
+        ]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
         self._model = model
@@ -169,10 +176,16 @@ class AsyncPacelineClient:
         retry_for_s: float = RETRY_FOR_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
         api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         options = _channel_options(ping_timeout_s)
         self._metadata = _key_metadata(api_key)
-        self._channels = [grpc.aio.insecure_channel(one, options=options) for one in _targets(target)]
+        self._channels = [
+            grpc.aio.secure_channel(one, credentials, options=options)
+            if credentials is not None
+            else grpc.aio.insecure_channel(one, options=options)
+            for one in _targets(target)
+        ]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
         self._first = 0  # the target that answered last
         self._model = model

@@ -19,6 +19,7 @@ from services.gateway.engine.session import SchedulerSession
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.grpc.key_gate import KeyGate
 from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
@@ -41,6 +42,8 @@ from services.runtime.model.hub import NoSuchModel
 from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
 from services.runtime.service import Addresses, CannotStart, interruptible, max_open_files, trim_memory
+from services.runtime.tls.files import TlsFiles
+from services.runtime.tls.opening import open_files, open_tls
 
 _log = get_logger(__name__)
 
@@ -58,7 +61,8 @@ _COPIES = 4
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
-# A gRPC connection is closed after _HANDSHAKE_S without a handshake, and after _IDLE_CALLS_S without a call.
+# A connection is closed after _HANDSHAKE_S without a handshake (TLS or gRPC), and a gRPC connection after _IDLE_CALLS_S
+# without a call.
 _HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
 
 
@@ -77,11 +81,13 @@ async def serve(
         settings = settings.model_copy(update={"host": host})
     with interruptible():
         model = await asyncio.to_thread(_read_model, settings)
-    session = _make_session(settings, model)
+    internal = open_tls(settings.tls_dir, settings.section)
+    public = open_files(paths) if (paths := settings.public_tls) is not None else None
+    session = _make_session(settings, model, internal)
     gateway = _make_gateway(settings, model, session, keys)
-    http_server = _make_http_server(settings, gateway)
+    http_server = _make_http_server(settings, gateway, public)
     http_port = await http_server.start()
-    grpc_server = _make_grpc_server(settings, gateway)
+    grpc_server = _make_grpc_server(settings, gateway, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     periodic = _start_periodic_work(gateway, http_server, keys)
@@ -89,7 +95,7 @@ async def serve(
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
         http = f"{settings.host}:{http_port}"
-        _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name)
+        _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name, tls=public is not None)
         if on_ready is not None:
             on_ready(Addresses(grpc=f"{settings.host}:{grpc_port}", http=http, metrics=http))
 
@@ -117,7 +123,7 @@ def _max_grpc_connections(settings: GatewaySettings) -> int:
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 
 
-def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
+def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
     server = GrpcServer(
         settings.host,
@@ -130,13 +136,14 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
         first=[KeyGate(gateway.access)],
+        tls=tls,
     )
     front = InferenceService(gateway)
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     return server
 
 
-def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer:
+def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> HttpServer:
     app: ASGIApp = create_app(gateway, AllowedHosts(settings.hosts, settings.host), settings.root_path)
     if settings.origins:
         app = CORSMiddleware(
@@ -155,6 +162,7 @@ def _make_http_server(settings: GatewaySettings, gateway: Gateway) -> HttpServer
         other_connections=_max_grpc_connections(settings),
         head_timeout_s=settings.head_timeout_s,
         send_timeout_s=settings.send_timeout_s,
+        tls=ServerTls(tls, _HANDSHAKE_S) if tls is not None else None,
     )
 
 
@@ -192,7 +200,7 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
     return _ReadModel(files, tokenizer, own, tokenizer_info, formats)
 
 
-def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSession:
+def _make_session(settings: GatewaySettings, model: _ReadModel, tls: TlsFiles | None) -> SchedulerSession:
     return SchedulerSession(
         settings.scheduler,
         model_name=settings.model_name,
@@ -201,6 +209,7 @@ def _make_session(settings: GatewaySettings, model: _ReadModel) -> SchedulerSess
         ping_timeout_s=settings.ping_timeout_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         difference=model.own.difference,
+        tls=tls,
     )
 
 

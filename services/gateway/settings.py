@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 from demo import CHECKPOINT
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import AddressList
+from services.runtime.tls.settings import ClientTlsSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
@@ -39,7 +40,7 @@ def _hosts(value: str) -> str:
 Hosts = Annotated[str, AfterValidator(_hosts)]
 
 
-class GatewaySettings(KeySettings, section="gateway"):
+class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     """The gateway: OpenAI-compatible HTTP, and gRPC, for clients."""
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")

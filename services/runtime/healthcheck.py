@@ -7,18 +7,21 @@ Exit status: 0 if SERVING; 1 if the service answers anything else, or does not a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
-def check(target: str, service: str = "", timeout_s: float = 3.0) -> str | None:
-    """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. "": the whole server."""
-    # A probe must reach its own container, whatever proxy the environment names.
-    options = [("grpc.enable_http_proxy", 0)]
-    with grpc.insecure_channel(target, options=options) as channel:
+def check(
+    target: str, service: str = "", timeout_s: float = 3.0, *, tls_dir: str = "", tls_cert: str = ""
+) -> str | None:
+    """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. "": the whole server.
+    `tls_dir`, `tls_cert`: as the flags of main()."""
+    with _open(target, tls_dir, tls_cert) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
@@ -29,6 +32,22 @@ def check(target: str, service: str = "", timeout_s: float = 3.0) -> str | None:
     return None if status == "SERVING" else status
 
 
+def _open(target: str, tls_dir: str, tls_cert: str) -> grpc.Channel:
+    if not tls_dir and not tls_cert:
+        # A probe must reach its own container, whatever proxy the environment names.
+        return grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+    # Takes 0.2 s.
+    from services.runtime.tls.credentials import channel_credentials, open_blocking_channel, pinned_credentials
+    from services.runtime.tls.files import TlsFiles, TlsPaths
+
+    own = TlsFiles(TlsPaths.of(Path(tls_dir), "cli")) if tls_dir else None
+    if tls_cert:
+        credentials, options = pinned_credentials(Path(tls_cert).read_bytes(), own)
+        return open_blocking_channel(target, credentials, options)
+    assert own is not None
+    return open_blocking_channel(target, channel_credentials(own))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check of the command line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="healthcheck", description="grpc.health.v1 status of a service")
@@ -37,8 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--timeout-s", type=float, default=3.0, help="seconds to wait for the answer; default %(default)s"
     )
+    parser.add_argument(
+        "--tls-dir",
+        default=os.environ.get("PACELINE_TLS_DIR", ""),
+        metavar="DIR",
+        help="folder of certificates [env: PACELINE_TLS_DIR]",
+    )
+    parser.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="the server's certificate: trusted under every name"
+    )
+    parser.add_argument("--plain", action="store_true", help="without TLS, whatever the environment says")
     arguments = parser.parse_args(argv)
-    reason = check(arguments.target, arguments.service, arguments.timeout_s)
+    tls_dir, tls_cert = ("", "") if arguments.plain else (arguments.tls_dir, arguments.tls_cert)
+    try:
+        reason = check(arguments.target, arguments.service, arguments.timeout_s, tls_dir=tls_dir, tls_cert=tls_cert)
+    except Exception as error:  # of the files: TlsError, OSError
+        if not tls_dir and not tls_cert:
+            raise
+        reason = str(error)
     if reason is None:
         return 0
     print(f"{arguments.target} {arguments.service or 'server'}: {reason}", file=sys.stderr)

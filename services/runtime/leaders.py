@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.runtime.logs import get_logger
 from services.runtime.rpc import Options, open_channel
 from services.runtime.settings import split_addresses
+from services.runtime.tls.files import TlsFiles
 
 log = get_logger(__name__)
 
@@ -21,13 +22,13 @@ RETRY_S = 0.1
 REMIND_S = 15.0
 
 
-async def find_leader(addresses: str, service: str, transport: Options) -> str:
+async def find_leader(addresses: str, service: str, transport: Options, tls: TlsFiles | None = None) -> str:
     """The first serving address of `host:port,host:port`; waits until one serves. A single address is not checked."""
     targets = split_addresses(addresses)
     if len(targets) == 1:
         return targets[0]
     over = asyncio.Event()
-    watches = {asyncio.create_task(_until_serving(target, service, transport, over)): target for target in targets}
+    watches = {asyncio.create_task(_until_serving(target, service, transport, tls, over)): target for target in targets}
     try:
         while True:
             done, _ = await asyncio.wait(watches, timeout=REMIND_S, return_when=asyncio.FIRST_COMPLETED)
@@ -42,12 +43,14 @@ async def find_leader(addresses: str, service: str, transport: Options) -> str:
         await asyncio.gather(*watches, return_exceptions=True)
 
 
-async def _until_serving(target: str, service: str, transport: Options, over: asyncio.Event) -> None:
+async def _until_serving(
+    target: str, service: str, transport: Options, tls: TlsFiles | None, over: asyncio.Event
+) -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
     while not over.is_set():
         try:
             # A new channel per attempt: a failed channel waits for gRPC's back-off of seconds.
-            async with open_channel(target, transport) as channel:
+            async with open_channel(target, transport, tls) as channel:
                 request = health_pb2.HealthCheckRequest(service=service)
                 async for answer in health_pb2_grpc.HealthStub(channel).Watch(request):
                     if answer.status == serving:

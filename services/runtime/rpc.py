@@ -1,4 +1,4 @@
-"""Makes gRPC servers and channels with the same settings.
+"""Makes gRPC servers and channels with the same settings, encrypted where the service has certificates.
 
 Two settings are surprising. grpc core ignores `keepalive_timeout_ms` (grpc/grpc#39239): the timeout of a ping is
 `http2.ping_timeout_ms`, and without it a frozen peer is noticed only after a minute. And with the default HTTP/2 window
@@ -23,6 +23,9 @@ from prometheus_client import Counter, Histogram
 from services.runtime.logs import bind_request_id, get_logger
 from services.runtime.message_gate import MessageGate
 from services.runtime.reflection.both_names import add_reflection
+from services.runtime.tls.credentials import channel_credentials, server_credentials
+from services.runtime.tls.exposed import is_loopback
+from services.runtime.tls.files import TlsFiles
 
 log = get_logger(__name__)
 
@@ -83,8 +86,18 @@ def link_options(ping_timeout_s: float) -> Options:
     return transport_options(ping_timeout_s / 4, ping_timeout_s)
 
 
-def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channel:
-    """A channel to host:port that reconnects quickly and notices a dead peer. Use one per peer and process."""
+def open_channel(
+    target: str,
+    options: Options | None = None,
+    tls: TlsFiles | None = None,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+) -> grpc.aio.Channel:
+    """A channel to host:port that reconnects quickly and notices a dead peer. Use one per peer and process.
+
+    `tls`: shows these certificates, and trusts their CAs; as they are now, so open a new channel for a new attempt to
+    connect. `credentials`: instead of `tls`. Without either, the channel is not encrypted.
+    """
     reconnect = [
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Despite its name: how long an attempt to connect may take. A busy peer needs more than the back-off.
@@ -93,7 +106,12 @@ def open_channel(target: str, options: Options | None = None) -> grpc.aio.Channe
         # Services are dialled by address. A proxy in the environment is for the internet.
         ("grpc.enable_http_proxy", 0),
     ]
-    return grpc.aio.insecure_channel(target, options=[*(options or transport_options()), *reconnect])
+    all_options = [*(options or transport_options()), *reconnect]
+    if tls is not None:
+        credentials = channel_credentials(tls)
+    if credentials is not None:
+        return grpc.aio.secure_channel(target, credentials, options=all_options)
+    return grpc.aio.insecure_channel(target, options=all_options)
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -159,10 +177,12 @@ class GrpcServer:
         interceptors: Sequence[_Interceptor] = (),
         gate: MessageGate | None = None,
         first: Sequence[_Interceptor] = (),
+        tls: TlsFiles | None = None,
     ) -> None:
         """`gate`: limits what methods with a single request receive at once (health's methods are exempt). `first`:
-        interceptors that see a call before its request is received."""
-        self._host, self._port = host, port
+        interceptors that see a call before its request is received. `tls`: shows these certificates, and demands a
+        client certificate if they name CAs."""
+        self._host, self._port, self._tls = host, port, tls
         server_options = [*(options or transport_options()), ("grpc.so_reuseport", 0)]
         all_interceptors = [*first, CallInterceptor(gate), *interceptors]
         self._server = grpc.aio.server(options=server_options, interceptors=all_interceptors)
@@ -179,7 +199,13 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection(self._server, (*sorted(self._health.names - {""}), "grpc.health.v1.Health"))
         host = f"[{self._host}]" if ":" in self._host else self._host
-        port = self._server.add_insecure_port(f"{host}:{self._port}")
+        address = f"{host}:{self._port}"
+        if self._tls is not None:
+            port = self._server.add_secure_port(address, server_credentials(self._tls))
+        else:
+            port = self._server.add_insecure_port(address)
+            if not is_loopback(self._host):
+                log.warning("not encrypted: anyone on the network can read and change it (see --tls-dir)", grpc=address)
         await self._server.start()
         return port
 

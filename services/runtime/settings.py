@@ -7,7 +7,7 @@ A service declares a subclass and gets the rest::
 
 Then `port` is the flag `--port`, the variable `PACELINE_SCHEDULER_PORT`, and the key `scheduler.port` of the YAML file
 that `--config` or `PACELINE_CONFIG` names. `log_level` and `log_format` are also read from `PACELINE_LOG_LEVEL` and
-`PACELINE_LOG_FORMAT`, which every service of a machine shares.
+`PACELINE_LOG_FORMAT`, which every service of a machine shares, and `tls_dir` from `PACELINE_TLS_DIR`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG_ENV = "PACELINE_CONFIG"
 # The sections of the file, which all services share.
 SECTIONS = ("up", "cache", "scheduler", "worker", "gateway")
 # Fields that one variable can set for every service.
-SHARED_ENV_FIELDS = ("log_level", "log_format")
+SHARED_ENV_FIELDS = ("log_level", "log_format", "tls_dir")
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -86,7 +86,7 @@ class _FileSource(InitSettingsSource):
 
 
 class _SharedEnvSource(PydanticBaseSettingsSource):
-    """PACELINE_LOG_LEVEL and PACELINE_LOG_FORMAT, for a service without its own value."""
+    """PACELINE_LOG_LEVEL and the like, for a service without its own value."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return os.environ.get(_shared_env_name(field_name)), field_name, False
@@ -122,6 +122,11 @@ class ServiceSettings(BaseSettings):
         "auto", description="auto: human on a terminal, JSON otherwise"
     )
     host: str = Field("127.0.0.1", description="address to listen on")
+    tls_dir: Path | None = Field(
+        None,
+        description="folder of certificates (ca.pem, cert.pem, key.pem): encrypt the links of services, and accept "
+        "only peers with a certificate of ca.pem",
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="port of Prometheus /metrics; 0 takes a free one")
     ping_timeout_s: float = Field(
         2.0, ge=0.1, description="seconds without an answer to a ping, after which another service counts as dead"

@@ -86,6 +86,7 @@ class Checks:
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("two schedulers: the same texts when the leader is killed under running streams", self.two_schedulers),
             ("API keys: wanted by both APIs and admin calls, changed without a restart", self.keys),
+            ("TLS: clients are served over HTTPS, strangers are refused, a renewal restarts nothing", self.tls),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
@@ -262,7 +263,34 @@ class Checks:
             self.stack.compose("down", "-v", "--remove-orphans")
         return f"a new key was in force after {waited_s:.1f} s"
 
+    def tls(self) -> str:
+        self.stack.compose("down", "-v", "--remove-orphans")  # of keys
+        self.stack.override("deploy/docker/tls.yml")
+        began_s = time.monotonic()
+        self.stack.compose("up", "-d", "--no-build")
+        containers = {service: self.stack.containers(service)[0] for service in HEALTH_PORTS}
+        for service, container in containers.items():
+            wait_until(f"{service} healthy", partial(is_healthy, container), 120)
+        up_s = time.monotonic() - began_s
+        ca = docker("exec", containers["gateway"], "cat", "/certs/ca.pem")
+        assert Api(self.stack.port, ca).workers() == 1
+        assert self.api.workers() == 0, "served without TLS"
+        # A stranger in the network of the services: it has no certificate.
+        for service, port in HEALTH_PORTS.items():
+            address = f"{service}:{port}" if service != "worker" else f"127.0.0.1:{port}"
+            probe = ("exec", containers[service], "python", "-m", "services.runtime.healthcheck", address)
+            docker(*probe)
+            assert _fails(*probe, "--plain"), f"{service}: answers without TLS"
+        read = ("exec", containers["gateway"], "cat", "/certs/gateway/cert.pem")
+        before = docker(*read)
+        self.stack.compose("up", "-d", "--no-build", "--no-recreate")  # the service `certs` runs again
+        wait_until("renewed", lambda: docker(*read) != before, 30)
+        assert Api(self.stack.port, ca).workers() == 1
+        assert {service: self.stack.containers(service)[0] for service in HEALTH_PORTS} == containers
+        return f"healthy after {up_s:.1f} s"
+
     def two_gateways(self) -> str:
+        self.stack.compose("down", "-v", "--remove-orphans")  # of TLS
         self.stack.override("deploy/docker/balancer.yml", PACELINE_PORT="0", PACELINE_GRPC_PORT="0")
         if self.build:
             self.stack.compose("build", "balancer")

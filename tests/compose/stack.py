@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import ssl
 import subprocess
 import time
 import uuid
@@ -118,13 +119,15 @@ def metric(container: str, port: int, name: str) -> float:
 class Api:
     """The gateway's HTTP API. AssertionError for any answer but 200."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, ca: str = "") -> None:
+        """`ca`: the PEM text of the gateway's CA, if it serves HTTPS."""
         self._port = port
+        self._tls = ssl.create_default_context(cadata=ca) if ca else None
         self.resumed = 0  # streams that were asked for again, ever
 
     def get(self, path: str, key: str = "") -> tuple[int, Any]:
         """Status and JSON body, with an API key if one is given; status 0 if no server answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
+        connection = self._connect(10)
         try:
             connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
             response = connection.getresponse()
@@ -133,6 +136,11 @@ class Api:
             return 0, None
         finally:
             connection.close()
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._tls is not None:
+            return http.client.HTTPSConnection("127.0.0.1", self._port, timeout=timeout_s, context=self._tls)
+        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
 
     def workers(self) -> int:
         """Workers that the scheduler knows; 0 while it is not ready."""
@@ -171,7 +179,7 @@ class Api:
     ) -> Generator[str, None, bool]:
         """Text of one connection, and whether the stream ended with it; `headers` gets the id of the last event."""
         body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
+        connection = self._connect(90)
         finish_reason = last_id = None
         try:
             connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), _JSON | headers)
@@ -208,7 +216,7 @@ class Api:
         return name
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=90)
+        connection = self._connect(90)
         try:
             connection.request("POST", path, json.dumps(body), _JSON)
             response = connection.getresponse()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from services.runtime.tls.credentials import client_context
+from services.runtime.tls.files import TlsFiles, TlsPaths
 from tests.support.ports import free_port
 
 FETCHED = Path(__file__).parents[2] / ".venv" / "etcd" / "usr" / "bin" / "etcd"
@@ -31,11 +33,12 @@ class EtcdProcess:
     port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     name: str = "one"
+    tls_dir: Path | None = None  # serve HTTPS, and demand a client certificate
     cluster: str = ""  # of several: each one's name and peer_url
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls_dir else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def peer_url(self) -> str:
@@ -55,6 +58,7 @@ class EtcdProcess:
                 *(BINARY, "--name", self.name, "--data-dir", str(self.folder / f"etcd-{self.name}")),
                 *("--unsafe-no-fsync", "--listen-client-urls", self.url, "--advertise-client-urls", self.url),
                 *("--listen-peer-urls", self.peer_url, "--initial-advertise-peer-urls", self.peer_url),
+                *self._tls_flags,
                 *("--initial-cluster", self.cluster or f"{self.name}={self.peer_url}"),
             ],
             stdin=subprocess.DEVNULL,
@@ -89,9 +93,18 @@ class EtcdProcess:
     def _log(self) -> Path:
         return self.folder / f"etcd-{self.name}.log"
 
+    @property
+    def _tls_flags(self) -> list[str]:
+        if self.tls_dir is None:
+            return []
+        own = TlsPaths.of(self.tls_dir, "etcd")
+        flags = ["--cert-file", str(own.cert), "--key-file", str(own.key), "--trusted-ca-file", str(own.cas[0])]
+        return [*flags, "--client-cert-auth"]
+
     def _is_healthy(self) -> bool:
+        context = client_context(TlsFiles(TlsPaths.of(self.tls_dir, "cli"))) if self.tls_dir else None
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=1, context=context) as answer:
                 return b'"true"' in answer.read()
         except OSError:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ class Stack:
     module: str = "services.cli"
     worker_module: str = ""
     scheduler_module: str = ""
+    tls_dir: Path | None = None  # certificates of all services
     proxied: bool = False  # each service dials through a proxy of its own, which `links` has by the service's name
 
     def __post_init__(self) -> None:
@@ -42,14 +44,14 @@ class Stack:
         self.metrics_ports = {name: free_port() for name in ("scheduler", "cache", "worker-1")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.links: dict[str, Proxy] = {}
-        self.url = f"http://127.0.0.1:{self.http_port}"
+        self.url = self._url(self.http_port)
         # HTTP and gRPC port of each gateway; the code that starts further ones adds theirs.
         self.gateway_ports = {"gateway": (self.http_port, self.grpc_port)}
 
     @property
     def gateways(self) -> list[Gateway]:
         ports = self.gateway_ports.values()
-        return [Gateway(f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}") for http, grpc in ports]
+        return [Gateway(self._url(http), f"127.0.0.1:{grpc}") for http, grpc in ports]
 
     @property
     def scheduler(self) -> str:
@@ -82,9 +84,10 @@ class Stack:
         service = name.partition("-")[0]  # worker-1, gateway-2
         modules = {"worker": self.worker_module, "scheduler": self.scheduler_module}
         module = modules.get(service) or self.module
+        tls = ["--tls-dir", str(self.tls_dir)] if self.tls_dir else []
         log = (self.folder / f"{name}.log").open("ab")
         self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", service, "--drain-s", "60", *self.flags(name)],
+            [sys.executable, "-m", module, "serve", service, "--drain-s", "60", *tls, *self.flags(name)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -103,7 +106,7 @@ class Stack:
         """One more gateway, ready; returns its URL."""
         self.gateway_ports[name] = free_port(), free_port()
         self.start(name)
-        url = f"http://127.0.0.1:{self.gateway_ports[name][0]}"
+        url = self._url(self.gateway_ports[name][0])
         self.wait_ready(url)
         return url
 
@@ -163,10 +166,13 @@ class Stack:
             time.sleep(0.05)
         raise AssertionError(f"no {what} in {timeout_s} s\n{self.logs()}")
 
-    @staticmethod
-    def _get(url: str) -> tuple[int, str]:
+    def _url(self, port: int) -> str:
+        return f"{'https' if self.tls_dir else 'http'}://127.0.0.1:{port}"
+
+    def _get(self, url: str) -> tuple[int, str]:
+        context = ssl.create_default_context(cafile=str(self.tls_dir / "ca.pem")) if self.tls_dir else None
         try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            with urllib.request.urlopen(url, timeout=20, context=context) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from services.cli.servers import Announcement, announced
-from services.cli.up.health import GatewayProbe, HealthState, check_health, listens
+from services.cli.up.health import Dialler, GatewayProbe, HealthState, check_health, listens
 from services.cli.up.plan import plan
 from services.cli.up.ports import LOOPBACK, CannotServe, Ports
 from services.cli.up.screen import Screen
@@ -47,25 +47,30 @@ async def run(settings: UpSettings, stop: asyncio.Event, console: Console) -> st
         if why:
             console.print(why, markup=False, highlight=False, soft_wrap=True)
             settings = settings.model_copy(update={"host": host})
-        ports = Ports(settings)
+        ports, dialler = Ports(settings), Dialler(settings)
     except (CannotServe, CannotStart) as error:
         return str(error)
     with _announced(settings, ports, console) as announcement:
-        return await _serve(settings, ports, stop, console, announcement)
+        return await _serve(settings, ports, dialler, stop, console, announcement)
 
 
 async def _serve(
-    settings: UpSettings, ports: Ports, stop: asyncio.Event, console: Console, announcement: Announcement | None
+    settings: UpSettings,
+    ports: Ports,
+    dialler: Dialler,
+    stop: asyncio.Event,
+    console: Console,
+    announcement: Announcement | None,
 ) -> str | None:
     screen = Screen(console)
     children = plan(settings, ports, is_terminal=console.is_terminal)
-    supervisor = Supervisor(children, settings, GatewayProbe(ports.url), screen)
+    supervisor = Supervisor(children, settings, GatewayProbe(ports.url, dialler), screen, dialler)
     failed = supervisor.failure
     stopped = asyncio.create_task(stop.wait())
     try:
         with console.status("starting", spinner="dots") as screen.status:
             await supervisor.start()
-            ready = asyncio.create_task(_wait_ready(supervisor, ports))
+            ready = asyncio.create_task(_wait_ready(supervisor, ports, dialler))
             await _first(ready, stopped, failed)
         if ready.done():
             if announcement is not None:
@@ -86,7 +91,8 @@ def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator
     """Announce the server to other commands of this machine. A read-only folder is no error."""
     scheduler = ports.scheduler_address
     with contextlib.ExitStack() as stack:
-        found = announced(ports.http, settings.served_model_name, scheduler, ports.cache_address)
+        tls_dir = str(settings.tls_dir.absolute()) if settings.tls_dir else ""
+        found = announced(ports.http, settings.served_model_name, scheduler, ports.cache_address, tls_dir)
         try:
             announcement = stack.enter_context(found)
         except OSError as error:
@@ -95,7 +101,7 @@ def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator
         yield announcement
 
 
-async def _wait_ready(supervisor: Supervisor, ports: Ports) -> str:
+async def _wait_ready(supervisor: Supervisor, ports: Ports, dialler: Dialler) -> str:
     """Wait until the gateway can serve, and return the model's name. Reports each service that becomes ready."""
     pending = {
         "cache": (LOOPBACK, ports.cache),
@@ -111,7 +117,7 @@ async def _wait_ready(supervisor: Supervisor, ports: Ports) -> str:
                 supervisor.note_ready(by_name[name], f"{host}:{port}")
         if not pending and (not workers or await asyncio.to_thread(gateway.is_ready)):
             for worker in workers:
-                if await check_health(worker.grpc) is HealthState.SERVING:
+                if await check_health(worker.grpc, dialler, worker.service) is HealthState.SERVING:
                     supervisor.note_ready(worker)
             return await asyncio.to_thread(gateway.model_name)
         await asyncio.sleep(0.1)

@@ -18,6 +18,8 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     # The services write to a pipe, and only `up` knows whether it writes to a terminal.
     common += ["--log-format", "human" if s.log_format == "auto" and is_terminal else s.log_format]
 
+    common += s.flags("tls_dir")
+
     def inside(name: str) -> list[str]:
         return [*common, "--host", LOOPBACK, "--metrics-port", str(ports.metrics[name])]
 
@@ -30,6 +32,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     gateway = [*common, *dial, "--host", s.host, "--port", str(ports.http), "--grpc-port", str(ports.grpc)]
     gateway += s.flags("model", "served_model_name", "max_model_len", "dtype", "keys_file")
     gateway += ["--insecure"] if s.insecure else []
+    gateway += [*s.flags("http_cert", "http_key", "tls_client_ca"), *([] if s.http_tls else ["--no-http-tls"])]
     return [
         Child("cache", "cache", cache, ports.cache_address),
         Child("scheduler", "scheduler", scheduler, ports.scheduler_address),

@@ -57,7 +57,8 @@ class Ports:
     @property
     def url(self) -> str:
         """The gateway's HTTP server, for a client on this machine."""
-        return f"http://{self.address}:{self.http}"
+        scheme = "https" if self._settings.public_tls else "http"
+        return f"{scheme}://{self.address}:{self.http}"
 
     @property
     def scheduler_address(self) -> str:

@@ -17,6 +17,7 @@ from services.cli.up.child import Child
 from services.cli.up.ports import Ports
 from services.cli.up.settings import UpSettings
 from services.runtime.keys.source import are_configured
+from services.runtime.tls.files import TlsPaths
 
 # A worker's output line while it reads weights.
 LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
@@ -57,7 +58,8 @@ class Screen:
         )
         self.console.print(f"  gRPC at {ports.address}:{ports.grpc}. Try:\n", highlight=False)
         key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if are_configured(settings.keys_file) else ""
-        example = f"curl {ports.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
+        curl = f"curl {self._curl_flags(settings)}{ports.url}/v1/chat/completions"
+        example = f"{curl} -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
         self.console.print("  Metrics:", highlight=False)
         for name, url in ports.metrics_urls().items():
@@ -66,13 +68,21 @@ class Screen:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)
         # The settings that the scheduler requires to be equal.
-        same = settings.flags("model", "load_format", "dtype", "block_size", "max_model_len")
+        same = settings.flags("model", "load_format", "dtype", "block_size", "max_model_len", "tls_dir")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         if len(running_servers()) > 1:
             line = f"  Other servers run here: paceline policy, cache and explain need --server {ports.http}."
             self.console.print(line, highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
+
+    @staticmethod
+    def _curl_flags(settings: UpSettings) -> str:
+        """What curl needs to trust a certificate that is not of a public CA."""
+        if settings.tls_dir is None or settings.http_cert or not settings.http_tls:
+            return ""
+        (ca,) = TlsPaths.of(settings.tls_dir, "gateway").cas
+        return f"--cacert {shlex.quote(str(ca))} "
 
 
 def own_command(script: str) -> str:

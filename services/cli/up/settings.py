@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import LogLevel
+from services.runtime.tls.settings import ClientTlsSettings
 
 
-class UpSettings(KeySettings, section="up"):
+class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     """Start cache, scheduler, workers and gateway on this machine."""
 
     host: str = Field("127.0.0.1", description="address of the gateway; the other services stay on loopback")
@@ -42,11 +43,17 @@ class UpSettings(KeySettings, section="up"):
     )
     threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
 
+    @model_validator(mode="after")
+    def _check_probes(self) -> Self:
+        if self.tls_client_ca and not self.tls_dir:
+            raise ValueError("--tls-client-ca needs --tls-dir: `up` shows its certificate when it asks the gateway")
+        return self
+
     def flags(self, *names: str) -> list[str]:
         """Flags for the values that the user chose for `up`. Other values come from the service's own settings."""
         flags = []
         for name in names:
             value = getattr(self, name)
-            if name in self.model_fields_set and value not in ("", 0):
+            if name in self.model_fields_set and value not in ("", 0, None):
                 flags += [f"--{name.replace('_', '-')}", str(value)]
         return flags

@@ -8,7 +8,7 @@ import time
 from rich.markup import escape
 
 from services.cli.up.child import Child
-from services.cli.up.health import GatewayProbe, HealthState, check_health
+from services.cli.up.health import Dialler, GatewayProbe, HealthState, check_health
 from services.cli.up.plan import environment
 from services.cli.up.screen import Screen
 from services.cli.up.settings import UpSettings
@@ -18,8 +18,16 @@ from services.cli.up.watchdog import PROBE_EVERY_S, Watchdog
 class Supervisor:
     """Keeps the children running. `failure` has a result as soon as serving is impossible: the reason."""
 
-    def __init__(self, children: list[Child], settings: UpSettings, gateway: GatewayProbe, screen: Screen) -> None:
+    def __init__(
+        self,
+        children: list[Child],
+        settings: UpSettings,
+        gateway: GatewayProbe,
+        screen: Screen,
+        dialler: Dialler | None = None,
+    ) -> None:
         """`children`: in the order of their start."""
+        self._dialler = dialler
         self.children = children
         self.gateway = gateway
         self.screen = screen
@@ -96,7 +104,7 @@ class Supervisor:
             await asyncio.sleep(PROBE_EVERY_S)
             if child.process is not process:
                 process, watchdog = child.process, Watchdog(self._hang_s)
-            health = await check_health(child.grpc)
+            health = await check_health(child.grpc, self._dialler, child.service)
             if health is HealthState.SERVING and child.service == "worker":
                 self.note_ready(child)
             answered = health is not HealthState.SILENT

@@ -20,6 +20,7 @@ from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
 from services.runtime.logs import get_logger
 from services.runtime.rpc import link_options, open_channel
+from services.runtime.tls.files import TlsFiles
 
 _log = get_logger(__name__)
 
@@ -50,11 +51,12 @@ class SchedulerSession:
         ping_timeout_s: float = 2.0,
         heartbeat_timeout_s: float = 1.5,
         difference: Callable[[common_pb2.ModelInfo], str] = lambda model: "",
+        tls: TlsFiles | None = None,
     ) -> None:
         self._target = target
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._wait_s, self.max_live = wait_s, max_live
-        self._transport = link_options(ping_timeout_s)
+        self._transport, self._tls = link_options(ping_timeout_s), tls
         self._core = SessionCore(
             f"gateway-{uuid.uuid4().hex[:12]}",
             response_window=response_window,
@@ -221,8 +223,8 @@ class SchedulerSession:
             opened = False
             try:
                 # A new channel per attempt: a failed channel waits for gRPC's back-off of seconds.
-                target = await find_leader(self._target, SERVICE_NAME, self._transport)
-                async with open_channel(target, self._transport) as channel:
+                target = await find_leader(self._target, SERVICE_NAME, self._transport, self._tls)
+                async with open_channel(target, self._transport, self._tls) as channel:
                     await self._run_stream(channel)
             except StaleScheduler as error:
                 _log.warning("refused a scheduler", scheduler=target, reason=str(error))

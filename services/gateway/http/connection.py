@@ -82,6 +82,8 @@ class HttpConnection(asyncio.Protocol):
         self._uvicorn: asyncio.Protocol = HttpToolsProtocol(app_state={**app_state, CONNECTION: self}, **options)
         self._held = bytearray()  # received, and not yet uvicorn's
         self._timer: asyncio.TimerHandle | None = None
+        self._is_counted = False  # among the open connections
+        self.is_open = False  # connection_made() was called
         self._is_feeding = False
         self._is_paused = False
         self._began = False  # a part of a head is here
@@ -95,13 +97,11 @@ class HttpConnection(asyncio.Protocol):
     # -- asyncio.Protocol --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._loop = asyncio.get_running_loop()
-        self.transport = transport
-        self._sock = transport.get_extra_info("socket")
+        refusal = None if self._is_counted else self.enter(transport)
+        self.transport, self.is_open = transport, True
         self._reader = Reader(self._sock, transport)
-        self.client = client_of((transport.get_extra_info("peername") or ("",))[0])  # no name: the connection was reset
         self._uvicorn.connection_made(_Transport(self, transport))
-        if (refusal := self._limits.enter(self)) is not None:
+        if refusal is not None:
             self._refuse(refusal)
         else:
             self._wait(self._limits.head_timeout_s)
@@ -125,6 +125,22 @@ class HttpConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._uvicorn.resume_writing()
+
+    # -- for TlsListener ---------------------------------------------------------------------------
+
+    def enter(self, transport: asyncio.Transport) -> ApiError | None:
+        """Count the connection. With TLS, before its handshake: connection_made() comes after it. Returns why the
+        connection has to be refused."""
+        self._loop = asyncio.get_running_loop()
+        self._is_counted, self.transport = True, transport
+        self._sock = transport.get_extra_info("socket")
+        self._reader = Reader(self._sock, transport)
+        self.client = client_of((transport.get_extra_info("peername") or ("",))[0])  # no name: the connection was reset
+        return self._limits.enter(self)
+
+    def leave(self) -> None:
+        """The connection has ended without connection_made()."""
+        self._limits.leave(self)
 
     # -- for Edge ----------------------------------------------------------------------------------
 
@@ -180,6 +196,11 @@ class HttpConnection(asyncio.Protocol):
         """No complete request has arrived."""
         return not self._is_called or self._body_bytes > 0
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of answers that are on their way."""
+        return self._reader.num_unsent
+
     def look(self) -> None:
         """Call this now and then. Closes the connection if its client does not read, or if reading is paused and the
         client has gone."""
@@ -207,7 +228,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._held.clear()
         self._resume()
-        if self.transport.can_write_eof():
+        if self.transport.can_write_eof():  # not with TLS: there the client knows the end by the answer's length
             self.transport.write_eof()
         self._loop.call_later(_LINGER_S, self.transport.close)
 

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.http.connection import Connections, Edge, HttpConnection
+from services.gateway.http.handshake import ServerTls, TlsListener
 from services.gateway.http.slow_clients import LOOKS
 from services.runtime.service import max_open_files
 
@@ -51,6 +52,8 @@ class HttpServer:
     `max_connections`, a new connection closes a connection that waits for a request, of the client with the most
     connections. If the new connection's own client has as many, it gets 503. `max_connections` is lowered if the limit
     of open files does not leave room for so many besides `other_connections`.
+
+    With `tls`, it speaks HTTPS only.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class HttpServer:
         other_connections: int = 0,
         head_timeout_s: float = 30.0,
         send_timeout_s: float = 60.0,
+        tls: ServerTls | None = None,
     ) -> None:
         if (open_files := max_open_files()) is not None:
             reserved = min(_RESERVED_FILES, open_files // 4)
@@ -84,7 +88,9 @@ class HttpServer:
             timeout_keep_alive=_NEVER_S,
             timeout_graceful_shutdown=1,
         )
-        self._server = _Server(config)
+        self._config, self._server = config, _Server(config)
+        self._tls = tls
+        self._listener: TlsListener | None = None
         self._host, self._port, self._send_timeout_s = host, port, send_timeout_s
         self._task: asyncio.Task[Any] | None = None
 
@@ -101,20 +107,29 @@ class HttpServer:
     @property
     def has_unsent(self) -> bool:
         """Whether a client has not read all of its answer."""
-        return any(connection.transport.get_write_buffer_size() for connection in self.connections.open)
+        return any(connection.num_unsent for connection in self.connections.open)
 
     async def start(self) -> int:
         """Listen, and return the bound port. Raises OSError if the port is taken."""
         self._sock = _bind(self._host, self._port)
-        self._sockets = [self._sock.dup() for _ in range(_ACCEPTED_PER_TURN)]
+        self._sockets = [self._sock.dup() for _ in range(_ACCEPTED_PER_TURN)] if self._tls is None else []
         self._task = asyncio.create_task(self._server.serve(self._sockets))
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(0.005)
+        if self._tls is not None:
+            self._sock.listen(_BACKLOG)
+            self._listener = TlsListener(self._sock, self._tls, self._make_connection)
         port: int = self._sock.getsockname()[1]
         return port
+
+    def _make_connection(self) -> HttpConnection:
+        """As uvicorn makes them for its own listener."""
+        server = self._server
+        state = server.lifespan.state
+        return HttpConnection(self.connections, config=self._config, server_state=server.server_state, app_state=state)
 
     async def watch(self) -> NoReturn:
         """Close connections of slow clients, until cancelled."""
@@ -139,11 +154,15 @@ class HttpServer:
             await asyncio.sleep(0)
         for server in self._server.servers:
             server.close()
+        if self._listener is not None:
+            self._listener.close()
         for sock in (*self._sockets, self._sock):
             sock.close()
 
     async def stop(self) -> None:
         """Close the listening sockets. Running answers get one second to complete."""
+        if self._listener is not None:
+            self._listener.abort()
         self._server.should_exit = True
         if self._task is not None:
             await self._task

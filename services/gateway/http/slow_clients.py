@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import struct
 import sys
+import termios
 
 from services.runtime.logs import get_logger
 
@@ -21,16 +23,24 @@ _BYTES_ACKED = 120
 class Reader:
     """Checks the reading progress of one connection's client."""
 
-    __slots__ = ("_idle_looks", "_sock", "_taken", "_transport")
+    __slots__ = ("_idle_looks", "_is_tls", "_sock", "_taken", "_transport")
 
     def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
         self._sock, self._transport = sock, transport
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._taken: int | None = None  # bytes read at the last check; None: no data waited
         self._idle_looks = 0
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait in the server. With TLS, encrypted bytes wait in a transport below, which cannot be seen; but
+        then the kernel's buffer is not empty either, so its bytes count as well."""
+        num_bytes = self._transport.get_write_buffer_size()
+        return num_bytes + _num_in_kernel(self._sock) if self._is_tls else num_bytes
+
     def look(self) -> None:
         """Close the connection after LOOKS checks in which the client has read nothing."""
-        num_unsent = self._transport.get_write_buffer_size()
+        num_unsent = self.num_unsent
         if not num_unsent:
             self._taken = None
             return
@@ -42,6 +52,18 @@ class Reader:
         if self._idle_looks >= LOOKS:
             _log.info("a client does not read its answer", num_unsent=num_unsent)
             self._transport.abort()
+
+
+def _num_in_kernel(sock: socket.socket) -> int:
+    """How many sent bytes the client has not acknowledged. 0 if the system does not report it."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:  # closed
+        return 0
+    num_bytes: int = struct.unpack("=i", answer)[0]
+    return num_bytes
 
 
 def _num_acked(sock: socket.socket) -> int | None:

@@ -1,4 +1,4 @@
-"""HTTP connections by themselves, in front of an app that says what it was asked."""
+"""HTTP connections by themselves, without and with TLS, in front of an app that says what it was asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import socket
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from services.gateway.http import server as http_server
 from services.gateway.http.connection import HttpConnection
 from services.gateway.http.server import HttpServer
 from tests.contract.gateway.conftest import until
+from tests.support.certificates import make_certificates, server_tls, trusting
 
 GET = b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n"
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
@@ -48,20 +50,27 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def server() -> AsyncIterator[HttpServer]:
-    server = HttpServer(app, "127.0.0.1", 0)
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["http", "https"])
+async def server(request: pytest.FixtureRequest, certificates: Path) -> AsyncIterator[HttpServer]:
+    tls = server_tls(certificates) if request.param == "https" else None
+    server = HttpServer(app, "127.0.0.1", 0, tls=tls)
     yield server
     await server.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def connect(server: HttpServer) -> AsyncIterator[Connect]:
+async def connect(server: HttpServer, certificates: Path) -> AsyncIterator[Connect]:
     port = await server.start()
+    context = trusting(certificates / "ca.pem") if server._tls is not None else None
     writers: list[asyncio.StreamWriter] = []
 
     async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2 * LARGE)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2 * LARGE, ssl=context)
         writers.append(writer)
         return reader, writer
 
@@ -201,6 +210,7 @@ async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
     assert all(is_large == is_paused for is_large, is_paused in pauses)
 
 
+@pytest.mark.parametrize("server", ["http"], indirect=True)
 async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Connect) -> None:
     """Otherwise one client could use up all files with connections above its limit."""
     server.connections.counts.most = 1
@@ -212,6 +222,7 @@ async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Con
         await until(lambda: len(server.connections.open) == 1)
 
 
+@pytest.mark.parametrize("server", ["http"], indirect=True)
 async def test_connections_share_the_turns_of_the_loop(server: HttpServer, connect: Connect) -> None:
     """A turn accepts several. Thousands that their clients have given up may wait in the kernel."""
     await connect()
@@ -226,6 +237,7 @@ async def test_connections_share_the_turns_of_the_loop(server: HttpServer, conne
         sock.close()
 
 
+@pytest.mark.parametrize("server", ["http"], indirect=True)
 async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
     server: HttpServer, connect: Connect
 ) -> None:

@@ -254,3 +254,34 @@ def test_a_worker_needs_a_choice_among_several_servers(capsys: pytest.CaptureFix
         with pytest.raises(SystemExit):
             main(["worker", "--scheduler", "10.0.0.1:5", "--print-config"])
         assert "scheduler: 10.0.0.1:5" in capsys.readouterr().out
+
+
+def test_certificates_come_from_the_flag_the_variable_or_the_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    def named(*flags: str) -> str:
+        return get(capsys, *flags).removeprefix("paceline policy: ").partition(":")[0]
+
+    with announced(8010, "demo", closed, closed, "/of-the-server"):
+        assert named() == "/of-the-server/cert.pem"
+        monkeypatch.setenv("PACELINE_TLS_DIR", "/of-the-variable")
+        assert named() == "/of-the-variable/cert.pem"
+        assert named("--tls-dir", "/of-the-flag") == "/of-the-flag/cert.pem"
+
+
+def test_a_worker_gets_the_certificates_of_its_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with announced(8000, "a", "127.0.0.1:1", "127.0.0.1:2", "/certs"):
+        for flags, folder in (([], "/certs"), (["--tls-dir", "/own"], "/own")):
+            with pytest.raises(SystemExit):
+                main(["worker", *flags, "--print-config"])
+            assert f"tls_dir: {folder}\n" in capsys.readouterr().out
+
+
+def test_a_state_file_of_an_earlier_version_means_no_tls(folder: Path) -> None:
+    with announced(8010, "demo", "127.0.0.1:1", "127.0.0.1:2", "/certs"):
+        [path] = folder.glob("*.json")
+        values = json.loads(path.read_text())
+        del values["tls_dir"]
+        path.write_text(json.dumps(values))
+        [server] = running_servers()
+        assert server.tls_dir == ""

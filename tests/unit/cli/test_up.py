@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.up.child import Child, lines_of
+from services.cli.up.main import run
 from services.cli.up.plan import environment, plan
 from services.cli.up.ports import CannotServe, Ports, pick_port
 from services.cli.up.screen import Screen, own_command
@@ -24,7 +25,7 @@ from tests.support.ports import free_port
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PACELINE_CONFIG", "PACELINE_LOG_LEVEL", "PACELINE_UP_PORT"):
+    for name in ("PACELINE_CONFIG", "PACELINE_LOG_LEVEL", "PACELINE_UP_PORT", "PACELINE_TLS_DIR"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -242,3 +243,41 @@ async def test_keys_reach_the_services_that_know_them() -> None:
     shown = Up("--port", "0", "--keys-file", "/k").show("m")
     assert "Authorization: Bearer $PACELINE_API_KEY" in shown
     assert "Authorization" not in Up("--port", "0").show("m")
+
+
+def test_tls_reaches_every_service_and_the_screen(tmp_path: Path) -> None:
+    up = Up("--port", "0", "--tls-dir", str(tmp_path))
+    assert all(flags(child)["--tls-dir"] == str(tmp_path) for child in up.plan)
+    assert up.ports.url.startswith("https://")
+    shown = up.show("demo")
+    assert f"curl --cacert {tmp_path / 'ca.pem'} https://" in shown
+    assert f"--tls-dir {tmp_path}" in shown
+
+
+def test_a_certificate_for_clients_reaches_the_gateway_alone(tmp_path: Path) -> None:
+    given = {"--http-cert": "/c.pem", "--http-key": "/k.pem", "--tls-client-ca": "/ca.pem"}
+    up = Up("--port", "0", "--tls-dir", str(tmp_path), *(word for pair in given.items() for word in pair))
+    *others, gateway = map(flags, up.plan)
+    assert {**gateway, **given} == gateway
+    assert not any(set(given) & set(other) for other in others)
+    assert "--cacert" not in up.show("demo")  # a public CA's, as far as `up` knows
+
+
+def test_clients_without_tls_are_served_where_a_proxy_encrypts(tmp_path: Path) -> None:
+    up = Up("--port", "0", "--tls-dir", str(tmp_path), "--no-http-tls")
+    assert up.ports.url.startswith("http://")
+    assert "--no-http-tls" in up.plan[-1].flags
+    assert "--cacert" not in up.show("demo")
+
+
+def test_up_needs_a_certificate_for_its_own_health_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Up("--http-cert", "/c.pem", "--http-key", "/k.pem", "--tls-client-ca", "/ca.pem")
+    assert "--tls-client-ca needs --tls-dir" in capsys.readouterr().err
+
+
+async def test_certificates_that_cannot_be_used_end_up_with_one_line(tmp_path: Path) -> None:
+    settings = Up("--port", "0", "--tls-dir", str(tmp_path)).settings
+    assert await run(settings, asyncio.Event(), Console(file=io.StringIO())) == (
+        f"TLS: {tmp_path / 'cert.pem'}: No such file or directory"
+    )
