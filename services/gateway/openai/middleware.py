@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.access.caller import ANYONE, Caller
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
-from services.gateway.openai.responses import RAW_SEND, error_response
+from services.gateway.openai.answers import RAW_SEND, error_response
 from services.runtime.logs import bind_request_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.responses import JsonResponse
+from services.gateway.openai.answers import JsonResponse
 
 
 def vllm_routes(gateway: Gateway) -> list[Route]:
