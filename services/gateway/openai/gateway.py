@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+
 from services.gateway.access.caller import Caller
 from services.gateway.access.control import AccessControl
 from services.gateway.access.quotas import Charge
@@ -18,8 +20,10 @@ from services.gateway.engine.request_store import Reading, RequestStore, read_on
 from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.engine.session import SchedulerSession
 from services.gateway.errors import ApiError, Gone, invalid
-from services.gateway.http.body import Bodies, HeldBody, TooManyBodies
-from services.gateway.openai.body_parser import BodyParser
+from services.gateway.http.body import Bodies, HeldBody, TooManyBodies, read_body
+from services.gateway.http.connection import CONNECTION
+from services.gateway.openai.body_parser import BodyParser, is_small
+from services.gateway.openai.schema import R
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.parsing.formats import ModelFormats
 from services.gateway.telemetry.metrics import GatewayMetrics
@@ -124,6 +128,19 @@ class Gateway:
         if self.parse_limiter.is_full:
             raise self._parse_queue_is_full()
         await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
+
+    async def read_request(
+        self, cls: type[R], request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
+    ) -> tuple[R, bytes]:
+        """Read the body at once, and parse it when it is the request's turn. With a `kind` also returns the fingerprint
+        of its fields.
+
+        Raises what read_body, wait_to_parse and BodyParser.parse raise.
+        """
+        body = await read_body(request, held, max_bytes=self.max_body_bytes, timeout_s=self.body_timeout_s)
+        gone = request.scope[CONNECTION].has_gone
+        await self.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
+        return await self.parser.parse(cls, body, self.builder.max_model_len, kind=kind, gone=gone)
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
         """Count a request that got an error before it reached the scheduler."""

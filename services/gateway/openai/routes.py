@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -17,37 +16,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from paceline.v1 import inference_pb2
 from services.gateway.access.caller import Caller
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
-from services.gateway.engine.logprobs import Echo
-from services.gateway.engine.request import GenerateJob, RequestBuilder, check_copies, check_samples
-from services.gateway.engine.sampling import FieldNames
+from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
-from services.gateway.fields.replies import NUM_PROMPT_END, reply_format, reply_structure
-from services.gateway.http.body import HeldBody, read_body
 from services.gateway.http.connection import CONNECTION
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.openai import schema
-from services.gateway.openai.body_parser import is_small
+from services.gateway.openai.answers import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.jobs import CHAT, PROMPT, Asked, chat_jobs, completion_jobs
 from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of, sanitised_request_id
-from services.gateway.openai.answers import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
-from services.gateway.parsing.reply import ReplyFormat
 
 _KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 # A request with one of these headers may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
-_PROMPT = FieldNames(prompt="prompt")
-_CHAT = FieldNames(prompt="messages", num_logprobs="top_logprobs")
-# Limits over all choices of an answer. A log probability takes about 70 bytes.
-MAX_PROMPT_LOGPROBS = 2**16
-MAX_ECHO_CHARS = 2**22
-_COMPLETION_MAX_TOKENS = 16
 
 
 def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> RequestMiddleware:
@@ -149,20 +136,6 @@ def _model_routes(gateway: Gateway) -> list[Route]:
     return [Route("/v1/models", models), Route("/v1/models/{model_id:path}", model)]
 
 
-async def _parsed(
-    cls: type[schema.R], gateway: Gateway, request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
-) -> tuple[schema.R, bytes]:
-    """Read the body at once, and parse it when it is the request's turn. With a `kind` also returns the fingerprint of
-    its fields.
-
-    Raises what read_body, Gateway.wait_to_parse and BodyParser.parse raise.
-    """
-    body = await read_body(request, held, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s)
-    gone = request.scope[CONNECTION].has_gone
-    await gateway.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
-    return await gateway.parser.parse(cls, body, gateway.builder.max_model_len, kind=kind, gone=gone)
-
-
 def _token_routes(gateway: Gateway) -> list[Route]:
     builder = gateway.builder
 
@@ -170,7 +143,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
         """Token ids of a prompt or a chat."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
         with entering, gateway.held_body() as held:
-            body, _ = await _parsed(schema.TokenizeRequest, gateway, request, held)
+            body, _ = await gateway.read_request(schema.TokenizeRequest, request, held)
             ids = await token_ids(body, request.scope[CONNECTION].has_gone)
         names = builder.tokenizer.token_names(ids) if body.return_token_strs else None
         shown = {"count": len(ids), "max_model_len": builder.max_model_len, "tokens": ids, "token_strs": names}
@@ -183,14 +156,14 @@ def _token_routes(gateway: Gateway) -> list[Route]:
         if body.prompt is not None:
             refuse_chat_fields(body)
             add = body.add_special_tokens is not False
-            return await builder.encode_text(body.prompt, _PROMPT, add_special_tokens=add, gone=gone)
+            return await builder.encode_text(body.prompt, PROMPT, add_special_tokens=add, gone=gone)
         if body.add_special_tokens:
             raise invalid("add_special_tokens", f"add_special_tokens: {NOT_FOR_CHATS}")
         chat = body.for_template()
         gateway.check_template(body.chat_template)
         return await builder.encode_chat(
             chat.messages,
-            _CHAT,
+            CHAT,
             add_generation_prompt=chat.add_generation_prompt,
             variables=chat.variables,
             extras=chat.extras,
@@ -206,7 +179,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
         """Text of token ids."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
         with entering, gateway.held_body() as held:
-            body, _ = await _parsed(schema.DetokenizeRequest, gateway, request, held)
+            body, _ = await gateway.read_request(schema.DetokenizeRequest, request, held)
             gateway.check_model(body.model)
             ids = builder.check_token_ids(body.tokens, "tokens")
             text = await builder.decode(ids, skip_special_tokens=False, gone=request.scope[CONNECTION].has_gone)
@@ -243,7 +216,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         entering = gateway.access.quotas.entering(caller.key, new=new)
         with entering, gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
-            parsed, fingerprint = await _parsed(cls, gateway, request, held, new=new, kind=keyed_kind)
+            parsed, fingerprint = await gateway.read_request(cls, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
             metadata = caller.permit(parsed.metadata(), parsed.named_tenant)
             key = None

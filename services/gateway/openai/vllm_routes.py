@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.errors import ApiError
-from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.answers import JsonResponse
+from services.gateway.openai.gateway import Gateway
 
 
 def vllm_routes(gateway: Gateway) -> list[Route]:

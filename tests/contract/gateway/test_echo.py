@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from demo import CHECKPOINT
-from services.gateway.openai.routes import MAX_ECHO_CHARS
+from services.gateway.openai.jobs import MAX_ECHO_CHARS
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.fake_scheduler import scripted

@@ -18,9 +18,9 @@ from services.gateway.engine.request import GenerateJob, RequestBuilder
 from services.gateway.engine.request_store import read_once
 from services.gateway.engine.scores import Score
 from services.gateway.errors import ApiError
+from services.gateway.openai.answers import StreamAnswer
 from services.gateway.openai.event_ids import EventId, parse_event_id
 from services.gateway.openai.format import Envelope, Kind
-from services.gateway.openai.answers import StreamAnswer
 from services.gateway.text.model_files import read_model_files
 from services.gateway.text.tokenizer import TextTokenizer
 from tests.support.fake_session import LENGTH, STOP, UNSPECIFIED, FakeSession
