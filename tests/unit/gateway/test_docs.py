@@ -1,13 +1,57 @@
-"""docs/resuming.md shows the client that the tests use."""
+"""Pages of docs/ that show code or figures of the gateway."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from services.gateway.engine import idempotency, list_limits, request, sampling
+from services.gateway.grammars import structure
+from services.gateway.openai import jobs
+from services.gateway.text import chat_values
+
 ROOT = Path(__file__).parents[3]
+# The row of docs/limits.md, by its start, and the limits that it names.
+LIMITS = {
+    "nesting of messages": [chat_values.MAX_DEPTH],
+    "`Idempotency-Key`": [idempotency.MAX_KEY_CHARS],
+    "`prompt`": [list_limits.MAX_PROMPTS],
+    "`messages`": [list_limits.MAX_MESSAGES, list_limits.MAX_PARTS],
+    "`tools`": [list_limits.MAX_TOOLS],
+    "`chat_template_kwargs`": [list_limits.MAX_TEMPLATE_VARIABLES],
+    "`n`, `best_of`": [request.MAX_SAMPLES],
+    "`stop`": [request.MAX_STOP_STRINGS, request.MAX_STOP_STRING_CHARS],
+    "`stop_token_ids`": [sampling.MAX_STOP_TOKEN_IDS],
+    "`logit_bias`": [sampling.MAX_BIASED_TOKENS, int(sampling.MAX_BIAS)],
+    "`bad_words`": [
+        sampling.MAX_BAD_WORDS,
+        sampling.MAX_BAD_WORD_CHARS,
+        sampling.MAX_BAD_WORD_TOKENS,
+        sampling.MAX_BAD_WORDS_TOKENS,
+    ],
+    "`allowed_token_ids`": [sampling.MAX_ALLOWED_TOKENS],
+    "`logprobs`": [sampling.MAX_TOP_LOGPROBS],
+    "`prompt_logprobs`": [jobs.MAX_PROMPT_LOGPROBS, jobs.MAX_ECHO_CHARS],
+    "`cache_retention`": [request.MAX_RETENTION_RANGES],
+    "tokens of `/detokenize`": [list_limits.MAX_DETOKENIZED],
+    "a prompt with `truncate": [list_limits.MAX_TRUNCATED],
+}
 
 
-def test_the_page_shows_the_example() -> None:
+def test_the_page_on_resuming_shows_the_example() -> None:
     example = (ROOT / "examples/resuming_stream.py").read_text()
     function = example[example.index("def resuming_stream") : example.index('\n\nif __name__ == "__main__"')]
     assert f"```python\n{function}```" in (ROOT / "docs/resuming.md").read_text()
+
+
+@pytest.mark.parametrize("start", LIMITS)
+def test_the_page_on_limits_has_those_of_the_code(start: str) -> None:
+    page = (ROOT / "docs/limits.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {start}")]
+    for limit in LIMITS[start]:
+        assert f"{limit:,}" in row
+
+
+def test_the_page_on_limits_has_the_number_of_choices() -> None:
+    assert f"`choice` has at most {structure.MAX_CHOICES:,} texts" in (ROOT / "docs/limits.md").read_text()
