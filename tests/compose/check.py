@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +16,10 @@ from functools import partial
 from threading import Event
 
 from demo.corpus import held_out
+from tests.compose.access import CONTROL_PLANE, HEALTH_PORTS, fails, keys, public
 from tests.compose.stack import Api, Stack, docker, inspect, is_healthy, kill_process, metric, wait_until
 
-CONTROL_PLANE, WORKER = "paceline/control-plane:ci", "paceline/worker:ci"
-HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 8001}
+WORKER = "paceline/worker:ci"
 SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT, GATEWAY_PORT = 9101, 9103, 8000
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
 STORY_TOKENS = 1600  # so many that streams still run when a busy machine gets to kill something
@@ -85,8 +84,14 @@ class Checks:
             ("kill -9 of the cache under running streams: texts complete and right", self.kill_cache),
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("two schedulers: the same texts when the leader is killed under running streams", self.two_schedulers),
-            ("API keys: wanted by both APIs and admin calls, changed without a restart", self.keys),
-            ("TLS: clients are served over HTTPS, strangers are refused, a renewal restarts nothing", self.tls),
+            (
+                "API keys: wanted by HTTP and admin calls, changed without a restart",
+                partial(keys, self.stack, self.api),
+            ),
+            (
+                "for other machines: HTTPS and a key are wanted, strangers refused, a renewal restarts nothing",
+                partial(public, self.stack),
+            ),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
@@ -138,7 +143,7 @@ class Checks:
             wait_until(f"{service} healthy", partial(is_healthy, container), 40)
             probe = ("exec", container, "python", "-m", "services.runtime.healthcheck", f"127.0.0.1:{port}")
             docker(*probe)
-            assert _fails(*probe, "--service", "no.Such"), f"{service}: healthy for no.Such"
+            assert fails(*probe, "--service", "no.Such"), f"{service}: healthy for no.Such"
         return ""
 
     def ports(self) -> str:
@@ -242,55 +247,7 @@ class Checks:
             f"all ended after {ended_s:.1f} s"
         )
 
-    def keys(self) -> str:
-        self.stack.compose("down", "-v", "--remove-orphans")  # of two schedulers
-        with tempfile.TemporaryDirectory() as folder:
-            os.chmod(folder, 0o755)  # the containers' user reads it
-            secret = _new_key(folder, "app")
-            boss = _new_key(folder, "boss", "--admin")
-            self.stack.override("deploy/docker/keys.yml", PACELINE_KEYS_DIR=folder)
-            self.stack.compose("up", "-d", "--no-build")
-            wait_until("/ready", lambda: self.api.workers() == 1, 120)
-            found = {key: self.api.get("/v1/models", key)[0] for key in ("", "wrong", secret, boss)}
-            assert found == {"": 401, "wrong": 401, secret: 200, boss: 200}, f"statuses: {[*found.values()]}"
-            (scheduler,) = self.stack.containers("scheduler")
-            policy = (scheduler, "paceline", "policy", "get")
-            assert _fails("exec", *policy), "an admin call needs no key"
-            assert _fails("exec", "-e", f"PACELINE_API_KEY={secret}", *policy), "any key is an admin key"
-            docker("exec", "-e", f"PACELINE_API_KEY={boss}", *policy)
-            new = _new_key(folder, "new")
-            waited_s = wait_until("a new key", lambda: self.api.get("/v1/models", new)[0] == 200, 20)
-            self.stack.compose("down", "-v", "--remove-orphans")
-        return f"a new key was in force after {waited_s:.1f} s"
-
-    def tls(self) -> str:
-        self.stack.compose("down", "-v", "--remove-orphans")  # of keys
-        self.stack.override("deploy/docker/tls.yml")
-        began_s = time.monotonic()
-        self.stack.compose("up", "-d", "--no-build")
-        containers = {service: self.stack.containers(service)[0] for service in HEALTH_PORTS}
-        for service, container in containers.items():
-            wait_until(f"{service} healthy", partial(is_healthy, container), 120)
-        up_s = time.monotonic() - began_s
-        ca = docker("exec", containers["gateway"], "cat", "/certs/ca.pem")
-        assert Api(self.stack.port, ca).workers() == 1
-        assert self.api.workers() == 0, "served without TLS"
-        # A stranger in the network of the services: it has no certificate.
-        for service, port in HEALTH_PORTS.items():
-            address = f"{service}:{port}" if service != "worker" else f"127.0.0.1:{port}"
-            probe = ("exec", containers[service], "python", "-m", "services.runtime.healthcheck", address)
-            docker(*probe)
-            assert _fails(*probe, "--plain"), f"{service}: answers without TLS"
-        read = ("exec", containers["gateway"], "cat", "/certs/gateway/cert.pem")
-        before = docker(*read)
-        self.stack.compose("up", "-d", "--no-build", "--no-recreate")  # the service `certs` runs again
-        wait_until("renewed", lambda: docker(*read) != before, 30)
-        assert Api(self.stack.port, ca).workers() == 1
-        assert {service: self.stack.containers(service)[0] for service in HEALTH_PORTS} == containers
-        return f"healthy after {up_s:.1f} s"
-
     def two_gateways(self) -> str:
-        self.stack.compose("down", "-v", "--remove-orphans")  # of TLS
         self.stack.override("deploy/docker/balancer.yml", PACELINE_PORT="0", PACELINE_GRPC_PORT="0")
         if self.build:
             self.stack.compose("build", "balancer")
@@ -369,21 +326,6 @@ def _difference(text: str, reference: str) -> str:
     pairs = zip(text, reference, strict=False)
     at = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(text), len(reference)))
     return f"from character {at} of {len(reference)} on {text[at : at + 60]!r}, not {reference[at : at + 60]!r}"
-
-
-def _new_key(folder: str, name: str, *flags: str) -> str:
-    """A key in the folder's file, made by the image's command."""
-    user = f"{os.getuid()}:{os.getgid()}"
-    made = ("keys", "new", name, "--file", "/keys/keys.toml", *flags)
-    return docker("run", "--rm", "--network", "none", "-u", user, "-v", f"{folder}:/keys", CONTROL_PLANE, *made)
-
-
-def _fails(*args: str) -> bool:
-    try:
-        docker(*args)
-    except AssertionError:
-        return True
-    return False
 
 
 def _python(image: str, code: str) -> str:
