@@ -44,7 +44,7 @@ def prompt(rng: random.Random, count: int) -> list[int]:
 
 
 @dataclass
-class Asked:
+class AskedPrompt:
     """The sums of all answers to a client."""
 
     client: httpx.AsyncClient
@@ -63,14 +63,14 @@ class Asked:
         self.output_tokens += OUTPUT_TOKENS
 
 
-Load = Callable[[Asked, random.Random], Awaitable[float]]  # returns seconds
+Load = Callable[[AskedPrompt, random.Random], Awaitable[float]]  # returns seconds
 
 
-async def share_prefix(asked: Asked, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
+async def share_prefix(asked: AskedPrompt, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
     """One request that warms a cache, then the others, of which the time is taken. `per_s`: arrivals; 0: always
     CONCURRENCY at a time."""
     prefix = prompt(rng, prefix_tokens)
-    await Asked(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
+    await AskedPrompt(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
     gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
 
     async def one(after_s: float) -> None:
@@ -85,7 +85,7 @@ async def share_prefix(asked: Asked, rng: random.Random, prefix_tokens: int, per
     return time.perf_counter() - began_s
 
 
-async def converse(asked: Asked, rng: random.Random) -> float:
+async def converse(asked: AskedPrompt, rng: random.Random) -> float:
     began_s = time.perf_counter()
 
     async def one() -> None:
@@ -108,11 +108,11 @@ LOADS: dict[str, Load] = {
 } | {"conversations": converse}
 
 
-async def play(url: str, load: Load, rng: random.Random) -> tuple[Asked, float]:
+async def play(url: str, load: Load, rng: random.Random) -> tuple[AskedPrompt, float]:
     """What was asked, and how many seconds that took."""
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
-        asked = Asked(client)
+        asked = AskedPrompt(client)
         return asked, await load(asked, rng)
 
 
