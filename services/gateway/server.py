@@ -10,11 +10,19 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
+from paceline.third_party.sglang_scheduler_pb2_grpc import add_SglangSchedulerServicer_to_server
+from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
+from services.gateway.grpc import sglang_scheduler, vllm_engine
+from services.gateway.grpc.engine import Engine
+from services.gateway.grpc.engine_facts import TokenizerArchive, read_facts
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
+from services.gateway.grpc.kv_event_streams import KvEventStreams
+from services.gateway.grpc.sglang_scheduler import SglangScheduler
+from services.gateway.grpc.vllm_engine import VllmEngine
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
@@ -68,7 +76,8 @@ async def serve(
     gateway = _make_gateway(settings, model, session)
     http_server = _make_http_server(settings, gateway)
     http_port = await http_server.start()
-    grpc_server = _make_grpc_server(settings, gateway)
+    kv_events = KvEventStreams(settings.cache)
+    grpc_server = _make_grpc_server(settings, gateway, _make_engine(settings, gateway, model.files, kv_events))
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     periodic = _start_periodic_work(gateway, http_server)
@@ -84,6 +93,7 @@ async def serve(
             await stop.wait()
             gateway.draining = True
             gateway.requests.drain()
+            await kv_events.close()
             await http_server.close_listener()
             await _drain(gateway, http_server, grpc_server, settings.drain_s)
 
@@ -93,6 +103,7 @@ async def serve(
             task.cancel()
         gateway.parser.close()
         await session.close()
+        await kv_events.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
         await gateway.builder.close()
@@ -104,7 +115,12 @@ def _max_grpc_connections(settings: GatewaySettings) -> int:
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 
 
-def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer:
+def _make_engine(settings: GatewaySettings, gateway: Gateway, files: ModelFiles, kv_events: KvEventStreams) -> Engine:
+    tokenizer = TokenizerArchive(files.folder, settings.chat_template)
+    return Engine(gateway, read_facts(files), tokenizer, kv_events)
+
+
+def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, engine: Engine) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
     server = GrpcServer(
         settings.host,
@@ -119,6 +135,9 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway) -> GrpcServer
     )
     front = InferenceService(gateway)
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    vllm, sglang = VllmEngine(engine), SglangScheduler(engine)
+    server.add(vllm_engine.SERVICE_NAME, lambda s: add_VllmEngineServicer_to_server(vllm, s))
+    server.add(sglang_scheduler.SERVICE_NAME, lambda s: add_SglangSchedulerServicer_to_server(sglang, s))
     return server
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from demo import CHECKPOINT
-from services.runtime.settings import AddressList, ServiceSettings
+from services.runtime.settings import Address, AddressList, ServiceSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
@@ -23,6 +23,11 @@ class GatewaySettings(ServiceSettings, section="gateway"):
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     scheduler: AddressList = Field(
         "127.0.0.1:50051", description="host:port of the scheduler; with commas: of the leader and its standbys"
+    )
+    cache: Address | Literal[""] = Field(
+        "",
+        description="host:port of the cache, for outside routers that subscribe to KV events over gRPC; empty: "
+        "SubscribeKvEvents is off",
     )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),

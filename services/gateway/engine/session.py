@@ -102,7 +102,7 @@ class SchedulerSession:
 
     @property
     def load(self) -> inference_pb2.SchedulerLoad | None:
-        """The load of all workers, at most 0.25 s old while the scheduler's heartbeats arrive; None before the first."""
+        """The load of all workers, at most 0.25 s old while heartbeats arrive; None before the first one."""
         return self._core.load
 
     @property

@@ -111,13 +111,14 @@ class StopMatcher:
     The returned text never contains a part of a stop string that is completed later.
     """
 
-    __slots__ = ("_held", "_include", "_num_passed", "_stops")
+    __slots__ = ("_held", "_include", "_num_passed", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
         self._include = include
+        self.matched: str | None = None  # the stop string that was found
         self._held = ""
         self._num_passed = 0  # characters of the kept text that cannot complete a stop string
 
@@ -125,12 +126,13 @@ class StopMatcher:
         """Returns the text that can be shown, and whether a stop string was found. Do not call it after True."""
         text = self._held + text
         best: tuple[int, int] | None = None
+        matched = None
         for stop in self._stops:
             start = text.find(stop, max(0, self._num_passed - len(stop) + 1))
             if start >= 0 and (best is None or (start + len(stop), start) < best):
-                best = (start + len(stop), start)
+                best, matched = (start + len(stop), start), stop
         if best is not None:
-            self._held = ""
+            self._held, self.matched = "", matched
             return text[: best[0] if self._include else best[1]], True
         return self._hold(text, self._num_passed), False
 
@@ -186,6 +188,11 @@ class TextStream:
         # Tokens that count as output: up to the token that completed a stop string.
         self.num_tokens = 0
         self.stopped = False
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._matcher.matched if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that can be shown after these tokens. Sets `stopped` at a stop string, and ignores later tokens."""

@@ -1,0 +1,211 @@
+"""Requests of routers that drive the gateway as an engine. Every such contract submits, reads and aborts here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from paceline.request_fields import METADATA
+from paceline.v1 import common_pb2
+from paceline.v1.common_pb2 import FinishReason
+from services.gateway.engine.generation import Generation
+from services.gateway.engine.list_limits import check_length
+from services.gateway.engine.logprobs import ScoredToken
+from services.gateway.engine.request import check_copies, check_metadata, check_samples, too_long
+from services.gateway.engine.request_store import Reading
+from services.gateway.engine.sampling import FieldNames, SamplingChoices
+from services.gateway.errors import ApiError, invalid
+from services.gateway.grammars.structure import Structure
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import sanitised_request_id
+
+_RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
+# Of one answer. A log probability takes about 10 bytes.
+MAX_PROMPT_LOGPROBS = 2**18
+_LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words")
+
+
+class Aborted(Exception):
+    """The router has aborted the request."""
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """A request in the words of one contract. `prompt`: a text or token ids. `num_bytes`: of its message."""
+
+    request_id: str
+    endpoint: str  # the contract, in metrics and in the request log
+    prompt: str | Sequence[int]
+    choices: SamplingChoices
+    names: FieldNames
+    num_bytes: int
+    structure: Structure | None = None
+    n: int = 1
+    metadata: dict[str, float | str] = field(default_factory=dict)
+
+
+class Piece(NamedTuple):
+    """New tokens of one sample. `finish_reason` is 0 (unspecified) while it runs; with an abort it is ABORT."""
+
+    generation: Generation
+    text: str
+    token_ids: list[int]
+    scored: list[ScoredToken]
+    prompt_scored: list[ScoredToken]  # only in the first piece of the first sample
+    finish_reason: FinishReason.ValueType
+
+    @property
+    def sample(self) -> int:
+        """The index of the sample."""
+        return self.generation.job.sample
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the sample."""
+        return self.generation.text_stream.matched_stop
+
+    @property
+    def last_token(self) -> int | None:
+        """The token that ended the sample: a stop token or an end of sequence."""
+        ended_by_token = self.finish_reason == common_pb2.FINISH_REASON_STOP and self.matched_stop is None
+        return self.token_ids[-1] if ended_by_token and self.token_ids else None
+
+
+class EngineRequests:
+    """Submits the requests of all contracts, and knows the live ones by the routers' ids."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.last_arrival_s = 0.0  # Unix time
+        self._live: dict[str, set[Reading]] = {}
+
+    @property
+    def num_live(self) -> int:
+        """Live requests."""
+        return sum(map(len, self._live.values()))
+
+    async def open(self, asked: EngineRequest) -> Reading:
+        """Submit the request. Pass the result to `pieces`. Raises ApiError."""
+        request_id = sanitised_request_id(asked.request_id)
+        try:
+            reading = await self._open(asked, request_id)
+        except ApiError as error:
+            self.gateway.refused(asked.endpoint, request_id, error)
+            raise
+        self._live.setdefault(asked.request_id, set()).add(reading)
+        return reading
+
+    async def pieces(self, request_id: str, reading: Reading) -> AsyncGenerator[Piece]:
+        """The output of all samples as it arrives. Ends the request when the iteration ends. Raises ApiError."""
+        try:
+            alone = len(reading.generations) == 1
+            source = _read(reading.generations[0]) if alone else _interleaved(reading.generations)
+            async with aclosing(source) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._close(request_id, reading)
+
+    def abort(self, request_id: str) -> bool:
+        """Abort the live requests with this id. Returns whether there is any."""
+        readings = self._live.get(request_id, set())
+        for reading in readings:
+            reading.interrupt(Aborted())
+        return bool(readings)
+
+    def _close(self, request_id: str, reading: Reading) -> None:
+        reading.close()
+        readings = self._live.get(request_id, set())
+        readings.discard(reading)
+        if not readings:
+            self._live.pop(request_id, None)
+
+    async def _open(self, asked: EngineRequest, request_id: str) -> Reading:
+        gateway, builder = self.gateway, self.gateway.builder
+        arrival_s, self.last_arrival_s = time.perf_counter(), time.time()
+        names, choices, prompt = asked.names, asked.choices, asked.prompt
+        with gateway.held_body() as held:
+            held.add(asked.num_bytes)
+            for name in _LISTS:
+                check_length(name, len(getattr(choices, name) or ()), names.prefix)
+            if not isinstance(prompt, str) and len(prompt) > builder.max_model_len:
+                raise too_long(names.prompt, str(len(prompt)), builder.max_model_len)
+            check_samples(asked.n, None, stream=True)
+            gateway.check_capacity()
+            await gateway.wait_to_parse(num_bytes=asked.num_bytes, new=True)
+            if isinstance(prompt, str):
+                if not prompt:
+                    raise invalid(names.prompt, f"{names.prompt}: the prompt is empty")
+                ids: Sequence[int] = await builder.encode_text(prompt, names)
+            else:
+                ids = builder.check_token_ids(prompt, names.prompt)
+            metadata = check_metadata({name: asked.metadata.get(name) for name in METADATA})
+            grammar = await builder.grammar(asked.structure, metadata.tenant, num_sequences=asked.n)
+            choices = replace(choices, grammar=grammar)
+            if choices.max_tokens is None:
+                await gateway.session.know_model()
+            job = builder.job(
+                ids,
+                choices,
+                request_id=request_id,
+                endpoint=asked.endpoint,
+                names=names,
+                arrival_s=arrival_s,
+                metadata=metadata,
+            )
+            check_copies(job.sampling, asked.n)
+            if job.prompt_logprobs:
+                _check_prompt_logprobs(len(ids), choices.prompt_logprobs or 0, names)
+        return gateway.open(builder.samples(job, asked.n, asked.n), None)
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int, names: FieldNames) -> None:
+    if (count := (1 + num_top) * num_tokens) > MAX_PROMPT_LOGPROBS:
+        name = names.of("prompt_logprobs")
+        raise invalid(name, f"{name}: {count} log probabilities; at most {MAX_PROMPT_LOGPROBS} are possible")
+
+
+async def _read(generation: Generation) -> AsyncGenerator[Piece]:
+    first = generation.job.sample == 0
+    while generation.finish_reason == _RUNNING:
+        try:
+            text = await generation.next()
+        except Aborted:
+            yield Piece(generation, "", [], [], [], common_pb2.FINISH_REASON_ABORT)
+            return
+        prompt_scored = generation.prompt_scored if first and generation.job.prompt_logprobs else []
+        first = first and not generation.token_ids  # the scores arrive with the first token
+        yield Piece(generation, text, generation.token_ids, generation.scored, prompt_scored, generation.finish_reason)
+
+
+async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+    """Pieces of several samples in the order of their arrival."""
+    arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(maxsize=len(generations))
+
+    async def read(generation: Generation) -> None:
+        try:
+            async for piece in _read(generation):
+                await arrived.put(piece)
+            await arrived.put(None)
+        except ApiError as error:
+            await arrived.put(error)
+
+    tasks = [asyncio.create_task(read(generation)) for generation in generations]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            piece = await arrived.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            if piece is None:
+                num_running -= 1
+            else:
+                yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
