@@ -10,16 +10,18 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
+from paceline.third_party.kserve_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from paceline.third_party.sglang_scheduler_pb2_grpc import add_SglangSchedulerServicer_to_server
 from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.grpc import sglang_scheduler, vllm_engine
+from services.gateway.grpc import kserve, sglang_scheduler, vllm_engine
 from services.gateway.grpc.engine import Engine
 from services.gateway.grpc.engine_facts import TokenizerArchive, read_facts
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
+from services.gateway.grpc.kserve import KServeInference
 from services.gateway.grpc.kv_event_streams import KvEventStreams
 from services.gateway.grpc.sglang_scheduler import SglangScheduler
 from services.gateway.grpc.vllm_engine import VllmEngine
@@ -137,6 +139,8 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, engine: Engin
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
     vllm, sglang = VllmEngine(engine), SglangScheduler(engine)
     server.add(vllm_engine.SERVICE_NAME, lambda s: add_VllmEngineServicer_to_server(vllm, s))
+    open_inference = KServeInference(engine)
+    server.add(kserve.SERVICE_NAME, lambda s: add_GRPCInferenceServiceServicer_to_server(open_inference, s))
     server.add(sglang_scheduler.SERVICE_NAME, lambda s: add_SglangSchedulerServicer_to_server(sglang, s))
     return server
 

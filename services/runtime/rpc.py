@@ -18,7 +18,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client import Counter, Histogram
 
 from services.runtime.logs import bind_request_id, get_logger
@@ -26,6 +27,7 @@ from services.runtime.message_gate import MessageGate
 
 log = get_logger(__name__)
 
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 16 * 2**20
 PING_INTERVAL_S = 2.0
 PING_TIMEOUT_S = 2.0
@@ -175,7 +177,7 @@ class GrpcServer:
         in use."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*sorted(self._health.names - {""}), "grpc.health.v1.Health", reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        _add_reflection(self._server, names)
         host = f"[{self._host}]" if ":" in self._host else self._host
         port = self._server.add_insecure_port(f"{host}:{self._port}")
         await self._server.start()
@@ -189,6 +191,20 @@ class GrpcServer:
         """Report NOT_SERVING first. Running calls get `grace_s` to end, and are cancelled then."""
         self._health.set(False, closing=True)
         await self._server.stop(grace_s)
+
+
+def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Serve reflection as v1alpha, which grpcio has, and as v1, which newer tools ask first: the messages of both have
+    the same names and numbers. The list of services names v1alpha only, as grpcio has no description of v1."""
+    servicer = ReflectionServicer(names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
 
 
 class CallInterceptor(_Interceptor):

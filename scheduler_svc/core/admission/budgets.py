@@ -43,7 +43,7 @@ class Budgets:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens that have left the queue per second while requests waited, over all tenants. None: not measured yet."""
+        """Tokens that left the queue per second while requests waited, over all tenants. None: not measured yet."""
         estimate = self._estimates.get(None)
         return estimate.per_s if estimate is not None else None
 

@@ -200,10 +200,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 if stream.broken:
                     return
                 if self.load:
-                    yield inference_pb2.SessionResponse(
-                        heartbeat=True,
-                        load=inference_pb2.SchedulerLoad(**self.load),  # type: ignore[arg-type]
-                    )
+                    yield inference_pb2.SessionResponse(heartbeat=True, load=inference_pb2.SchedulerLoad(**self.load))
             if self.step_s:
                 await asyncio.sleep(self.step_s)
             if not self.paused:

@@ -109,15 +109,16 @@ async def test_stop_strings_and_stop_tokens_are_named(start: Start) -> None:
     running = await start(next_token=scripted(ids))
     [whole] = await answers(stub(VllmEngineStub, running).Generate(vllm_request(stop=["o thr"], max_tokens=50)))
     assert (whole.complete.finish_reason, whole.complete.matched_stop_str) == ("stop", "o thr")
-    request = sglang_request(params={"stop": ["o thr"], "max_new_tokens": 50})
-    [other] = await answers(stub(SglangSchedulerStub, running).Generate(request))
+    stopped = sglang_request(params={"stop": ["o thr"], "max_new_tokens": 50})
+    [other] = await answers(stub(SglangSchedulerStub, running).Generate(stopped))
     assert other.complete.matched_stop_str == "o thr"
     assert list(other.complete.output_ids) == list(whole.complete.output_ids)
-    for request, kind in (
+    of_both: list[tuple[Any, Any]] = [
         (vllm_request(stop_token_ids=[ids[1]], max_tokens=50), VllmEngineStub),
         (sglang_request(params={"stop_token_ids": [ids[1]], "max_new_tokens": 50}), SglangSchedulerStub),
-    ):
-        [whole] = await answers(stub(kind, running).Generate(request))
+    ]
+    for wanted, kind in of_both:
+        [whole] = await answers(stub(kind, running).Generate(wanted))
         assert (whole.complete.finish_reason, whole.complete.matched_token_id) == ("stop", ids[1])
         assert list(whole.complete.output_ids) == ids[:2]
 
