@@ -19,7 +19,6 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
-from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client import Counter, Histogram
 
 from services.runtime.logs import bind_request_id, get_logger
@@ -196,7 +195,7 @@ class GrpcServer:
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
     """Serve reflection as v1alpha, which grpcio has, and as v1, which newer tools ask first: the messages of both have
     the same names and numbers. The list of services names v1alpha only, as grpcio has no description of v1."""
-    servicer = ReflectionServicer(names)
+    servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,

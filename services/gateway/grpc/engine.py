@@ -16,7 +16,7 @@ from paceline.v1 import common_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.grpc.engine_facts import ModelFacts, Throughput, TokenizerArchive, load_fields
-from services.gateway.grpc.engine_requests import EngineRequests, Piece
+from services.gateway.grpc.engine_requests import EngineRequests, SamplePiece
 from services.gateway.grpc.kv_event_streams import KvEventStreams
 from services.gateway.openai.gateway import Gateway
 
@@ -104,7 +104,7 @@ class Output:
     scored: list[ScoredToken] = field(default_factory=list)
     prompt_scored: list[ScoredToken] = field(default_factory=list)
 
-    def add(self, piece: Piece, *, keep_scores: bool) -> None:
+    def add(self, piece: SamplePiece, *, keep_scores: bool) -> None:
         """Append a piece. Without `keep_scores`, its log probabilities have been sent."""
         self.token_ids += piece.token_ids
         if keep_scores:

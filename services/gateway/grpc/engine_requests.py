@@ -48,7 +48,7 @@ class EngineRequest:
     metadata: dict[str, float | str] = field(default_factory=dict)
 
 
-class Piece(NamedTuple):
+class SamplePiece(NamedTuple):
     """New tokens of one sample. `finish_reason` is 0 (unspecified) while it runs; with an abort it is ABORT."""
 
     generation: Generation
@@ -99,7 +99,7 @@ class EngineRequests:
         self._live.setdefault(asked.request_id, set()).add(reading)
         return reading
 
-    async def pieces(self, request_id: str, reading: Reading) -> AsyncGenerator[Piece]:
+    async def pieces(self, request_id: str, reading: Reading) -> AsyncGenerator[SamplePiece]:
         """The output of all samples as it arrives. Ends the request when the iteration ends. Raises ApiError."""
         try:
             alone = len(reading.generations) == 1
@@ -169,22 +169,24 @@ def _check_prompt_logprobs(num_tokens: int, num_top: int, names: FieldNames) -> 
         raise invalid(name, f"{name}: {count} log probabilities; at most {MAX_PROMPT_LOGPROBS} are possible")
 
 
-async def _read(generation: Generation) -> AsyncGenerator[Piece]:
+async def _read(generation: Generation) -> AsyncGenerator[SamplePiece]:
     first = generation.job.sample == 0
     while generation.finish_reason == _RUNNING:
         try:
             text = await generation.next()
         except Aborted:
-            yield Piece(generation, "", [], [], [], common_pb2.FINISH_REASON_ABORT)
+            yield SamplePiece(generation, "", [], [], [], common_pb2.FINISH_REASON_ABORT)
             return
         prompt_scored = generation.prompt_scored if first and generation.job.prompt_logprobs else []
         first = first and not generation.token_ids  # the scores arrive with the first token
-        yield Piece(generation, text, generation.token_ids, generation.scored, prompt_scored, generation.finish_reason)
+        yield SamplePiece(
+            generation, text, generation.token_ids, generation.scored, prompt_scored, generation.finish_reason
+        )
 
 
-async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[Piece]:
+async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[SamplePiece]:
     """Pieces of several samples in the order of their arrival."""
-    arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(maxsize=len(generations))
+    arrived: asyncio.Queue[SamplePiece | BaseException | None] = asyncio.Queue(maxsize=len(generations))
 
     async def read(generation: Generation) -> None:
         try:

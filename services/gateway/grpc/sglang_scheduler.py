@@ -18,7 +18,7 @@ from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
 from services.gateway.grpc.engine_facts import timestamp
-from services.gateway.grpc.engine_requests import EngineRequest, Piece
+from services.gateway.grpc.engine_requests import EngineRequest, SamplePiece
 from services.gateway.grpc.engine_sampling import (
     SGLANG_TOKENS,
     check_rank,
@@ -190,7 +190,7 @@ def _asked(request: pb.GenerateRequest) -> EngineRequest:
     )
 
 
-def _chunk(piece: Piece, output: Output, logprob_start: int) -> pb.GenerateStreamChunk:
+def _chunk(piece: SamplePiece, output: Output, logprob_start: int) -> pb.GenerateStreamChunk:
     prompt_ids = piece.generation.job.prompt_ids
     return pb.GenerateStreamChunk(
         token_ids=piece.token_ids,
@@ -203,7 +203,7 @@ def _chunk(piece: Piece, output: Output, logprob_start: int) -> pb.GenerateStrea
     )
 
 
-def _complete(piece: Piece, output: Output, logprob_start: int) -> pb.GenerateComplete:
+def _complete(piece: SamplePiece, output: Output, logprob_start: int) -> pb.GenerateComplete:
     prompt_ids = piece.generation.job.prompt_ids
     complete = pb.GenerateComplete(
         output_ids=output.token_ids,

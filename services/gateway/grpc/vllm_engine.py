@@ -16,7 +16,7 @@ from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
 from services.gateway.grpc.engine_facts import timestamp
-from services.gateway.grpc.engine_requests import EngineRequest, Piece
+from services.gateway.grpc.engine_requests import EngineRequest, SamplePiece
 from services.gateway.grpc.engine_sampling import (
     VLLM_TEXT,
     VLLM_TOKENS,
@@ -159,7 +159,7 @@ def _asked(request: pb.GenerateRequest) -> EngineRequest:
     )
 
 
-def _chunk(piece: Piece) -> pb.GenerateStreamChunk:
+def _chunk(piece: SamplePiece) -> pb.GenerateStreamChunk:
     return pb.GenerateStreamChunk(
         token_ids=piece.token_ids,
         prompt_tokens=len(piece.generation.job.prompt_ids),
@@ -171,7 +171,7 @@ def _chunk(piece: Piece) -> pb.GenerateStreamChunk:
     )
 
 
-def _complete(piece: Piece, output: Output) -> pb.GenerateComplete:
+def _complete(piece: SamplePiece, output: Output) -> pb.GenerateComplete:
     job = piece.generation.job
     complete = pb.GenerateComplete(
         output_ids=output.token_ids,
