@@ -59,6 +59,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One that may come to harm."""
     running = Stack(tmp_path_factory.mktemp("fuzzed"), worker_flags=["--threads", "1", "--port", str(free_port())])
     running.gateway_flags = ["--cache", f"127.0.0.1:{running.cache_port}"]  # for SubscribeKvEvents
+    running.cache_flags = ["--event-tokens"]
     try:
         yield running.up()
     finally:

@@ -23,6 +23,8 @@ from services.gateway.openai import schema
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
+# Streams that are open at once. No gate limits what streams receive, so their number does.
+MAX_STREAMS = 256
 # Requests of one stream that run at once. Further messages of the stream wait unread.
 MAX_STREAMED = 64
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -43,6 +45,8 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._gateway = engine.gateway
+        bodies = self._gateway.bodies.max_bytes // self._gateway.max_body_bytes
+        self._free_streams = self._max_streams = min(max(bodies, 1), MAX_STREAMS)
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: _Context) -> pb.ServerLiveResponse:
         """True."""
@@ -88,7 +92,11 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Answers the requests at once, so responses interleave. An error ends its request, and not the stream."""
+        """Answers the requests at once, so responses interleave. An error ends its request, and not the stream.
+        RESOURCE_EXHAUSTED if too many streams are open."""
+        if not self._free_streams:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} streams are open already")
+        self._free_streams -= 1
         responses: asyncio.Queue[pb.ModelStreamInferResponse | None] = asyncio.Queue(maxsize=MAX_STREAMED)
         running: set[asyncio.Task[None]] = set()
         slots = asyncio.Semaphore(MAX_STREAMED)
@@ -134,6 +142,7 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
             tasks = [reader, *running]
             for each in tasks:
                 each.cancel()
+            self._free_streams += 1
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _check_model(self, name: str, version: str) -> None:

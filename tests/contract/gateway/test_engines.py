@@ -230,6 +230,7 @@ async def test_what_a_router_asks_of_the_engine(start: Start) -> None:
         assert (info.served_model_name, info.max_context_length, info.vocab_size) == (MODEL, 2048, 1024)
         assert list(info.eos_token_ids) == sorted(MODEL_INFO.eos_token_ids)
         assert info.is_generation
+        assert (info.model_path, info.tokenizer_path) == (MODEL, MODEL), "no folder of this machine"
         assert info.model_type
         assert info.architectures
     served = await engine.GetServerInfo(vllm.GetServerInfoRequest())

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.third_party import kserve_inference_pb2 as pb
 from paceline.third_party.kserve_inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 
 
 def stub(running: Running) -> Any:
@@ -125,6 +125,26 @@ async def test_a_client_that_leaves_ends_its_requests(start: Start) -> None:
     assert running.scheduler.num_running == 3
     call.cancel()
     await until(lambda: not running.scheduler.num_running)
+
+
+async def test_the_number_of_streams_is_limited(start: Start) -> None:
+    running = await start(settings={"max_body_bytes": 2**20, "max_bodies_bytes": 2 * 2**20})
+    first, second, third = (stub(running).ModelStreamInfer() for _ in range(3))
+    for call in (first, second):
+        await call.write(request(TEXT, SHORT))
+        assert not (await call.read()).error_message
+    with pytest.raises(grpc.aio.AioRpcError, match="2 streams are open already"):
+        await third.read()
+    first.cancel()
+
+    async def served() -> bool:
+        try:
+            return not (await stream(running, request(TEXT, SHORT)))[0].error_message
+        except grpc.aio.AioRpcError:
+            return False
+
+    await eventually(served)
+    second.cancel()
 
 
 async def test_what_a_client_asks_of_the_server(running: Running) -> None:
