@@ -69,6 +69,8 @@ class StatusReport:
             block_size=next((worker.block_size for worker in workers), 0),
             num_slots=sum(worker.registration.max_num_seqs for worker in workers),
             num_preemptions=counters.preempted,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
         )
 
     def _waiting_s(self, budgets: Budgets, now_s: float) -> float:

@@ -39,6 +39,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.telemetry.vllm_metrics import VllmMetrics
 from services.gateway.text.chat_template import read_tokenizer_info
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
@@ -254,11 +255,14 @@ def _make_gateway(
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
+    metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
+    if settings.vllm_metrics:
+        metrics.registry.register(VllmMetrics(metrics, settings.model_name, lambda: session.load))
     return Gateway(
         settings.model_name,
         builder,
         session,
-        GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants)),
+        metrics,
         RequestLog(settings.model_name, enabled=settings.log_requests),
         model_root=settings.model,
         trust_request_chat_template=settings.trust_request_chat_template,

@@ -101,6 +101,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
         description="the first tenants, up to this many, have their own metrics; all others share `other`",
     )
     metrics_tenant_names: str = Field("", description="tenants (with commas) that always have their own metrics")
+    vllm_metrics: bool = Field(
+        True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
+    )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
         16384,

@@ -835,6 +835,8 @@ class SchedulerLoad(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests with a slot, and requests in the queue."""
     num_waiting: _builtins.int
@@ -852,6 +854,11 @@ class SchedulerLoad(_message.Message):
     """Slots of all workers."""
     num_preemptions: _builtins.int
     """Since the scheduler's start."""
+    prefix_query_tokens: _builtins.int
+    """Since the scheduler's start: tokens of admitted requests that were looked up in the prefix cache, and those of them
+    with reused KV. Samples of one prompt count once; a request that is admitted again is not counted again.
+    """
+    prefix_hit_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -864,10 +871,12 @@ class SchedulerLoad(_message.Message):
         block_size: _builtins.int = ...,
         num_slots: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
