@@ -87,7 +87,7 @@ class SequenceRun:
         self.live: LiveRequest = session.submit(
             job.request_id, prompt, job.sampling, job.final_tokens, metadata, job.beam, job.delivered
         )
-        self._samples = first._samples if first is not None else _Samples()
+        self._samples: _Samples = first._samples if first is not None else _Samples()
         self._samples.num += 1
         self._samples.num_running += 1
         metrics.live_requests += 1

@@ -1,7 +1,7 @@
 """The series that dashboards and routers made for vLLM read, under vLLM's names (vLLM 0.32, `v1/metrics/loggers.py`).
 
-The gateway with all workers is one engine, "0". Series of the scheduler are those of its last heartbeat, and absent while
-there is none: an unknown load is not 0.
+The gateway with all workers is one engine, "0". Series of the scheduler are those of its last heartbeat. Without a
+scheduler they are absent: an unknown load is not 0.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ async def test_the_tenant_and_the_quotas_are_the_keys(start: Start, keys: Keys, 
     assert error is not None
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert error.details() == "the key 'a' is at its limit of 1 requests at a time (max_requests)"
-    assert dict(error.trailing_metadata() or ())["retry-after-s"] == "1"
+    assert dict(untyped(error).trailing_metadata())["retry-after-s"] == "1"
     second = asyncio.create_task(code(generate(contract, running, other)))
     await until(lambda: running.scheduler.num_running == 2)
     running.scheduler.paused = False

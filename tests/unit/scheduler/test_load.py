@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
+from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
 
@@ -66,3 +67,18 @@ def test_a_measured_rate_says_how_long_the_queue_takes() -> None:
     load = system.scheduler.load(99.0)
     assert load.num_waiting
     assert load.waiting_s == pytest.approx(load.num_waiting_tokens / budgets.tokens_per_s)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_what_was_looked_up_in_the_prefix_cache_and_found(prefix_caching: bool) -> None:
+    system = LocalSystem(SchedulerConfig(prefix_caching=prefix_caching))
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=64))
+    for handle in (1, 2):
+        system.submit("s", handle, list(range(10)), PARAMS)
+        system.run()
+    scored = SamplingParams(top_p=1.0, max_tokens=3, seed=1, ignore_eos=True, prompt_logprobs=True)
+    system.submit("s", 3, list(range(10)), scored)  # looks nothing up: its whole prompt is computed
+    system.run()
+    load = system.scheduler.load(0.0)
+    assert (load.prefix_query_tokens, load.prefix_hit_tokens) == ((20, 9) if prefix_caching else (0, 0))
