@@ -173,13 +173,16 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             await context.abort(STATUS_BY_CODE[rejection.code], rejection.message)
         log.info("session opened", session=session_id)
         try:
-            heartbeat = SessionResponse(heartbeat=True) if first.open.heartbeats else None
+            heartbeat = self._heartbeat if first.open.heartbeats else None
             async for message in stream(context, outgoing, read, keep(watch, outgoing, heartbeat, give_up)):
                 yield message
         finally:
             del self._sessions[session_id]
             self.event(self.core.close_session, session_id)
             log.info("session closed", session=session_id)
+
+    def _heartbeat(self) -> SessionResponse:
+        return SessionResponse(heartbeat=True, load=self.core.load(time.monotonic()))
 
     async def Generate(
         self, request: GenerateRequest, context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]
@@ -246,7 +249,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
         try:
             reads_heartbeats = first.registration.heartbeats
-            heartbeat = WorkerServiceLinkResponse(heartbeat=SchedulerHeartbeat()) if reads_heartbeats else None
+            beats = WorkerServiceLinkResponse(heartbeat=SchedulerHeartbeat())
+            heartbeat = (lambda: beats) if reads_heartbeats else None
             async for message in stream(context, outgoing, read, keep(watch, outgoing, heartbeat, give_up)):
                 yield message
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import REGISTRY
@@ -47,6 +48,7 @@ class SchedulerMetrics(Collector):
         gauges_of_model = (
             ("num_requests_waiting", "Requests in the queue", len(core.queue)),
             ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens),
+            ("work_waiting_seconds", "Time until the present queue is empty", core.load(time.monotonic()).waiting_s),
             ("num_requests_running", "Requests that hold a slot", sum(len(w.batch.running) for w in workers)),
             ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
         )

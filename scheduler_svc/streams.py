@@ -65,13 +65,15 @@ async def stream(
         await asyncio.gather(reader, other, return_exceptions=True)
 
 
-async def keep(watch: Watch, outgoing: Outgoing[M], heartbeat: M | None, give_up: Callable[[str], None]) -> None:
+async def keep(
+    watch: Watch, outgoing: Outgoing[M], heartbeat: Callable[[], M] | None, give_up: Callable[[str], None]
+) -> None:
     """Send heartbeats to a peer (None: it does not read them) until the peer is silent for too long; then give it up.
     What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection."""
 
     def send() -> None:
         if heartbeat is not None:
-            outgoing.beat(heartbeat)
+            outgoing.beat(heartbeat())
 
     try:
         await beat(watch, send)

@@ -6,9 +6,9 @@ export PATH="$PWD/.venv/bin:$PATH"
 out=protos
 if [ "${1:-}" = --check ]; then out=$(mktemp -d); trap 'rm -rf "$out"' EXIT; fi
 python -m grpc_tools.protoc -Iprotos --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" --mypy_grpc_out="quiet:$out" \
-  protos/paceline/v1/*.proto
+  protos/paceline/v1/*.proto protos/paceline/third_party/*.proto
 [ "$out" = protos ] && exit 0
-for file in "$out"/paceline/v1/*; do
-  cmp -s "$file" "protos/paceline/v1/$(basename "$file")" || { echo "proto: $(basename "$file") is stale: run make proto" >&2; exit 1; }
+for file in "$out"/paceline/*/*; do
+  cmp -s "$file" "protos/${file#"$out"/}" || { echo "proto: $(basename "$file") is stale: run make proto" >&2; exit 1; }
 done
 echo 'proto: generated code is up to date'

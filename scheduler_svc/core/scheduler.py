@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
-from paceline.v1.inference_pb2 import SessionOpened, SessionRequest, Submission
+from paceline.v1.inference_pb2 import SchedulerLoad, SessionOpened, SessionRequest, Submission
 from paceline.v1.worker_pb2 import (
     GrammarPrepared,
     Heartbeat,
@@ -104,7 +104,7 @@ class SchedulerCore:
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
-        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces)
+        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces, self.counters)
         self._exchanges = StepExchanges(
             self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
@@ -394,6 +394,10 @@ class SchedulerCore:
             if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
                 self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id))
+
+    def load(self, now_s: float) -> SchedulerLoad:
+        """The load of all workers. Changes nothing."""
+        return self._status.load(self.life.budgets, self.counters, now_s)
 
     def poll(self, now_s: float) -> Outbox:
         """Plan whatever can be planned. Returns everything to send."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.v1.inference_pb2 import SchedulerStatus
+from paceline.v1.inference_pb2 import SchedulerLoad, SchedulerStatus
+from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.admission.validation import Limits, queue_credit
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.output.sessions import Session
-from scheduler_svc.core.types import SchedulerConfig
+from scheduler_svc.core.types import SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
 
 
@@ -52,3 +53,29 @@ class StatusReport:
             status.model.CopyFrom(limits.model)
             status.model.max_model_len = limits.max_total_tokens
         return status
+
+    def load(self, budgets: Budgets, counters: SchedulerCounters, now_s: float) -> SchedulerLoad:
+        """The load of all workers. `waiting_s` is the time until the present queue is empty, by the rate at which
+        tokens have left the queue; before a rate was measured, the time that the oldest request has waited."""
+        workers = self._workers.values()
+        num_blocks = sum(worker.num_blocks for worker in workers)
+        return SchedulerLoad(
+            num_running=sum(len(worker.batch.running) for worker in workers),
+            num_waiting=len(self._queue),
+            num_waiting_tokens=self._queue.num_tokens,
+            waiting_s=self._waiting_s(budgets, now_s),
+            num_blocks=num_blocks,
+            num_used_blocks=num_blocks - sum(worker.available_blocks for worker in workers),
+            block_size=next((worker.block_size for worker in workers), 0),
+            num_slots=sum(worker.registration.max_num_seqs for worker in workers),
+            num_preemptions=counters.preempted,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+        )
+
+    def _waiting_s(self, budgets: Budgets, now_s: float) -> float:
+        if not self._queue:
+            return 0.0
+        if (tokens_per_s := budgets.tokens_per_s) is not None:
+            return self._queue.num_tokens / tokens_per_s
+        return max(now_s - self._queue.oldest_arrival_s, 0.0)

@@ -74,3 +74,5 @@ class SchedulerCounters:
     poisoned: int = 0  # requests in these steps that were found poisoned
     restored: int = 0  # requests that a new cache took over after the previous one was lost
     refused_restores: int = 0  # requests that it did not take over
+    prefix_query_tokens: int = 0  # looked up in the prefix cache at first admissions
+    prefix_hit_tokens: int = 0  # of these, with reused KV

@@ -11,13 +11,23 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from paceline.third_party.kserve_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from paceline.third_party.sglang_scheduler_pb2_grpc import add_SglangSchedulerServicer_to_server
+from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.access.control import AccessControl
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
+from services.gateway.grpc import kserve, sglang_scheduler, vllm_engine
+from services.gateway.grpc.engine import Engine
+from services.gateway.grpc.engine_facts import TokenizerArchive, read_facts
 from services.gateway.grpc.inference_service import SERVICE_NAME, InferenceService
 from services.gateway.grpc.key_gate import KeyGate
+from services.gateway.grpc.kserve import KServeInference
+from services.gateway.grpc.kv_event_streams import KvEventStreams
+from services.gateway.grpc.sglang_scheduler import SglangScheduler
+from services.gateway.grpc.vllm_engine import VllmEngine
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
@@ -29,11 +39,13 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.telemetry.vllm_metrics import VllmMetrics
 from services.gateway.text.chat_template import read_tokenizer_info
 from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
+from services.runtime.keys.admin_gate import AdminGate
 from services.runtime.keys.listen import safe_host
 from services.runtime.keys.source import KeySource, open_keys
 from services.runtime.logs import get_logger
@@ -56,6 +68,9 @@ _TICK_S = 0.2
 _WATCH_S = 0.02
 # Free memory goes back to the system after this many bytes of bodies and messages were freed, and none in one second.
 _TRIMMED_BYTES, _TRIM_S = 16 * 2**20, 1.0
+KV_EVENT_METHODS = tuple(
+    f"/{service}/SubscribeKvEvents" for service in (vllm_engine.SERVICE_NAME, sglang_scheduler.SERVICE_NAME)
+)
 # A gRPC message takes about this many times its size while it is received: as slices, as bytes, as a message.
 _COPIES = 4
 _MAX_READING = 64  # gRPC messages that are read at once
@@ -87,7 +102,9 @@ async def serve(
     gateway = _make_gateway(settings, model, session, keys)
     http_server = _make_http_server(settings, gateway, public)
     http_port = await http_server.start()
-    grpc_server = _make_grpc_server(settings, gateway, public)
+    kv_events = KvEventStreams(settings.cache, internal)
+    engine = _make_engine(settings, gateway, model.files, kv_events)
+    grpc_server = _make_grpc_server(settings, gateway, engine, keys, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
     periodic = _start_periodic_work(gateway, http_server, keys)
@@ -103,6 +120,7 @@ async def serve(
             await stop.wait()
             gateway.draining = True
             gateway.requests.drain()
+            kv_events.close()
             await http_server.close_listener()
             await _drain(gateway, http_server, grpc_server, settings.drain_s)
 
@@ -112,6 +130,7 @@ async def serve(
             task.cancel()
         gateway.parser.close()
         await session.close()
+        kv_events.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
         await gateway.builder.close()
@@ -123,7 +142,14 @@ def _max_grpc_connections(settings: GatewaySettings) -> int:
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 
 
-def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> GrpcServer:
+def _make_engine(settings: GatewaySettings, gateway: Gateway, files: ModelFiles, kv_events: KvEventStreams) -> Engine:
+    tokenizer = TokenizerArchive(files.folder, settings.chat_template)
+    return Engine(gateway, read_facts(files, settings.public_root), tokenizer, kv_events)
+
+
+def _make_grpc_server(
+    settings: GatewaySettings, gateway: Gateway, engine: Engine, keys: KeySource | None, tls: TlsFiles | None
+) -> GrpcServer:
     num_reading = gateway.bodies.max_bytes // (_COPIES * gateway.max_body_bytes)
     server = GrpcServer(
         settings.host,
@@ -134,12 +160,19 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
+        # --insecure opens the API, and not the prompts of all users.
+        [AdminGate(keys, admin=KV_EVENT_METHODS)],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
         first=[KeyGate(gateway.access)],
         tls=tls,
     )
     front = InferenceService(gateway)
     server.add(SERVICE_NAME, lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(front, s))
+    vllm, sglang = VllmEngine(engine), SglangScheduler(engine)
+    server.add(vllm_engine.SERVICE_NAME, lambda s: add_VllmEngineServicer_to_server(vllm, s))
+    open_inference = KServeInference(engine)
+    server.add(kserve.SERVICE_NAME, lambda s: add_GRPCInferenceServiceServicer_to_server(open_inference, s))
+    server.add(sglang_scheduler.SERVICE_NAME, lambda s: add_SglangSchedulerServicer_to_server(sglang, s))
     return server
 
 
@@ -222,11 +255,14 @@ def _make_gateway(
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
+    metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
+    if settings.vllm_metrics:
+        metrics.registry.register(VllmMetrics(metrics, settings.model_name, lambda: session.load))
     return Gateway(
         settings.model_name,
         builder,
         session,
-        GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants)),
+        metrics,
         RequestLog(settings.model_name, enabled=settings.log_requests),
         model_root=settings.model,
         trust_request_chat_template=settings.trust_request_chat_template,

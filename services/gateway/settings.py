@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from demo import CHECKPOINT
 from services.runtime.keys.settings import KeySettings
-from services.runtime.settings import AddressList
+from services.runtime.settings import Address, AddressList
 from services.runtime.tls.settings import ClientTlsSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
@@ -47,6 +47,11 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     scheduler: AddressList = Field(
         "127.0.0.1:50051", description="host:port of the scheduler; with commas: of the leader and its standbys"
+    )
+    cache: Address | Literal[""] = Field(
+        "",
+        description="host:port of the cache, for outside routers that subscribe to KV events over gRPC; empty: "
+        "SubscribeKvEvents is off",
     )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),
@@ -96,6 +101,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
         description="the first tenants, up to this many, have their own metrics; all others share `other`",
     )
     metrics_tenant_names: str = Field("", description="tenants (with commas) that always have their own metrics")
+    vllm_metrics: bool = Field(
+        True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
+    )
     max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
     max_connections: int = Field(
         16384,
@@ -152,6 +160,11 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     def tenant_names(self) -> list[str]:
         """The names in metrics_tenant_names."""
         return _entries(self.metrics_tenant_names)
+
+    @property
+    def public_root(self) -> str:
+        """The model's name on a hub, or the name that clients use if its files are in a folder of this machine."""
+        return self.model_name if Path(self.model).expanduser().is_dir() else self.model
 
     @property
     def model_name(self) -> str:

@@ -26,7 +26,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import paceline.third_party
 import paceline.v1
+from paceline.third_party import kserve_inference_pb2, sglang_scheduler_pb2, vllm_engine_pb2
 from paceline.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2, inference_pb2, worker_pb2
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.runtime.reflection.both_names import describe_v1
@@ -37,8 +39,9 @@ from tests.support.stack import Stack
 from tests.support.untyped_grpc import untyped
 from tests.unit.cache import driver as cache_ops
 
-for module in pkgutil.iter_modules(paceline.v1.__path__):
-    importlib.import_module(f"paceline.v1.{module.name}")
+for package in (paceline.v1, paceline.third_party):
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 UNARY_CALLS, STREAMS, AT_ONCE = 80, 24, 8
 NUM_RESETS, NUM_QUESTIONS = 1000, 1000
@@ -55,6 +58,8 @@ MAX_GROWTH_BYTES = 150 * 2**20
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One that may come to harm."""
     running = Stack(tmp_path_factory.mktemp("fuzzed"), worker_flags=["--threads", "1", "--port", str(free_port())])
+    running.gateway_flags = ["--cache", f"127.0.0.1:{running.cache_port}"]  # for SubscribeKvEvents
+    running.cache_flags = ["--event-tokens"]
     try:
         yield running.up()
     finally:
@@ -93,6 +98,22 @@ def well_formed(method: str, info: common_pb2.ModelInfo) -> list[Message]:
     ids = np.array(PROMPT, np.int32).tobytes()
     sampling = common_pb2.SamplingParams(max_tokens=4, top_p=1.0, repetition_penalty=1.2, logprobs=True)
     match method:
+        case "VllmEngine.Generate":
+            tokens = vllm_engine_pb2.TokenizedInput(input_ids=PROMPT)
+            params = vllm_engine_pb2.SamplingParams(max_tokens=4, n=2, logprobs=1, stop=["x"], json_object=True)
+            return [vllm_engine_pb2.GenerateRequest(tokenized=tokens, sampling_params=params, stream=True)]
+        case "SglangScheduler.Generate":
+            ids_ = sglang_scheduler_pb2.TokenizedInput(input_ids=PROMPT)
+            limits = sglang_scheduler_pb2.SamplingParams(max_new_tokens=4, n=2, regex="a+")
+            return [sglang_scheduler_pb2.GenerateRequest(tokenized=ids_, sampling_params=limits, return_logprob=True)]
+        case "ModelInfer" | "ModelStreamInfer":
+            inputs = [
+                kserve_inference_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=kind, shape=[size])
+                for name, kind, size in (("input_ids", "INT32", len(PROMPT)), ("sampling_parameters", "BYTES", 1))
+            ]
+            raw = [ids, b'\x10\0\0\0{"max_tokens": 4}']
+            infer = kserve_inference_pb2.ModelInferRequest(inputs=inputs, raw_input_contents=raw)
+            return [infer, infer] if method == "ModelStreamInfer" else [infer]
         case "Generate":
             options = inference_pb2.SamplingOptions(max_tokens=4, temperature=0.5, seed=3, stop=["x"], logprobs=2)
             wanted = inference_pb2.TokenIds(ids=PROMPT)
@@ -137,7 +158,7 @@ def well_formed(method: str, info: common_pb2.ModelInfo) -> list[Message]:
 
 def draw(rng: Random, method: MethodDescriptor, info: common_pb2.ModelInfo) -> list[bytes]:
     """The messages of one call."""
-    meant = well_formed(method.name, info) or well_formed(f"{method.containing_service.name}.{method.name}", info)
+    meant = well_formed(f"{method.containing_service.name}.{method.name}", info) or well_formed(method.name, info)
     data = [message.SerializeToString() for message in meant]
     anything = [random_message(rng, method.input_type).SerializeToString() for _ in range(4)]
     if not method.client_streaming:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -56,3 +59,61 @@ def test_all_services_call_the_model_what_clients_call_it(stack: Stack) -> None:
         with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
             names |= set(re.findall(r'model_name="([^"]*)"', answer.read().decode()))
     assert names == {"paceline-demo"}
+
+
+def under_vllms_names(stack: Stack) -> dict[str, float]:
+    """The values of all series with vLLM's prefix, summed over the labels, and the figures of cache_config_info."""
+    with urllib.request.urlopen(f"{stack.url}/metrics", timeout=20) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found: dict[str, float] = {}
+    for family in families:
+        for sample in family.samples if family.name.startswith("vllm:") else ():
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+            if family.name == "vllm:cache_config_info":
+                found |= {label: float(value) for label, value in sample.labels.items()}
+    return found
+
+
+def until_moved(stack: Stack, **wanted: float) -> dict[str, float]:
+    """All values, once these are as wanted: the scheduler's arrive with its next heartbeat."""
+    end_s, values = time.monotonic() + 30, {f"vllm:{name}": value for name, value in wanted.items()}
+    while not (found := under_vllms_names(stack)).items() >= values.items():
+        assert time.monotonic() < end_s, found
+        time.sleep(0.05)
+    return found
+
+
+def ask(stack: Stack, **fields: Any) -> Any:
+    body = {"prompt": list(range(20, 220)), "temperature": 0, "ignore_eos": True, **fields}
+    data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(f"{stack.url}/v1/completions", data, headers)
+    return urllib.request.urlopen(request, timeout=100)
+
+
+def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
+    """Through scheduler, worker and cache: what runs, which blocks are used, and what is reused."""
+    own_stack.up()
+    idle = until_moved(own_stack, num_requests_running=0, cache_config_info=1)
+    assert idle["block_size"] > 1
+    assert idle["num_gpu_blocks"] > 1
+    with ask(own_stack, max_tokens=1200, stream=True) as stream:
+        stream.readline()
+        busy = until_moved(own_stack, num_requests_running=1)
+        assert 0 < busy["vllm:kv_cache_usage_perc"] <= 1
+        stream.read()
+    until_moved(own_stack, num_requests_running=0, kv_cache_usage_perc=0, prefix_cache_queries_total=200)
+    with ask(own_stack, max_tokens=5) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 5
+    hits = until_moved(own_stack, prefix_cache_queries_total=400)["vllm:prefix_cache_hits_total"]
+    assert 200 - 2 * idle["block_size"] < hits < 200
+    until_moved(
+        own_stack,
+        request_success_total=2,
+        prompt_tokens_total=400,
+        prompt_tokens_cached_total=hits,
+        generation_tokens_total=1205,
+        time_to_first_token_seconds_count=2,
+        inter_token_latency_seconds_count=1203,
+        e2e_request_latency_seconds_count=2,
+        request_params_max_tokens_sum=1205,
+    )

@@ -31,6 +31,7 @@ class Stack:
     worker_flags: list[str] = field(default_factory=list)
     scheduler_flags: list[str] = field(default_factory=list)
     gateway_flags: list[str] = field(default_factory=list)
+    cache_flags: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     # Others may have faults planted.
     module: str = "services.cli"
@@ -78,7 +79,7 @@ class Stack:
         if name == "scheduler":
             ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.metrics_ports[name])]
             return [*ports, "--cache", self.dialled(name), *self.scheduler_flags]
-        return ["--port", str(self.cache_port), "--metrics-port", str(self.metrics_ports[name])]
+        return ["--port", str(self.cache_port), "--metrics-port", str(self.metrics_ports[name]), *self.cache_flags]
 
     def start(self, name: str) -> None:
         service = name.partition("-")[0]  # worker-1, gateway-2

@@ -159,7 +159,7 @@ class EventLog:
     def _snapshot(self, tree: PrefixTree | None) -> Iterator[pb.WatchEventsResponse]:
         runs: list[_Run] = []
         if tree is None:
-            return _messages(runs, 0, {}, self.last)
+            return _messages(runs, 0, {}, self.last, with_tokens=self.with_tokens)
         tops = [(_Run(None, b"", root.prefix_ids, []), root) for root in tree.roots.values()]
         for top, root in tops:
             top.namespace = _namespace(root)
@@ -172,7 +172,7 @@ class EventLog:
             run = _Run(parent, node.key, node.prefix_ids, held)
             runs.append(run)
             stack += [(run, child) for child in node.children.values()]
-        return _messages(runs, tree.block_bytes, dict(self._recorders), self.last)
+        return _messages(runs, tree.block_bytes, dict(self._recorders), self.last, with_tokens=self.with_tokens)
 
 
 class Watcher:
@@ -231,9 +231,9 @@ class _Run:
 
 
 def _messages(
-    runs: list[_Run], block_bytes: int, recorders: dict[int, Recorder], number: int
+    runs: list[_Run], block_bytes: int, recorders: dict[int, Recorder], number: int, *, with_tokens: bool
 ) -> Iterator[pb.WatchEventsResponse]:
-    yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot())
+    yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot(with_tokens=with_tokens))
     for run in runs:  # parents before their children
         parent = run.parent
         assert parent is not None

@@ -1309,15 +1309,19 @@ class Snapshot(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPLETE_FIELD_NUMBER: _builtins.int
+    WITH_TOKENS_FIELD_NUMBER: _builtins.int
     complete: _builtins.bool
+    with_tokens: _builtins.bool
+    """Whether `stored` events have tokens (--event-tokens). Set at the beginning."""
     def __init__(
         self,
         *,
         complete: _builtins.bool = ...,
+        with_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "with_tokens", b"with_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -758,6 +758,7 @@ class SessionResponse(_message.Message):
     PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32, as many as handles."""
     same_handles: _builtins.bool
@@ -792,6 +793,10 @@ class SessionResponse(_message.Message):
     def room(self) -> Global___QueueRoom:
         """Present when it has changed."""
 
+    @_builtins.property
+    def load(self) -> Global___SchedulerLoad:
+        """Only in a heartbeat."""
+
     def __init__(
         self,
         *,
@@ -805,14 +810,77 @@ class SessionResponse(_message.Message):
         prompt_scores: _abc.Iterable[Global___PromptScores] | None = ...,
         heartbeat: _builtins.bool = ...,
         room: Global___QueueRoom | None = ...,
+        load: Global___SchedulerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "room", b"room", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "opened", b"opened", "room", b"room", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "heartbeat", b"heartbeat", "opened", b"opened", "prompt_scores", b"prompt_scores", "room", b"room", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "heartbeat", b"heartbeat", "load", b"load", "opened", b"opened", "prompt_scores", b"prompt_scores", "room", b"room", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerLoad(_message.Message):
+    """The load of all workers, for metrics and outside routers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_S_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    """Requests with a slot, and requests in the queue."""
+    num_waiting: _builtins.int
+    num_waiting_tokens: _builtins.int
+    """Known tokens of the requests in the queue."""
+    waiting_s: _builtins.float
+    """How long these requests keep the workers busy, in seconds: by the rate at which tokens have left the queue; before a
+    rate was measured, how long the oldest of them has waited.
+    """
+    num_blocks: _builtins.int
+    """KV blocks on the devices of all workers, and those in use. Tokens of a block."""
+    num_used_blocks: _builtins.int
+    block_size: _builtins.int
+    num_slots: _builtins.int
+    """Slots of all workers."""
+    num_preemptions: _builtins.int
+    """Since the scheduler's start."""
+    prefix_query_tokens: _builtins.int
+    """Since the scheduler's start: tokens of admitted requests that were looked up in the prefix cache, and those of them
+    with reused KV. Samples of one prompt count once; a request that is admitted again is not counted again.
+    """
+    prefix_hit_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        waiting_s: _builtins.float = ...,
+        num_blocks: _builtins.int = ...,
+        num_used_blocks: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 
 @_typing.final
 class QueueRoom(_message.Message):

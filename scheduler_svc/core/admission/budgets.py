@@ -42,6 +42,12 @@ class Budgets:
         return self.config.tenant_max_running_tokens - self.tenant_tokens[tenant]
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens that left the queue per second while requests waited, over all tenants. None: not measured yet."""
+        estimate = self._estimates.get(None)
+        return estimate.per_s if estimate is not None else None
+
+    @property
     def limits_tenants(self) -> bool:
         """Whether tenants have a limit of running tokens."""
         return self.config.tenant_max_running_tokens > 0

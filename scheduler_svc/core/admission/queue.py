@@ -43,6 +43,11 @@ class WaitingQueue:
         """Oldest first. Sorts all waiting requests, so not for every step."""
         return iter([self._by_arrival_index[arrival_index] for arrival_index in sorted(self._by_arrival_index)])
 
+    @property
+    def oldest_arrival_s(self) -> float:
+        """When the oldest waiting request arrived. The queue must not be empty."""
+        return self._by_arrival_index[min(self._by_arrival_index)].arrival_s
+
     def add(self, request: Request) -> None:
         assert request.arrival_index not in self._by_arrival_index, "a request stands in the queue once"
         self._by_arrival_index[request.arrival_index] = request

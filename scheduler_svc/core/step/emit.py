@@ -14,6 +14,7 @@ from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.types import SchedulerCounters
 from scheduler_svc.core.workers.block_boundaries import NONE
 from scheduler_svc.core.workers.state import WorkerState, new_plan
 from scheduler_svc.core.workers.steps import Decision, PendingStep, PlannedAdmission, StepInFlight
@@ -25,6 +26,7 @@ class Emitter:
     swaps: Swaps
     publisher: Publisher
     namespaces: CacheNamespaces
+    counters: SchedulerCounters
 
     def emit(
         self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None
@@ -98,7 +100,11 @@ class Emitter:
         slot = worker.batch.start(request, self.publisher.index_of(request), block_table, num_cached_tokens)
         request.advance(Event.GRANT)
         if request.history.cached_tokens is None:
-            request.history.cached_tokens = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
+            reported = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
+            request.history.cached_tokens = reported
+            if worker.prefix_caching and not request.scores_prompt and request.parent is None:
+                self.counters.prefix_query_tokens += request.num_tokens
+                self.counters.prefix_hit_tokens += reported
         # The cache may hold more of the prompt now than when the step was scheduled.
         sizes[slot] = min(admission.num_tokens, request.num_tokens - num_cached_tokens)
         if request.held.swapped_on:

@@ -27,6 +27,16 @@ def scheduler_error(ending: inference_pb2.Ending) -> ApiError:
     return from_scheduler(ending.code, ending.message, ending.field, ending.retry_after_s)
 
 
+class _Samples:
+    """The samples of one prompt."""
+
+    __slots__ = ("longest", "num", "num_running")
+
+    def __init__(self) -> None:
+        self.num = self.num_running = 0
+        self.longest = 0  # output tokens of the longest sample that has ended
+
+
 class SequenceRun:
     """A job at the scheduler. Always call `close()` at the end."""
 
@@ -38,6 +48,7 @@ class SequenceRun:
         "_metrics",
         "_num_shown",
         "_on_outcome",
+        "_samples",
         "_session",
         "job",
         "live",
@@ -76,6 +87,9 @@ class SequenceRun:
         self.live: LiveRequest = session.submit(
             job.request_id, prompt, job.sampling, job.final_tokens, metadata, job.beam, job.delivered
         )
+        self._samples: _Samples = first._samples if first is not None else _Samples()
+        self._samples.num += 1
+        self._samples.num_running += 1
         metrics.live_requests += 1
         metrics.prompt_tokens += len(job.prompt_ids)
 
@@ -133,6 +147,11 @@ class SequenceRun:
         self._session.cancel(self.live)
         self._metrics.live_requests -= 1
         self._metrics.finished(outcome)
+        samples = self._samples
+        samples.num_running -= 1
+        samples.longest = max(samples.longest, outcome.output_tokens)
+        if not samples.num_running:
+            self._metrics.all_finished(samples.num, self.job.sampling.max_tokens, samples.longest)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
 

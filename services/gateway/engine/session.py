@@ -103,6 +103,11 @@ class SchedulerSession:
         return self._core.status
 
     @property
+    def load(self) -> inference_pb2.SchedulerLoad | None:
+        """The load of all workers, at most 0.25 s old while heartbeats arrive; None before the first one."""
+        return self._core.load
+
+    @property
     def model(self) -> common_pb2.ModelInfo | None:
         """The workers' model as last reported; None before the first report."""
         return self._core.model

@@ -63,6 +63,7 @@ class SessionCore:
         self.epoch: int | None = None
         self._fence = Fence()
         self.status: inference_pb2.SchedulerStatus | None = None
+        self.load: inference_pb2.SchedulerLoad | None = None
         # The last report. It stays while the scheduler is away, because limits and final tokens do not change.
         self.model: common_pb2.ModelInfo | None = None
         # The result of `difference` for the last report.
@@ -207,7 +208,7 @@ class SessionCore:
     def disconnect(self, now_s: float) -> None:
         """The stream has ended."""
         self.connected = self.opened = False
-        self.status = None
+        self.status = self.load = None
         self.admission.new_stream()  # the next scheduler reports its own queue
         if self._down_since_s is None:
             self._down_since_s = now_s
@@ -251,6 +252,8 @@ class SessionCore:
         if response is None:
             raise SessionProtocolError("a message cannot be decoded")
         if response.heartbeat:
+            if response.HasField("load"):
+                self.load = response.load
             return []
         self._read += 1
         if response.HasField("opened"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import NoReturn
 
 import grpc
 import grpc.aio
@@ -20,6 +19,7 @@ from services.gateway.engine.request import MAX_SAMPLES, GenerateJob, check_beam
 from services.gateway.engine.sampling import MAX_BAD_WORD_TOKENS, FieldNames, SamplingChoices
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
+from services.gateway.grpc.status import abort
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import sanitised_request_id
 
@@ -69,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except ApiError as error:
             self._gateway.refused("grpc", request_id, error)
             del request  # otherwise the error that ends the call keeps it until the next garbage collection
-            await _abort(context, error)
+            await abort(context, error)
         [generation] = reading.generations
         resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
         del request  # otherwise the prompt stays in memory until the end of the answer
@@ -83,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     first = False
                 yield response
         except ApiError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             # However the call ends (also by a cancel or a lost client), the scheduler gets to know. A callback of the
             # context would stay, with the prompt, until the next garbage collection.
@@ -281,17 +281,3 @@ def _beam(options: inference_pb2.BeamOptions, choices: SamplingChoices) -> infer
     penalty = options.length_penalty if options.HasField("length_penalty") else 1.0
     early_stopping = EARLY_STOPPING.get(options.early_stopping, "unknown")
     return check_beam(choices, width, num_return, penalty, early_stopping)
-
-
-async def _abort(context: _Context, error: ApiError) -> NoReturn:
-    error.__traceback__ = error.__context__ = None  # their frames hold the request
-    trailers = []
-    if error.param:
-        trailers.append(("field", error.param))
-    if error.retry_after_s is not None:
-        trailers.append(("retry-after-s", f"{error.retry_after_s:g}"))
-    message = error.message
-    if error.param and error.param not in message:
-        message = f"{error.param}: {message}"
-    await context.abort(error.grpc_code, message, tuple(trailers))
-    raise AssertionError("abort raises")

@@ -14,6 +14,8 @@ LATENCY_S = (
 )
 NUM_TOKENS = tuple(factor * 10.0**power for power in range(6) for factor in (1, 2, 5))
 
+SMALL_NUMBERS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+
 
 class FastHistogram:
     """Bucket counts in a list. `bounds` are the inclusive upper edges."""

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.gateway.outcome import SequenceOutcome
-from services.gateway.telemetry.histogram import NUM_TOKENS, FastHistogram, histogram_family
+from services.gateway.telemetry.histogram import NUM_TOKENS, SMALL_NUMBERS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
 
 _PREFIX = "paceline_gateway_"
@@ -40,8 +40,13 @@ class GatewayMetrics(Collector):
         self.inter_token_latency_s = FastHistogram()
         self.e2e_latency_s = FastHistogram()
         self.queue_s, self.prefill_s, self.decode_s = FastHistogram(), FastHistogram(), FastHistogram()
+        self.inference_s, self.num_preemptions = FastHistogram(), FastHistogram(SMALL_NUMBERS)
         self.time_per_output_token_s = FastHistogram()
         self.prompt_length, self.generation_length = FastHistogram(NUM_TOKENS), FastHistogram(NUM_TOKENS)
+        self.computed_length = FastHistogram(NUM_TOKENS)
+        # One observation for all samples of a prompt.
+        self.num_samples, self.max_tokens = FastHistogram(SMALL_NUMBERS), FastHistogram(NUM_TOKENS)
+        self.longest_generation = FastHistogram(NUM_TOKENS)
         self.event_loop_lag_s = FastHistogram()
         # A registry per gateway, because tests run several gateways in one process.
         self.registry = CollectorRegistry()
@@ -65,13 +70,23 @@ class GatewayMetrics(Collector):
         self.e2e_latency_s.observe(outcome.latency_s)
         self.prompt_length.observe(outcome.prompt_tokens)
         self.generation_length.observe(outcome.output_tokens)
+        if outcome.cached_tokens is not None:
+            self.computed_length.observe(outcome.prompt_tokens - outcome.cached_tokens)
         if outcome.tpot_s is not None:
             self.time_per_output_token_s.observe(outcome.tpot_s)
         if (timing := outcome.timing) is not None:
             self.queue_s.observe(timing.queue_s)
             self.prefill_s.observe(timing.prefill_s)
             self.decode_s.observe(timing.decode_s)
+            self.inference_s.observe(timing.prefill_s + timing.decode_s)
+            self.num_preemptions.observe(timing.num_preemptions)
         self._tenants.finished(outcome)
+
+    def all_finished(self, num_samples: int, max_tokens: int, longest: int) -> None:
+        """The last sample of a prompt ended. `longest`: output tokens of its longest sample."""
+        self.num_samples.observe(num_samples)
+        self.max_tokens.observe(max_tokens)
+        self.longest_generation.observe(longest)
 
     def refused(self, endpoint: str) -> None:
         """Count a request that got an error before it reached the scheduler."""
@@ -80,7 +95,7 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """All series, for prometheus_client."""
         yield from self._requests()
-        yield from self._histograms()
+        yield from self.histograms(_PREFIX, self._labels)
         yield from self._tenants.collect(_PREFIX, self._labels)
         yield from self._process()
 
@@ -92,16 +107,21 @@ class GatewayMetrics(Collector):
         for of_requests, count in sorted(self.requests.items()):
             requests.add_metric([*values, *of_requests], count)
         yield requests
+        yield from self.token_counters(_PREFIX, self._labels)
+
+    def token_counters(self, prefix: str, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """Series of tokens, under names with this prefix."""
         for name, documentation, value in (
             ("prompt_tokens", "Prompt tokens submitted.", self.prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens with reused KV.", self.cached_tokens),
             ("generation_tokens", "Output tokens received.", self.generation_tokens),
         ):
-            family = CounterMetricFamily(_PREFIX + name, documentation, labels=labels)
-            family.add_metric(values, value)
+            family = CounterMetricFamily(prefix + name, documentation, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
             yield family
 
-    def _histograms(self) -> Iterable[Metric]:
+    def histograms(self, prefix: str, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """Series of requests' times and lengths, under names with this prefix. The names after it are vLLM's."""
         for name, documentation, histogram in (
             ("time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first_token_s),
             (
@@ -118,10 +138,28 @@ class GatewayMetrics(Collector):
             ("request_queue_time_seconds", "In the scheduler's queue, until the sequence first ran.", self.queue_s),
             ("request_prefill_time_seconds", "From there to the sequence's first token.", self.prefill_s),
             ("request_decode_time_seconds", "From there to the sequence's end.", self.decode_s),
+            (
+                "request_inference_time_seconds",
+                "From where a sequence first ran to the sequence's end.",
+                self.inference_s,
+            ),
+            ("request_num_preemptions", "Times that a sequence was preempted.", self.num_preemptions),
             ("request_prompt_tokens", "Prompt tokens of a sequence.", self.prompt_length),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a sequence without reused KV.",
+                self.computed_length,
+            ),
             ("request_generation_tokens", "Output tokens of a sequence.", self.generation_length),
+            (
+                "request_max_num_generation_tokens",
+                "Output tokens of the longest sample of a prompt.",
+                self.longest_generation,
+            ),
+            ("request_params_n", "Samples of a prompt.", self.num_samples),
+            ("request_params_max_tokens", "Output tokens that a prompt's samples may have.", self.max_tokens),
         ):
-            yield histogram_family(_PREFIX + name, documentation, histogram, self._labels)
+            yield histogram_family(prefix + name, documentation, histogram, labels)
 
     def _process(self) -> Iterable[Metric]:
         """Series of the gateway itself, without a model label."""

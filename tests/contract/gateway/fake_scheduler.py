@@ -73,6 +73,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
+        self.load: dict[str, int] = {}  # of all workers; not empty: heartbeats tell it
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
         # Of those that the kernel gives to no other process while this is stopped.
@@ -141,6 +142,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
             async for response in self._responses(stream):
+                if response.heartbeat:
+                    yield response
+                    continue
                 if self.places is not None:
                     response.room.places = self.places - len(stream.running)
                     response.room.num_submissions = stream.num_submissions
@@ -192,9 +196,11 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
             if self.paused or not (stream.running or stream.endings or (self.ready, self.full) != reported):
                 stream.wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stream.wake.wait(), 0.02 if self.paused else None)
+                    await asyncio.wait_for(stream.wake.wait(), 0.02 if self.paused else 0.1)
                 if stream.broken:
                     return
+                if self.load:
+                    yield inference_pb2.SessionResponse(heartbeat=True, load=inference_pb2.SchedulerLoad(**self.load))
             if self.step_s:
                 await asyncio.sleep(self.step_s)
             if not self.paused:

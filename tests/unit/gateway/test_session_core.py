@@ -548,3 +548,18 @@ def test_with_a_small_window_each_response_is_acknowledged() -> None:
     assert opened(core)[-1].responses_read == 1
     core.receive(inference_pb2.SessionResponse())
     assert [message.responses_read for message in drain(core)] == [2]
+
+
+def test_a_heartbeat_brings_the_load_and_a_lost_stream_forgets_it() -> None:
+    core = make_core()
+    opened(core)
+    assert core.load is None
+    core.receive(
+        inference_pb2.SessionResponse(heartbeat=True, load=inference_pb2.SchedulerLoad(num_running=3, num_waiting=2))
+    )
+    assert core.load is not None
+    assert (core.load.num_running, core.load.num_waiting) == (3, 2)
+    core.receive(inference_pb2.SessionResponse(heartbeat=True))  # of an older scheduler
+    assert core.load is not None
+    core.disconnect(1.0)
+    assert core.load is None
