@@ -1,4 +1,4 @@
-"""Checks of the compose file's overlays with keys and TLS: who is served, and who is not."""
+"""Checks of the overlays of the compose file with keys and TLS: which clients are served, and which are not."""
 
 from __future__ import annotations
 
