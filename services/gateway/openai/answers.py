@@ -58,7 +58,7 @@ class ClientGone(Exception):
     """The client has closed its connection, so no client reads the answer."""
 
 
-class Answer(Response):
+class RunningAnswer(Response):
     """Runs generations and watches the connection. The request's body must be read before."""
 
     def __init__(self, reading: Reading, envelope: Envelope) -> None:
@@ -131,7 +131,7 @@ class Answer(Response):
         return error_event(error.body())
 
 
-class WholeAnswer(Answer):
+class WholeAnswer(RunningAnswer):
     """One JSON body after all generations have ended, with the `keep` most likely samples of each prompt."""
 
     def __init__(self, reading: Reading, envelope: Envelope, *, keep: int = 1) -> None:
@@ -219,7 +219,7 @@ async def _not_yet(message: Message) -> None:
     raise RuntimeError("the answer has not begun")
 
 
-class StreamAnswer(Answer):
+class StreamAnswer(RunningAnswer):
     """Server-sent events. The status line waits for the first token, so that a refused request gets its own status.
 
     `after`: the last event that the client has. The output up to this event is generated again but not sent. If it
