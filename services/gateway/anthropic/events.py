@@ -49,7 +49,7 @@ def usage(generation: Generation, num_output: int) -> dict[str, Any]:
 
 
 def stop(generation: Generation, max_tokens: int, num_calls: int) -> dict[str, str | None]:
-    """`stop_reason` and `stop_sequence`. `max_tokens`: what the request allows; the context may end an answer before."""
+    """`stop_reason` and `stop_sequence`. `max_tokens`: what the request allows. The context may end before."""
     sequence = generation.stop_reason
     if generation.finish_reason != common_pb2.FINISH_REASON_STOP:
         reason = "max_tokens" if generation.job.sampling.max_tokens >= max_tokens else "model_context_window_exceeded"
@@ -101,9 +101,7 @@ class ContentReader:
             blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
         if parsed.content:
             blocks.append({"type": "text", "text": parsed.content, "citations": None})
-        for call in parsed.calls:
-            blocks.append({**self.call_block(call), "input": _input(call.arguments)})
-        return blocks
+        return blocks + [{**self.call_block(call), "input": _input(call.arguments)} for call in parsed.calls]
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@ how long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 import numpy as np
 
@@ -22,7 +22,7 @@ DURATIONS_MS = {"5m": 300_000, "1h": 3_600_000}
 
 
 async def retained(
-    gateway: Gateway, body: CountedChat, prompt_ids: Sequence[int], asked: Asked
+    gateway: Gateway, body: CountedChat, prompt_ids: array[int], asked: Asked
 ) -> list[common_pb2.RetentionRange]:
     """The ranges of the prompt that the request wants cached. Raises Gone."""
     ranges: list[common_pb2.RetentionRange] = []
@@ -36,7 +36,7 @@ async def retained(
     return ranges
 
 
-async def _end(gateway: Gateway, body: CountedChat, prefix: Prefix, prompt_ids: Sequence[int], asked: Asked) -> int:
+async def _end(gateway: Gateway, body: CountedChat, prefix: Prefix, prompt_ids: array[int], asked: Asked) -> int:
     """How many tokens the prompt has in common with the chat that ends at the prefix. Where the template writes
     something else behind a shorter chat, this ends before it, so later requests that begin alike have these tokens."""
     messages = [*body.messages[: prefix.num_whole], *prefix.rest]
@@ -57,5 +57,5 @@ async def _end(gateway: Gateway, body: CountedChat, prefix: Prefix, prompt_ids: 
         _log.debug("cache_control: the whole prompt is kept", id=asked.answer_id, message=error.message)
         return len(prompt_ids)
     shortest = min(len(ids), len(prompt_ids))
-    differs = np.asarray(ids[:shortest], np.int32) != np.frombuffer(prompt_ids, np.int32)[:shortest]
+    differs = np.asarray(ids[:shortest], np.int32) != np.frombuffer(prompt_ids, np.int32, shortest)
     return int(differs.argmax()) if differs.any() else shortest

@@ -298,7 +298,7 @@ def _refuse_unserved(body: Mapping[str, Any]) -> None:
         raise invalid(errors[0].param, message, code="unsupported_value")
 
 
-_KNOWN = frozenset(MessagesRequest.model_fields) | PASSED_ON | IGNORED.keys()
+_KNOWN = frozenset(MessagesRequest.model_fields) | PASSED_ON | {name for name in IGNORED if "." not in name}
 
 
 def _check_tools(request: MessagesRequest) -> None:
