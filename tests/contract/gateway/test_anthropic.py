@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import anthropic
@@ -59,7 +61,7 @@ def client(running: Running, api_key: str = "none") -> AsyncAnthropic:
     )
 
 
-async def events(running: Running, **options: Any) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+async def events(running: Running, **options: Any) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """The raw events of a stream."""
     body = ASKED | {"stream": True} | options
     name = ""
@@ -70,6 +72,11 @@ async def events(running: Running, **options: Any) -> AsyncIterator[tuple[str, d
                 name = line.removeprefix("event: ")
             elif line:
                 yield name, json.loads(line.removeprefix("data: "))
+
+
+def content(message: Any) -> list[dict[str, Any]]:
+    """The blocks of a message as the client has read them."""
+    return [block.to_dict() for block in message.content]
 
 
 async def refused(running: Running, path: str = PATH, **options: Any) -> str:
@@ -100,7 +107,7 @@ async def test_a_message(start: Start) -> None:
     assert raw.headers["request-id"] == found._request_id == raw.headers["x-request-id"]
     assert found.id == f"msg_{found._request_id}"
     assert (found.type, found.role, found.model) == ("message", "assistant", MODEL)
-    assert [(block.type, block.text) for block in found.content if block.type == "text"] == [("text", "Sunny.")]
+    assert content(found) == [{"type": "text", "text": "Sunny.", "citations": None}]
     assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
     used = found.usage
     assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (3, 0)
@@ -119,7 +126,7 @@ async def test_a_stream(start: Start) -> None:
         whole = await asked.messages.create(**ASKED)
     assert len(texts) > 2
     assert "".join(texts) == "Sunny, and warm."
-    assert final.content[0].to_dict() == whole.content[0].to_dict()
+    assert content(final) == content(whole)
     # The client takes these from the last delta, but not the parts by ttl.
     assert final.usage.to_dict() | {"cache_creation": None} == whole.usage.to_dict() | {"cache_creation": None}
     assert final.stop_reason == "end_turn"
@@ -157,7 +164,7 @@ async def test_sampling_fields_and_why_an_answer_ends(start: Start) -> None:
         unlimited = await asked.messages.create(**ASKED | {"max_tokens": 2048})
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " three")
-    assert stopped.content[0].to_dict()["text"] == "one two"
+    assert content(stopped)[0]["text"] == "one two"
     assert unlimited.stop_reason == "end_turn"
     sampling = running.scheduler.submissions[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 7, 3)
@@ -166,13 +173,6 @@ async def test_sampling_fields_and_why_an_answer_ends(start: Start) -> None:
     async with client(endless) as asked:
         full = await asked.messages.create(**ASKED | {"max_tokens": 2048})
     assert full.stop_reason == "model_context_window_exceeded"
-
-
-async def test_the_user_is_the_tenant(start: Start) -> None:
-    running = await start(**says("x"))
-    async with client(running) as asked:
-        await asked.messages.create(**ASKED, metadata={"user_id": "customer 7"})
-    assert running.scheduler.submissions[-1].tenant == "customer 7"
 
 
 async def test_tool_calls(start: Start) -> None:
@@ -186,14 +186,13 @@ async def test_tool_calls(start: Start) -> None:
             **ASKED, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
     assert whole.stop_reason == final.stop_reason == "tool_use"
-    text, weather, now = whole.content
-    assert text.type == "text"
-    assert text.text == "I will look."
-    assert weather.type == now.type == "tool_use"
-    assert (weather.name, weather.input, now.name, now.input) == ("get_weather", {"city": "Paris"}, "now", {})
-    assert weather.id != now.id
-    assert [block.type for block in final.content] == ["text", "tool_use", "tool_use"]
-    assert [block.to_dict().get("input") for block in final.content] == [None, {"city": "Paris"}, {}]
+    text, weather, now = content(whole)
+    assert (text["type"], text["text"]) == ("text", "I will look.")
+    assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert (now["type"], now["name"], now["input"]) == ("tool_use", "now", {})
+    assert weather["id"] != now["id"]
+    assert [block["type"] for block in content(final)] == ["text", "tool_use", "tool_use"]
+    assert [block.get("input") for block in content(final)] == [None, {"city": "Paris"}, {}]
     assert kinds.count("content_block_stop") == 3
     assert kinds.count("input_json") > 2
     assert [block.type for block in one.content] == ["text", "tool_use"]
@@ -253,7 +252,7 @@ async def test_a_call_that_is_no_json(start: Start) -> None:
     async with client(running) as asked:
         found = await asked.messages.create(**ASKED | {"max_tokens": limit}, tools=TOOLS)
     assert found.stop_reason == "max_tokens"
-    assert found.content[-1].to_dict()["input"] == {"INVALID_JSON": '{"city": '}
+    assert content(found)[-1]["input"] == {"INVALID_JSON": '{"city": '}
 
 
 async def test_thinking(start: Start) -> None:
@@ -267,10 +266,9 @@ async def test_thinking(start: Start) -> None:
         history: Any = [*CHAT, {"role": "assistant", "content": whole.content}, *CHAT]
         await asked.messages.create(**ASKED | {"messages": history})
     for found in (whole, final):
-        thinking, text = found.content
-        assert thinking.type == "thinking"
-        assert text.type == "text"
-        assert (thinking.thinking, text.text) == ("Paris?", "Sunny.")
+        thinking, text = content(found)
+        assert (thinking["type"], thinking["thinking"]) == ("thinking", "Paris?")
+        assert (text["type"], text["text"]) == ("text", "Sunny.")
     assert "thinking" in kinds
     assert [block.type for block in hidden.content] == ["text"]
     ids = memoryview(running.scheduler.submissions[-1].prompt_token_ids).cast("i").tolist()
@@ -285,157 +283,6 @@ async def test_an_answer_without_text_has_no_block(start: Start) -> None:
         assert (await asked.messages.create(**ASKED)).content == []
         async with asked.messages.stream(**ASKED) as stream:
             assert (await stream.get_final_message()).content == []
-
-
-async def test_a_last_message_of_the_assistant_is_continued(start: Start) -> None:
-    running = await start(settings={"chat_template": TEMPLATE}, **says("x"))
-    history = [*CHAT, {"role": "assistant", "content": "It is"}]
-    assert (await prompt_of(running, messages=history)).endswith("<|assistant|>It is")
-    system = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert (await prompt_of(running, system=system)).startswith("<|system|>a\nb<|user|>")
-
-
-async def test_count_tokens(start: Start) -> None:
-    running = await start(settings={"chat_template": HERMES}, **says("x"))
-    options: Any = {"system": "Be short.", "tools": TOOLS, "messages": CHAT, "model": MODEL}
-    async with client(running) as asked:
-        counted = await asked.messages.count_tokens(**options)
-        used = (await asked.messages.create(**options, max_tokens=5)).usage
-    assert counted.input_tokens == used.input_tokens + 3
-    assert "max_tokens" not in await refused(running, f"{PATH}/count_tokens", messages=[])
-
-
-async def ranges(running: Running, **options: Any) -> list[tuple[int, int, int]]:
-    """Of the request's prompt: tokens that are kept, from and to, and for how long in seconds."""
-    await prompt_of(running, **options)
-    kept = running.scheduler.submissions[-1].cache_retention
-    assert {one.priority for one in kept} <= {70}
-    return [(one.start, one.end, one.duration_ms // 1000) for one in kept]
-
-
-def length(text: str) -> int:
-    return len(TOKENIZER.encode(text, add_special_tokens=False))
-
-
-async def test_cache_control_keeps_the_prompt_up_to_the_block(start: Start) -> None:
-    running = await start(settings={"chat_template": TEMPLATE + "{# <tool_call> #}"}, **says("x"))
-    ephemeral = {"cache_control": {"type": "ephemeral"}}
-    hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    system = [{"type": "text", "text": "You are a poet. ", **hour}, {"type": "text", "text": "Rhyme always."}]
-    say = {"type": "text", "text": "About the sea."}
-    messages = [{"role": "user", "content": [say | ephemeral, {"type": "text", "text": "And a ship."}]}]
-    kept = await ranges(running, system=system, messages=messages)
-    first = length("<|system|>You are a poet. \n")
-    second = length("<|system|>You are a poet. \nRhyme always.<|user|>About the sea.")
-    assert kept == [(0, kept[0][1], 3600), (kept[0][1], kept[1][1], 300)]
-    assert abs(kept[0][1] - first) <= 1
-    assert abs(kept[1][1] - second) <= 1
-    assert await ranges(running, system=system[:1]) == [(0, length("<|system|>You are a poet. <|user|>"), 3600)]
-    assert await ranges(running) == []
-    [whole] = await ranges(running, cache_control={"type": "ephemeral"})
-    assert whole == (0, length("<|user|>Weather in Paris?"), 300)
-    tools = [TOOLS[0], TOOLS[1] | ephemeral]
-    shown = [
-        {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
-        {
-            "type": "function",
-            "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}},
-        },
-    ]
-    assert await ranges(running, tools=tools) == [(0, length(json.dumps(shown) + "<|user|>"), 300)]
-    # Only the last block of each ttl counts: it covers the earlier ones.
-    several = [block | ephemeral for block in system[1:] * 3]
-    assert len(await ranges(running, system=several, messages=messages)) == 1
-    more = {"role": "user", "content": [say | ephemeral]}
-    assert "at most 4" in await refused(running, system=several, messages=[*messages, more])
-    assert "ttl" in await refused(running, system=several, messages=[{"role": "user", "content": [say | hour]}])
-
-
-async def test_usage_tells_what_was_read_and_kept(start: Start) -> None:
-    running = await start(settings={"chat_template": TEMPLATE}, **says("x"))
-    marked: Any = [{"type": "text", "text": "Weather in Paris?", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
-    end = length("<|user|>Weather in Paris?")
-    async with client(running) as asked:
-        new = (await asked.messages.create(**ASKED | {"messages": [{"role": "user", "content": marked}]})).usage
-        running.scheduler.cached_tokens = end
-        read = (await asked.messages.create(**ASKED | {"messages": [{"role": "user", "content": marked}]})).usage
-    rest = length("<|user|>Weather in Paris?<|assistant|>") - end
-    assert (new.cache_read_input_tokens, new.cache_creation_input_tokens, new.input_tokens) == (3, end - 3, rest)
-    assert new.cache_creation is not None
-    assert new.cache_creation.to_dict() == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": end - 3}
-    assert (read.cache_read_input_tokens, read.cache_creation_input_tokens, read.input_tokens) == (end, 0, rest)
-
-
-async def test_a_template_of_whole_chats_keeps_the_whole_prompt(start: Start) -> None:
-    picky = "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"
-    running = await start(settings={"chat_template": picky}, **says("x"))
-    assert await ranges(running, cache_control={"type": "ephemeral"}) == [(0, length("Weather in Paris?"), 300)]
-
-
-async def test_what_is_wrong_is_named(start: Start) -> None:
-    running = await start()
-
-    async def blocks(*content: dict[str, Any], role: str = "user") -> str:
-        return await refused(running, messages=[{"role": role, "content": list(content)}])
-
-    assert (await blocks({"type": "image", "source": {}})).startswith("messages.0.content.0: has the type 'image'")
-    assert "'document'" in await blocks({"type": "document", "source": {}})
-    inner = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}
-    assert (await blocks(inner)).startswith("messages.0.content.0.content.0: has the type 'image'")
-    assert "messages.0.content.0: text is required" in await blocks({"type": "text"})
-    assert "messages.0: has a block of type 'tool_use'" in await blocks(
-        {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-    )
-    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-    assert "tool_result" in await blocks(call, role="assistant")
-    assert "no text to continue" in await blocks({"type": "text", "text": " "}, role="assistant")
-    assert await refused(running, messages=[]) == "messages must not be empty"
-    assert await refused(running, max_tokens=None) == "max_tokens is required"
-    assert (await refused(running, max_tokens=0)).startswith("max_tokens")
-    assert "maximum context length" in await refused(running, max_tokens=100_000)
-    assert (await refused(running, mcp_servers=[{}], foo=1)).startswith("mcp_servers is not supported")
-    assert "foo is not a field" in await refused(running, mcp_servers=[{}], foo=1)
-    assert (await refused(running, tools=[{"name": "a b", "input_schema": {}}])).startswith("tools.0.name")
-    assert (await refused(running, tools=[{"name": "a"}])).startswith("tools.0: input_schema is required")
-    web = {"type": "web_search_20250305", "name": "web_search"}
-    assert "tools.0: has the type 'web_search_20250305'" in await refused(running, tools=[web])
-    assert (await refused(running, tools=[TOOLS[0], TOOLS[0]])).startswith("tools.1.name")
-    assert "tools.0: defer_loading" in await refused(running, tools=[TOOLS[0] | {"defer_loading": True}])
-    assert (await refused(running, tool_choice={"type": "any"})).startswith("tool_choice")
-    assert (await refused(running, tools=TOOLS, tool_choice={"type": "tool"})).startswith("tool_choice: name")
-    named = {"type": "tool", "name": "x"}
-    assert (await refused(running, tools=TOOLS, tool_choice=named)).startswith("tool_choice.name")
-    assert "--tool-call-parser" in await refused(running, tools=TOOLS)
-    wrong: dict[str, Any] = {"format": {"type": "json_schema", "schema": {"$ref": "#/nowhere"}}}
-    assert (await refused(running, output_config=wrong)).startswith("output_config.format.schema")
-    assert (await refused(running, stop_sequences=["x"] * 17)).startswith("stop_sequences")
-    assert (await refused(running, temperature=-1)).startswith("temperature")
-    many = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": ""}] * 20_000}
-    assert "at most 16384" in await blocks(many)
-    found = await running.http.post(PATH, json=ASKED, headers={"Last-Event-ID": "1"})
-    assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
-    found = await running.http.get(PATH)
-    assert (found.status_code, found.json()["error"]["type"]) == (405, "invalid_request_error")
-
-
-async def test_what_changes_nothing_is_accepted(start: Start) -> None:
-    running = await start(**says("x"))
-    neutral = {
-        "container": None,
-        "mcp_servers": [],
-        "speed": "standard",
-        "service_tier": "auto",
-        "context_management": {"edits": []},
-        "output_config": {"effort": "low"},
-    }
-    history = [
-        {"role": "system", "content": "Be short."},
-        *CHAT,
-        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "y"}]},
-        *CHAT,
-    ]
-    found = await running.http.post(PATH, json=ASKED | neutral | {"messages": history})
-    assert found.status_code == 200, found.text
 
 
 async def test_errors_are_the_clients_exceptions(start: Start, keys: Keys) -> None:
@@ -490,18 +337,25 @@ async def test_a_full_server(start: Start) -> None:
     assert down.value.type == "overloaded_error"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_stream_that_fails_ends_with_an_error_event(start: Start) -> None:
     running = await start(step_s=0.01, settings={"scheduler_wait_s": 0.05}, next_token=scripted([400]))
     got: list[str] = []
     async with client(running) as asked:
-        with pytest.raises(anthropic.APIStatusError) as failed:
+
+        async def read() -> None:
             async with asked.messages.stream(**ASKED) as stream:
                 async for event in stream:
                     got.append(event.type)
                     if len(got) == 4:
                         await running.scheduler.stop()
+
+        with pytest.raises(anthropic.APIStatusError) as failed:
+            await read()
     assert failed.value.type == "overloaded_error"
     assert "message_stop" not in got
+    del failed
+    gc.collect()  # the client leaves a generator of its HTTP library open, which warns in any later test
 
 
 async def test_a_quiet_stream_gets_pings(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,7 +386,8 @@ async def test_an_idempotency_key_gets_the_same_message(start: Start) -> None:
 
 async def test_a_client_that_goes_ends_its_request(start: Start) -> None:
     running = await start(step_s=0.01, next_token=scripted([400]))
-    async for name, _ in events(running):
-        if name == "content_block_delta":
-            break
+    async with aclosing(events(running)) as got:
+        async for name, _ in got:
+            if name == "content_block_delta":
+                break
     await until(lambda: bool(running.scheduler.cancels))
