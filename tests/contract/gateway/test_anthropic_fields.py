@@ -178,3 +178,12 @@ async def test_what_changes_nothing_is_accepted(start: Start) -> None:
     ]
     found = await running.http.post(PATH, json=ASKED | neutral | {"messages": history})
     assert found.status_code == 200, found.text
+
+
+async def test_a_large_body_is_parsed_in_the_other_process(start: Start) -> None:
+    running = await start(settings={"chat_template": TEMPLATE}, **says("x"))
+    thoughts = [{"type": "redacted_thinking", "data": "x" * 20}] * 9000
+    turn = [*thoughts, {"type": "text", "text": "y", "cache_control": {"type": "ephemeral"}}]
+    history = [*CHAT, {"role": "assistant", "content": turn}, *CHAT]
+    kept = await ranges(running, messages=history)
+    assert kept == [(0, length("<|user|>Weather in Paris?<|assistant|>y"), 300)]
