@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import PrivateAttr
 
-from services.gateway.anthropic.schema import PASSED_ON, Block, Mark, MessagesRequest, Tool, read_request
+from services.gateway.anthropic.schema import PASSED_ON, Block, Mark, MessagesRequest, MessageTool, read_request
 from services.gateway.errors import invalid
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.grammars.structure import Structure, from_schema
@@ -16,7 +16,7 @@ from services.gateway.openai import schema
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Prefix(NamedTuple):
+class CachedPrefix(NamedTuple):
     """A part of the prompt that the client wants cached: a chat that begins like the request's. It has the first
     `num_whole` messages of the request, and then `rest`."""
 
@@ -29,7 +29,7 @@ class CountedChat(schema.ChatRequest):
     """POST /v1/messages/count_tokens."""
 
     output_schema: dict[str, Any] | None = None
-    _prefixes: list[Prefix] = PrivateAttr(default_factory=list)
+    _prefixes: list[CachedPrefix] = PrivateAttr(default_factory=list)
 
     @classmethod
     def from_body(cls, body: Any, max_model_len: int) -> Self:
@@ -41,7 +41,7 @@ class CountedChat(schema.ChatRequest):
         return chat
 
     @property
-    def prefixes(self) -> list[Prefix]:
+    def prefixes(self) -> list[CachedPrefix]:
         """The parts of the prompt that the client wants cached: at most one for each ttl, the longer ttl first."""
         return self._prefixes
 
@@ -89,7 +89,7 @@ def _fields(request: MessagesRequest) -> dict[str, Any]:
     return fields
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: MessageTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -132,12 +132,12 @@ def _call(block: Block) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
 
 
-def _prefixes(request: MessagesRequest) -> list[Prefix]:
+def _prefixes(request: MessagesRequest) -> list[CachedPrefix]:
     last_of_ttl = {mark.ttl: mark for mark in request.marks()}  # it covers the earlier ones
     return [_prefix(request, mark) for mark in last_of_ttl.values()]
 
 
-def _prefix(request: MessagesRequest, mark: Mark) -> Prefix:
+def _prefix(request: MessagesRequest, mark: Mark) -> CachedPrefix:
     num_system = 1 if request.system else 0
     if mark.message < 0:
         # Some templates write the tools into the first message of the user, and most refuse a chat without one.
@@ -153,5 +153,5 @@ def _prefix(request: MessagesRequest, mark: Mark) -> Prefix:
     return _checked(num_system + sum(map(len, before)), rest, mark.ttl)
 
 
-def _checked(num_whole: int, rest: list[dict[str, Any]], ttl: str) -> Prefix:
-    return Prefix(num_whole, [ChatMessage.model_validate(message) for message in rest], ttl)
+def _checked(num_whole: int, rest: list[dict[str, Any]], ttl: str) -> CachedPrefix:
+    return CachedPrefix(num_whole, [ChatMessage.model_validate(message) for message in rest], ttl)

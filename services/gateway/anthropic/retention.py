@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 
 from paceline.v1 import common_pb2
-from services.gateway.anthropic.conversion import CountedChat, Prefix
+from services.gateway.anthropic.conversion import CachedPrefix, CountedChat
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import CHAT, Asked
@@ -36,7 +36,7 @@ async def retained(
     return ranges
 
 
-async def _end(gateway: Gateway, body: CountedChat, prefix: Prefix, prompt_ids: array[int], asked: Asked) -> int:
+async def _end(gateway: Gateway, body: CountedChat, prefix: CachedPrefix, prompt_ids: array[int], asked: Asked) -> int:
     """How many tokens the prompt has in common with the chat that ends at the prefix. Where the template writes
     something else behind a shorter chat, this ends before it, so later requests that begin alike have these tokens."""
     messages = [*body.messages[: prefix.num_whole], *prefix.rest]

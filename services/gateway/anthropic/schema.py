@@ -44,7 +44,7 @@ _NEUTRAL_IN_TOOLS: dict[str, tuple[Any, ...]] = {
     "defer_loading": (False,),
     "input_examples": ([],),
 }
-# The fields that a block of each type must have, and the roles whose messages may have it.
+# The fields that a block of each type must have, and where it may be: messages of these roles, or a tool_result.
 _BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ("user", "assistant", "system", "tool_result")),
     "tool_use": (("id", "name", "input"), ("assistant",)),
@@ -120,7 +120,7 @@ class Message(_Part):
         return self
 
 
-class Tool(_Part):
+class MessageTool(_Part):
     """A function that the model may call. `input_schema`: a JSON Schema of an object."""
 
     type: str | None = None
@@ -147,7 +147,7 @@ class Tool(_Part):
         return value
 
 
-class ToolChoice(_Part):
+class CallChoice(_Part):
     """Which calls the answer must have."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -155,7 +155,7 @@ class ToolChoice(_Part):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _check_name(self) -> ToolChoice:
+    def _check_name(self) -> CallChoice:
         if self.type == "tool" and self.name is None:
             raise ValueError("name is required with the type 'tool'")
         return self
@@ -209,8 +209,8 @@ class MessagesRequest(_Part):
     messages: list[Message]
     max_tokens: Integer | None = None
     system: Blocks = []
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: CallChoice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     thinking: Thinking | None = None
