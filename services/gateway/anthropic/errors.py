@@ -25,7 +25,10 @@ _TYPES = {
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Anthropic's error object."""
     kind = _TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code is not None:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told, "request_id": request_id}
 
 
 def write_error(error: ApiError, request_id: str) -> JsonResponse:

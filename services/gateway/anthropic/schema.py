@@ -4,6 +4,7 @@ refused by name; docs/anthropic.md has the tables."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,15 +21,22 @@ MAX_CACHE_MARKS = 4  # Anthropic's limit
 PASSED_ON = frozenset(SAMPLING | METADATA) | {"seed"}
 # Fields that are not served, with the values that change nothing (null is always such a value).
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
     "container": (),
     "inference_geo": (),
     "mcp_servers": ([],),
     "speed": ("standard",),
+    "thread": (),
 }
+# The client's own code for it: its tool runner then sends the whole history with each request.
+_THREADS_UNSUPPORTED = "thread_unsupported_request"
 # Fields that change nothing here, whatever their value, and why.
 IGNORED: dict[str, str] = {
     "context_management": "Anthropic shortens long prompts by it; here a prompt that is too long gets a 400",
     "diagnostics": "asks why a prompt was not cached; the answer's usage says how much was",
+    "fallback_credit_token": "is about Anthropic's bill",
+    "fallbacks": "other models for requests that a model declines by policy; no request is declined so here",
     "service_tier": "names Anthropic's capacity; `priority` is this server's field",
     "user_profile_id": "attributes a request to a party at Anthropic",
     "messages.content.citations": "of answers about documents, which are refused",
@@ -267,7 +275,17 @@ def read_request(body: Any, max_model_len: int) -> MessagesRequest:
     _check_tools(request)
     _check_last(request)
     _check_marks(request.marks())
-    return request
+    return request.model_copy(update={"messages": _merged(request.messages)})
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Turns of one role that follow each other are one turn, as Anthropic has it; many templates refuse two."""
+    merged: list[Message] = []
+    for _, same_role in groupby(messages, key=lambda message: message.role):
+        first, *more = same_role
+        content = [block for message in (first, *more) for block in message.content]
+        merged.append(first.model_copy(update={"content": content}) if more else first)
+    return merged
 
 
 def _check_sizes(body: Mapping[str, Any], max_model_len: int) -> None:
@@ -295,7 +313,8 @@ def _refuse_unserved(body: Mapping[str, Any]) -> None:
             errors.append(invalid(name, f"{name} is not supported (leave it out, or null)"))
     if errors:
         message = "; ".join(error.message for error in errors)
-        raise invalid(errors[0].param, message, code="unsupported_value")
+        has_thread = any(error.param == "thread" for error in errors)
+        raise invalid(errors[0].param, message, code=_THREADS_UNSUPPORTED if has_thread else "unsupported_value")
 
 
 _KNOWN = frozenset(MessagesRequest.model_fields) | PASSED_ON | {name for name in IGNORED if "." not in name}

@@ -207,9 +207,18 @@ def _generation_routes(gateway: Gateway) -> list[Route]:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, chat_jobs)
 
+    async def embeddings(_: Request) -> Response:
+        """Refuse: workers load models that generate text, and no others."""
+        message = (
+            f"/v1/embeddings: the model {gateway.model_name!r} generates text and makes no embeddings; checkpoints of "
+            "embedding models (LlamaModel, MistralModel, Qwen2Model or Qwen3Model in config.json) are not served yet"
+        )
+        raise invalid("model", message, code="no_embedding_model")
+
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]
 
 

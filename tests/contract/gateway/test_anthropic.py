@@ -11,7 +11,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from llguidance import LLMatcher, LLTokenizer
 
 from demo import CHECKPOINT
@@ -219,6 +219,30 @@ async def test_a_tool_round_trip(start: Start) -> None:
     )
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
     assert prompt.startswith(json.dumps([tool])[:-1])
+
+
+async def test_the_tool_runner_of_the_client(start: Start) -> None:
+    """It sends results until an answer has no calls, on the path with `?beta=true`."""
+
+    @beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        return f"rain in {city}"
+
+    running = await start(settings={"chat_template": HERMES})
+    first = [*TOKENIZER.encode(TWO_CALLS.rpartition("\n<tool_call>")[0], add_special_tokens=False), _END]
+    second = [*TOKENIZER.encode("It rains.", add_special_tokens=False), _END]
+
+    def next_token(prompt: list[int], position: int, _: Any) -> int:
+        script = second if "rain in Paris" in TOKENIZER.decode(prompt) else first
+        return script[position % len(script)]
+
+    running.scheduler.next_token = next_token
+    async with client(running) as asked:
+        runner = asked.beta.messages.tool_runner(**ASKED, tools=[get_weather])
+        answers = [message async for message in runner]
+    assert [message.stop_reason for message in answers] == ["tool_use", "end_turn"]
+    assert content(answers[-1])[0]["text"] == "It rains."
 
 
 async def test_forced_calls_and_forms_bring_a_grammar(start: Start) -> None:

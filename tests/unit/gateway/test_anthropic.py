@@ -104,6 +104,15 @@ def test_a_turn_with_results_of_tools_is_several_messages() -> None:
     ]
 
 
+def test_turns_of_one_role_are_merged() -> None:
+    made = messages_of(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e"))
+    assert [(message["role"], message["content"]) for message in made] == [
+        ("user", "a\nb"),
+        ("assistant", "c\nd"),
+        ("user", "e"),
+    ]
+
+
 def test_the_other_fields() -> None:
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True}]
     made = chat(tools=tools, stop_sequences=["s"], metadata={"user_id": "u"}, cache_salt="salt", top_k=3, seed=4)
@@ -126,11 +135,15 @@ def test_the_other_fields() -> None:
 
 def test_each_field_of_the_client_is_served_refused_or_ignored() -> None:
     known = MessagesRequest.model_fields.keys() | PASSED_ON | REFUSED.keys() | IGNORED.keys()
-    headers = {"workspace_id"}  # the client sends it as a header
-    params: Any = anthropic.types.message_create_params.MessageCreateParamsStreaming
-    assert params.__annotations__.keys() - known == headers
-    params = anthropic.types.message_count_tokens_params.MessageCountTokensParams
-    assert params.__annotations__.keys() - known == headers
+    headers = {"betas", "workspace_id"}  # the client sends them as headers
+    types: Any = anthropic.types
+    for params in (
+        types.message_create_params.MessageCreateParamsStreaming,
+        types.message_count_tokens_params.MessageCountTokensParams,
+        types.beta.message_create_params.MessageCreateParamsStreaming,
+        types.beta.message_count_tokens_params.MessageCountTokensParams,
+    ):
+        assert params.__annotations__.keys() - known - headers == set()
 
 
 def test_the_page_has_the_tables() -> None:
