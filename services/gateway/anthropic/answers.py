@@ -54,39 +54,41 @@ class WholeMessage(_MessageAnswer):
 class MessageStream(_MessageAnswer):
     """Events of a message. The status line waits for the first token, so that a refused request gets its own status."""
 
+    def __init__(self, reading: Reading, envelope: Envelope, *, max_tokens: int, request_id: str) -> None:
+        super().__init__(reading, envelope, max_tokens=max_tokens, request_id=request_id)
+        self._writing = asyncio.Lock()
+        self._was_idle = False
+
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, events = self._generation, BlockEvents(self._reader)
         text = await generation.next()
         await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         self._started = True
-        self._writing = asyncio.Lock()
-        self._was_idle = False
-        # Chunks skip the middleware, which has seen the start of the answer. The last one tells it of the end.
-        self._send, self._raw_send = send, scope.get(RAW_SEND, send)
+        raw_send = scope.get(RAW_SEND, send)  # skips the middleware, which has seen the start of the answer
         begun = message(self._envelope, [], _NOT_ENDED, usage(generation, 0))
-        pings = asyncio.create_task(self._ping())
+        pings = asyncio.create_task(self._ping(raw_send))
         try:
-            await self._emit(event("message_start", message=begun) + PING)
+            await self._emit(raw_send, event("message_start", message=begun) + PING)
             while generation.finish_reason == _RUNNING:
                 if body := events.delta(text):
-                    await self._emit(body)
+                    await self._emit(raw_send, body)
                 text = await generation.next()
             rest = events.last(text)
             used = usage(generation, generation.num_tokens)
             rest += event("message_delta", delta=self._stop(), usage=used) + event("message_stop")
             async with self._writing:
-                await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+                await send({"type": "http.response.body", "body": rest, "more_body": False})
         finally:
             pings.cancel()
 
-    async def _emit(self, body: bytes) -> None:
+    async def _emit(self, raw_send: Send, body: bytes) -> None:
         self._was_idle = False
         async with self._writing:
-            await self._raw_send({"type": "http.response.body", "body": body, "more_body": True})
+            await raw_send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _ping(self) -> None:
+    async def _ping(self, raw_send: Send) -> None:
         while True:
             self._was_idle = True
             await asyncio.sleep(PING_S)
             if self._was_idle and not self._writing.locked():
-                await self._emit(PING)
+                await self._emit(raw_send, PING)

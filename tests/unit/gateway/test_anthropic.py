@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -153,6 +154,24 @@ def test_the_page_has_the_tables() -> None:
         assert f"| `{name}` | {values} |" in page
     for name, why in IGNORED.items():
         assert f"| `{name}` | {why} |" in page
+
+
+def test_a_deep_body_is_a_400() -> None:
+    deep: Any = "x"
+    for _ in range(1000):
+        deep = [{"type": "tool_result", "tool_use_id": "a", "content": deep}]
+    thing: Any = {}
+    for _ in range(1000):
+        thing = {"x": thing}
+    calls = [{"type": "tool_use", "id": "a", "name": "f", "input": thing}]
+    for options in (
+        {"messages": [{"role": "user", "content": deep}]},
+        {"system": deep},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": calls}]},
+        {"tools": [{"name": "f", "input_schema": {"properties": thing}}], "metadata": thing},
+    ):
+        with contextlib.suppress(ApiError):
+            chat(**options)
 
 
 _JSON = st.recursive(
