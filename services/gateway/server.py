@@ -16,6 +16,7 @@ from paceline.third_party.sglang_scheduler_pb2_grpc import add_SglangSchedulerSe
 from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_server
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.access.control import AccessControl
+from services.gateway.anthropic.routes import anthropic_api
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
@@ -177,14 +178,15 @@ def _make_grpc_server(
 
 
 def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> HttpServer:
-    app: ASGIApp = create_app(gateway, AllowedHosts(settings.hosts, settings.host), settings.root_path)
+    hosts = AllowedHosts(settings.hosts, settings.host)
+    app: ASGIApp = create_app(gateway, hosts, settings.root_path, [anthropic_api(gateway)])
     if settings.origins:
         app = CORSMiddleware(
             app,
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return HttpServer(
         app,

@@ -49,7 +49,7 @@ def reply_format(
         raise invalid(
             "tools",
             "tools: this model's chat template shows no format of tool calls that is known here; start the gateway "
-            'with --tool-call-parser, or force a call with tool_choice "required" or a named function',
+            "with --tool-call-parser, or force a call with tool_choice",
             code="unsupported_value",
         )
     return ReplyFormat(

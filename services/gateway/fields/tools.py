@@ -27,6 +27,20 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+def check_name(value: str) -> str:
+    """The name of a function. Raises ValueError."""
+    if not _NAME.fullmatch(value):
+        raise ValueError("must be 1 to 128 letters, digits, underscores, dots and dashes")
+    return value
+
+
+def check_parameters(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The schema of a function's arguments. Raises ValueError."""
+    if value is not None and value.get("type", "object") != "object":
+        raise ValueError("must be a JSON Schema with the type object")
+    return value
+
+
 class Function(_Part):
     """A function that the model may call. `parameters`: a JSON Schema of an object."""
 
@@ -35,19 +49,8 @@ class Function(_Part):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
-            raise ValueError("must be 1 to 128 letters, digits, underscores, dots and dashes")
-        return value
-
-    @field_validator("parameters")
-    @classmethod
-    def _check_parameters(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value.get("type", "object") != "object":
-            raise ValueError("must be a JSON Schema with the type object")
-        return value
+    _check_name = field_validator("name")(check_name)
+    _check_parameters = field_validator("parameters")(check_parameters)
 
 
 class Tool(_Part):

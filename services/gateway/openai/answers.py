@@ -24,6 +24,15 @@ _log = get_logger(__name__)
 
 # The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips other layers.
 RAW_SEND = "paceline.send"
+# Of an error and the request's id: the answer.
+WriteError = Callable[[ApiError, str], Response]
+# Where the scope's state has the WriteError of a path with errors in another shape than OpenAI's.
+WRITE_ERROR = "write_error"
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 T = TypeVar("T")
 # Of a choice's index, text, log probabilities and token ids: an event.
 _Shape = Callable[[int, str, dict[str, Any] | None, Sequence[int]], bytes]
@@ -36,8 +45,12 @@ class JsonResponse(Response):
     media_type = "application/json"
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    """An error in OpenAI's shape."""
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """An error in the shape of the API that has the request's path: OpenAI's, or that of WRITE_ERROR."""
+    state = scope["state"]
+    write: WriteError | None = state.get(WRITE_ERROR)
+    if write is not None:
+        return write(error, state["request_id"])
     return JsonResponse(orjson.dumps(error.body()), error.status, error.headers)
 
 
@@ -45,7 +58,7 @@ class ClientGone(Exception):
     """The client has closed its connection, so no client reads the answer."""
 
 
-class _Answer(Response):
+class RunningAnswer(Response):
     """Runs generations and watches the connection. The request's body must be read before."""
 
     def __init__(self, reading: Reading, envelope: Envelope) -> None:
@@ -109,12 +122,16 @@ class _Answer(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         _log.debug("request failed", id=self._envelope.id, status=error.status, message=error.message)
         if not self._started:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": error_event(error.body()), "more_body": False})
+            await send({"type": "http.response.body", "body": self._error_event(error), "more_body": False})
+
+    def _error_event(self, error: ApiError) -> bytes:
+        """The event for a failure inside a stream."""
+        return error_event(error.body())
 
 
-class WholeAnswer(_Answer):
+class WholeAnswer(RunningAnswer):
     """One JSON body after all generations have ended, with the `keep` most likely samples of each prompt."""
 
     def __init__(self, reading: Reading, envelope: Envelope, *, keep: int = 1) -> None:
@@ -202,7 +219,7 @@ async def _not_yet(message: Message) -> None:
     raise RuntimeError("the answer has not begun")
 
 
-class StreamAnswer(_Answer):
+class StreamAnswer(RunningAnswer):
     """Server-sent events. The status line waits for the first token, so that a refused request gets its own status.
 
     `after`: the last event that the client has. The output up to this event is generated again but not sent. If it
@@ -378,17 +395,7 @@ class StreamAnswer(_Answer):
         send = self._send
         if not self._started:
             self._started = True
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"),
-                    ],
-                }
-            )
+            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         elif more_body:
             send = self._raw_send
         await send({"type": "http.response.body", "body": body, "more_body": more_body})

@@ -46,7 +46,7 @@ def is_small(body: bytes) -> bool:
 def parse_body(cls: type[schema.R], body: bytes, max_model_len: int, kind: str) -> tuple[schema.R, bytes]:
     """The request in a body. With a `kind` also the fingerprint of the body's fields. Raises ApiError 400."""
     decoded = decode_json(body)
-    request = schema.parse(cls, decoded, max_model_len)
+    request = cls.from_body(decoded, max_model_len)
     return request, body_fingerprint(kind, decoded) if kind else b""
 
 

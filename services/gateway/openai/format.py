@@ -15,7 +15,8 @@ from services.gateway.engine.sequence_run import FINISH_NAMES
 from services.gateway.openai.message import whole_message
 from services.gateway.parsing.reply import ReplyFormat
 
-Kind = Literal["completion", "chat"]
+Kind = Literal["completion", "chat", "message"]
+_ID_PREFIXES: dict[Kind, str] = {"completion": "cmpl-", "chat": "chatcmpl-", "message": "msg_"}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -40,7 +41,7 @@ def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> d
 
 def new_answer_id(kind: Kind, name: str | None = None) -> str:
     """The answer's `id` for the client, made from `name` or from random digits."""
-    return ("chatcmpl-" if kind == "chat" else "cmpl-") + (name or uuid.uuid4().hex)
+    return _ID_PREFIXES[kind] + (name or uuid.uuid4().hex)
 
 
 class AnswerChoice(NamedTuple):

@@ -1,21 +1,23 @@
-"""The outermost layer of the API: request ids, and errors in OpenAI's shape."""
+"""The outermost layer of the API: request ids, and errors in the shape of the path's API."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access.caller import ANYONE, Caller
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
-from services.gateway.openai.answers import RAW_SEND, error_response
+from services.gateway.openai.answers import RAW_SEND, WRITE_ERROR, WriteError, error_response
 from services.runtime.logs import bind_request_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
@@ -23,14 +25,15 @@ _REQUEST_ID_CHARS = 128
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code)))
+    refused = ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code))
+    response = error_response(refused, request.scope)
     response.headers.update(error.headers or {})
     return response
 
@@ -41,8 +44,9 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _bug(_: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "internal error; the log has the details", code="internal_error"))
+async def _bug(request: Request, error: Exception) -> Response:
+    bug = ApiError(500, "internal error; the log has the details", code="internal_error")
+    return error_response(bug, request.scope)
 
 
 ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
@@ -69,12 +73,31 @@ def sanitised_request_id(value: str) -> str:
     return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
 
 
+@dataclass(frozen=True, slots=True)
+class OtherApi:
+    """An API beside OpenAI's: the path `path` and all below it.
+
+    `kinds`: the paths that generate, with their names in metrics. `id_header`: the header that has the request's id,
+    besides X-Request-ID.
+    """
+
+    path: str
+    routes: Sequence[Route]
+    kinds: Mapping[str, str]
+    write_error: WriteError
+    id_header: bytes
+
+    def has(self, path: str) -> bool:
+        """Whether the path belongs to this API."""
+        return path.startswith(self.path) and path[len(self.path) :][:1] in ("", "/")
+
+
 class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
     may not enter (429, or 403 for a wrong host). Both are sent before routing, which would take most of the time, and
-    before the body is read. `root_path`: a prefix that paths may have.
+    before the body is read. `root_path`: a prefix that paths may have. `apis`: those with another shape of errors.
     """
 
     def __init__(
@@ -83,10 +106,12 @@ class RequestMiddleware:
         refusal: Callable[[Scope], ApiError | None] = lambda scope: None,
         admit: Callable[[Scope], Caller] = lambda scope: ANYONE,
         root_path: str = "",
+        apis: Sequence[OtherApi] = (),
     ) -> None:
         self._app = app
         self._refusal, self._admit = refusal, admit
         self._root_path = root_path
+        self._apis = apis
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
@@ -96,11 +121,15 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path  # Starlette routes by the rest of the path, if the path begins with it
         bind_request_id(request_id)
-        header = (b"x-request-id", request_id.encode())
+        headers = [(b"x-request-id", request_id.encode())]
+        for api in self._apis:
+            if api.has(scope["path"].removeprefix(self._root_path)):
+                scope["state"][WRITE_ERROR] = api.write_error
+                headers.append((api.id_header, request_id.encode()))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         error: ApiError | None
@@ -109,4 +138,4 @@ class RequestMiddleware:
             error = self._refusal(scope)
         except ApiError as refused:
             error = refused
-        await (self._app if error is None else error_response(error))(scope, receive, send_with_id)
+        await (self._app if error is None else error_response(error, scope))(scope, receive, send_with_id)

@@ -1,12 +1,13 @@
-"""The HTTP API: OpenAI's paths, health, metrics. Every error has OpenAI's shape."""
+"""The HTTP API: OpenAI's paths, health, metrics; and the paths of other APIs, which have their own shape of errors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -28,28 +29,37 @@ from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_res
 from services.gateway.openai.format import Envelope, Kind, new_answer_id
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import CHAT, PROMPT, Asked, chat_jobs, completion_jobs
-from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of, sanitised_request_id
+from services.gateway.openai.middleware import (
+    ERROR_HANDLERS,
+    OtherApi,
+    RequestMiddleware,
+    caller_of,
+    sanitised_request_id,
+)
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
 
-_KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_KINDS: dict[str, str] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 # A request with one of these headers may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 
 
-def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> RequestMiddleware:
+def create_app(
+    gateway: Gateway, hosts: AllowedHosts, root_path: str = "", apis: Sequence[OtherApi] = ()
+) -> RequestMiddleware:
     """The ASGI application. It answers only requests to these hosts. `root_path`: a prefix that paths may have, because
-    a proxy leaves it there."""
+    a proxy leaves it there. `apis`: those that it serves besides OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
-    routes += vllm_routes(gateway)
+    routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway)]
+    kinds = {**_KINDS, **{path: kind for api in apis for path, kind in api.kinds.items()}}
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
 
     def refusal(scope: Scope) -> ApiError | None:
         if (misdirected := hosts.refusal(scope["headers"])) is not None:
             return misdirected
-        kind = _KINDS.get(scope["path"].removeprefix(root_path))
+        kind = kinds.get(scope["path"].removeprefix(root_path))
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None
         if (error := gateway.refusal_if_full()) is not None:
@@ -59,7 +69,7 @@ def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> Re
     def admit(scope: Scope) -> Caller:
         return gateway.access.admit(scope["path"].removeprefix(root_path), scope["headers"])
 
-    return RequestMiddleware(app, refusal, admit, root_path)
+    return RequestMiddleware(app, refusal, admit, root_path, apis)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
@@ -197,17 +207,42 @@ def _generation_routes(gateway: Gateway) -> list[Route]:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, chat_jobs)
 
+    async def embeddings(_: Request) -> Response:
+        """Refuse: workers load models that generate text, and no others."""
+        message = (
+            f"/v1/embeddings: the model {gateway.model_name!r} generates text and makes no embeddings; checkpoints of "
+            "embedding models (LlamaModel, MistralModel, Qwen2Model or Qwen3Model in config.json) are not served yet"
+        )
+        raise invalid("model", message, code="no_embedding_model")
+
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]
 
 
-_R = TypeVar("_R", bound=schema.SamplingFields)
-_MakeJobs = Callable[[Gateway, _R, Asked], Awaitable[list[GenerateJob]]]
+R = TypeVar("R", bound=schema.SamplingFields)
+MakeJobs = Callable[[Gateway, R, Asked], Awaitable[list[GenerateJob]]]
 
 
-async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R], make_jobs: _MakeJobs[_R]) -> Response:
+@dataclass(frozen=True, slots=True)
+class Entered(Generic[R]):
+    """A request that may be submitted now."""
+
+    body: R
+    jobs: list[GenerateJob]
+    asked: Asked
+
+
+@asynccontextmanager
+async def entered(
+    gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R]
+) -> AsyncIterator[Entered[R]]:
+    """The context in which a request is submitted: it has been admitted, read, checked, and turned into jobs.
+
+    Counts a request that is refused here or inside the context. Raises ApiError and Gone.
+    """
     arrival_s, gone, caller = time.perf_counter(), request.scope[CONNECTION].has_gone, caller_of(request)
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
@@ -228,22 +263,27 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             answer_id = new_answer_id(kind, key.answer_id if key is not None else request_id)
             metadata.answer_id = answer_id
             asked = Asked(request_id, answer_id, arrival_s, key, gone, metadata)
-            jobs = await make_jobs(gateway, parsed, asked)
-            after = _last_event(request, parsed, jobs, key)
-            if after is not None and after.after == "d":
-                return Response(status_code=204)  # an EventSource stops reconnecting at 204
-            reading = gateway.open(jobs, key, caller)
+            yield Entered(parsed, await make_jobs(gateway, parsed, asked), asked)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
         raise
     except Gone:
         gateway.count_gone()
         raise
+
+
+async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R]) -> Response:
+    async with entered(gateway, request, kind, cls, make_jobs) as admitted:
+        parsed, asked = admitted.body, admitted.asked
+        after = _last_event(request, parsed, admitted.jobs, asked.key)
+        if after is not None and after.after == "d":
+            return Response(status_code=204)  # an EventSource stops reconnecting at 204
+        reading = gateway.open(admitted.jobs, asked.key, caller_of(request))
     created_s = after.created_s if after is not None else reading.created_s
     shown = parsed.shown()
     if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
-        shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, gone))
-    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id, shown)
+        shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, asked.gone))
+    envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, asked.answer_id, shown)
     if not parsed.stream:
         return WholeAnswer(reading, envelope, keep=parsed.n or 1)
     options = parsed.stream_options or schema.StreamOptions()
@@ -254,7 +294,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         after=after,
         interval=parsed.stream_interval or 1,
-        event_ids=key is not None or LAST_EVENT_ID in request.headers or bool(options.include_event_ids),
+        event_ids=asked.key is not None or LAST_EVENT_ID in request.headers or bool(options.include_event_ids),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -48,11 +48,18 @@ from services.gateway.openai.values import (
 from services.gateway.text.chat_values import ChatExtras
 
 
-class _Request(BaseModel):
+class RequestBody(BaseModel):
+    """The fields of a request."""
+
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
+    @classmethod
+    def from_body(cls, body: Any, max_model_len: int) -> Self:
+        """The request in a decoded JSON body. Raises ApiError 400."""
+        return parse(cls, body, max_model_len)
 
-class CacheRetention(_Request):
+
+class CacheRetention(RequestBody):
     """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
     `duration_ms` after their last use. Tokens outside all ranges have priority 35. With `decode`, positions count from
     the first generated token."""
@@ -66,7 +73,7 @@ class CacheRetention(_Request):
     decode: bool = False
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestBody):
     """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
     the stream can be resumed."""
 
@@ -76,11 +83,11 @@ class StreamOptions(_Request):
 
 
 if TYPE_CHECKING:
-    _PlainFields = _Request
+    _PlainFields = RequestBody
 else:
     _PlainFields = create_model(
         "_PlainFields",
-        __base__=_Request,
+        __base__=RequestBody,
         **{name: (KINDS[field.kind] | None, None) for name, field in (SAMPLING | METADATA).items()},
     )
 
@@ -272,7 +279,7 @@ class ChatRequest(SamplingFields):
         return choices
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(RequestBody):
     """POST /tokenize: a prompt or a chat."""
 
     model: str | None = None
@@ -294,18 +301,18 @@ class TokenizeRequest(_Request):
         return template_input(self.messages or (), self.add_generation_prompt, variables, extras)
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: TokenIds
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", bound=RequestBody)
 
 
 @cache
-def _served(cls: type[_Request]) -> frozenset[str]:
+def _served(cls: type[RequestBody]) -> frozenset[str]:
     return frozenset(cls.model_fields)
 
 

@@ -143,6 +143,14 @@ async def test_paths_and_methods(running: Running) -> None:
     assert check_shape(response.json())["reason"] == "model_not_found"
 
 
+async def test_embeddings_are_refused_with_the_reason(running: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="makes no embeddings") as refused:
+        await running.openai.embeddings.create(model=MODEL, input="x")
+    assert refused.value.param == "model"
+    status, error = await post(running, "/v1/embeddings", json={})
+    assert (status, error["reason"]) == (400, "no_embedding_model")
+
+
 async def test_a_body_of_50_megabytes_is_refused(running: Running) -> None:
     async def chunks() -> Any:
         for _ in range(800):

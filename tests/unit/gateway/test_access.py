@@ -213,7 +213,18 @@ def test_without_keys_anyone_may_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/models", "/tokenize", "/version", "/nothing", "/health/"]
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/models",
+        "/tokenize",
+        "/version",
+        "/nothing",
+        "/health/",
+    ],
 )
 def test_every_other_path_needs_a_key(tmp_path: Path, path: str) -> None:
     control = access(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.anthropic.schema import MAX_CACHE_MARKS
 from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
 from services.gateway.openai import jobs
@@ -19,6 +20,7 @@ LIMITS = {
     "`prompt`": [list_limits.MAX_PROMPTS],
     "`messages`": [list_limits.MAX_MESSAGES, list_limits.MAX_PARTS],
     "`tools`": [list_limits.MAX_TOOLS],
+    "`cache_control`": [MAX_CACHE_MARKS],
     "`chat_template_kwargs`": [list_limits.MAX_TEMPLATE_VARIABLES],
     "`n`, `best_of`": [request.MAX_SAMPLES],
     "`stop`": [request.MAX_STOP_STRINGS, request.MAX_STOP_STRING_CHARS],

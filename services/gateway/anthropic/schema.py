@@ -1,0 +1,358 @@
+"""Requests of Anthropic's Messages API as clients send them. A field that would change the answer and is not served is
+refused by name; docs/anthropic.md has the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from paceline.request_fields import METADATA, SAMPLING
+from services.gateway.engine.list_limits import MAX_PARTS, check_lengths
+from services.gateway.engine.request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
+from services.gateway.errors import ApiError, invalid
+from services.gateway.fields.numbers import Integer, as_api_error
+from services.gateway.fields.tools import check_name, check_parameters
+
+MAX_CACHE_MARKS = 4  # Anthropic's limit
+# Fields that Anthropic does not have (but temperature, top_p and top_k), as in /v1/chat/completions.
+PASSED_ON = frozenset(SAMPLING | METADATA) | {"seed"}
+# Fields that are not served, with the values that change nothing (null is always such a value).
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "billing_policy": (),
+    "compaction": (),
+    "container": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+    "thread": (),
+}
+# The client's own code for it: its tool runner then sends the whole history with each request.
+_THREADS_UNSUPPORTED = "thread_unsupported_request"
+# Fields that change nothing here, whatever their value, and why.
+IGNORED: dict[str, str] = {
+    "context_management": "Anthropic shortens long prompts by it; here a prompt that is too long gets a 400",
+    "diagnostics": "asks why a prompt was not cached; the answer's usage says how much was",
+    "fallback_credit_token": "is about Anthropic's bill",
+    "fallbacks": "other models for requests that a model declines by policy; no request is declined so here",
+    "service_tier": "names Anthropic's capacity; `priority` is this server's field",
+    "user_profile_id": "attributes a request to a party at Anthropic",
+    "messages.content.citations": "of answers about documents, which are refused",
+    "messages.content.caller": "which tool of Anthropic's has called; such tools are refused",
+    "messages.content.is_error": "no chat template has a place for it; the result's text tells the model",
+    "messages.content.signature": "lets Anthropic verify its own reasoning",
+    "messages.content.redacted_thinking": "only Anthropic can decrypt it",
+    "thinking.budget_tokens": "no limit of its own: reasoning counts towards max_tokens",
+    "tools.eager_input_streaming": "arguments of calls are always streamed as they come",
+}
+_NEUTRAL_IN_TOOLS: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+}
+# The fields that a block of each type must have, and where it may be: messages of these roles, or a tool_result.
+_BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "text": (("text",), ("user", "assistant", "system", "tool_result")),
+    "tool_use": (("id", "name", "input"), ("assistant",)),
+    "tool_result": (("tool_use_id",), ("user",)),
+    "thinking": (("thinking",), ("assistant",)),
+    "redacted_thinking": ((), ("assistant",)),
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+class CacheControl(_Part):
+    """Ends a part of the prompt that the client wants cached, for `ttl` after its last use."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+def _blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else [] if value is None else value
+
+
+class Block(_Part):
+    """A content block. Fields that its type does not have are not looked at."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Annotated[list[Block], BeforeValidator(_blocks)] = []
+    thinking: str | None = None
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Block:
+        if self.type not in _BLOCKS:
+            raise ValueError(f"has the type {self.type[:40]!r}, which is not supported: this server reads text only")
+        for name in _BLOCKS[self.type][0]:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} is required in a block of type {self.type!r}")
+        _check_holder(self.content, self.type)
+        return self
+
+    @property
+    def mark(self) -> CacheControl | None:
+        """Its own cache_control, or that of a block inside it."""
+        inner = [block.cache_control for block in self.content if block.cache_control is not None]
+        return self.cache_control or (inner[-1] if inner else None)
+
+
+def _check_holder(blocks: list[Block], holder: str) -> None:
+    for block in blocks:
+        if holder not in _BLOCKS[block.type][1]:
+            raise ValueError(f"has a block of type {block.type!r}, which is not possible in {holder!r}")
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_blocks)]
+
+
+class Message(_Part):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Message:
+        _check_holder(self.content, self.role)
+        return self
+
+
+class MessageTool(_Part):
+    """A function that the model may call. `input_schema`: a JSON Schema of an object."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+    _check_name = field_validator("name")(check_name)
+    _check_schema = field_validator("input_schema")(check_parameters)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            if (kind := value.get("type")) not in (None, "custom"):
+                raise ValueError(f"has the type {str(kind)[:40]!r}; only tools of the client are served (custom)")
+            for name, neutral in _NEUTRAL_IN_TOOLS.items():
+                if value.get(name) is not None and value[name] not in neutral:
+                    raise ValueError(f"{name} is not supported (leave it out)")
+            if value.get("input_schema") is None:
+                raise ValueError("input_schema is required")
+        return value
+
+
+class CallChoice(_Part):
+    """Which calls the answer must have."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> CallChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("name is required with the type 'tool'")
+        return self
+
+
+class Thinking(_Part):
+    """Whether the model shall reason before it answers, and whether the client sees that."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Integer | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """The answer has thinking blocks."""
+        return self.type != "disabled" and self.display != "omitted"
+
+
+class OutputFormat(_Part):
+    """A JSON Schema that the answer must follow."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    """How hard the model shall think, and the form of its answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(_Part):
+    """`user_id` stands for a tenant, as OpenAI's `user`."""
+
+    user_id: str | None = None
+
+
+class Mark(NamedTuple):
+    """A cache_control, and the block that has it. `message`: -2 for the tools, -1 for the system prompt."""
+
+    message: int
+    block: int
+    ttl: Literal["5m", "1h"]
+
+
+class MessagesRequest(_Part):
+    """POST /v1/messages; without `max_tokens` POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[Message]
+    max_tokens: Integer | None = None
+    system: Blocks = []
+    tools: list[MessageTool] | None = None
+    tool_choice: CallChoice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    cache_control: CacheControl | None = None
+
+    @field_validator("system")
+    @classmethod
+    def _check_system(cls, value: list[Block]) -> list[Block]:
+        _check_holder(value, "system")
+        return value
+
+    @field_validator("stop_sequences")
+    @classmethod
+    def _check_stop(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and len(value) > MAX_STOP_STRINGS:
+            raise ValueError(f"has {len(value)} texts; at most {MAX_STOP_STRINGS} are possible")
+        if any(not 1 <= len(text) <= MAX_STOP_STRING_CHARS for text in value or ()):
+            raise ValueError(f"a stop sequence has 1 to {MAX_STOP_STRING_CHARS} characters")
+        return value
+
+    def marks(self) -> list[Mark]:
+        """The breakpoints of the cache, in the order of the prompt."""
+        marks = [
+            Mark(message, block, control.ttl)
+            for message, block, control in self._blocks_in_order()
+            if control is not None
+        ]
+        if self.cache_control is not None:
+            *_, (message, block, _) = self._blocks_in_order()
+            marks.append(Mark(message, block, self.cache_control.ttl))
+        return marks
+
+    def _blocks_in_order(self) -> Iterator[tuple[int, int, CacheControl | None]]:
+        yield from ((-2, i, tool.cache_control) for i, tool in enumerate(self.tools or ()))
+        yield from ((-1, i, block.mark) for i, block in enumerate(self.system))
+        for index, message in enumerate(self.messages):
+            yield from ((index, i, block.mark) for i, block in enumerate(message.content))
+
+
+def read_request(body: Any, max_model_len: int) -> MessagesRequest:
+    """The request in a decoded JSON body. Raises ApiError 400, that names all unsupported or all wrong fields."""
+    if not isinstance(body, dict):
+        raise invalid(None, "the body must be a JSON object")
+    _check_sizes(body, max_model_len)
+    _refuse_unserved(body)
+    try:
+        request = MessagesRequest.model_validate(body)
+    except ValidationError as error:
+        raise as_api_error(error) from None
+    if not any(message.content for message in request.messages):
+        raise invalid("messages", "messages must not be empty")
+    _check_tools(request)
+    _check_last(request)
+    _check_marks(request.marks())
+    return request.model_copy(update={"messages": _merged(request.messages)})
+
+
+def _merged(messages: list[Message]) -> list[Message]:
+    """Turns of one role that follow each other are one turn, as Anthropic has it; many templates refuse two."""
+    merged: list[Message] = []
+    for _, same_role in groupby(messages, key=lambda message: message.role):
+        first, *more = same_role
+        content = [block for message in (first, *more) for block in message.content]
+        merged.append(first.model_copy(update={"content": content}) if more else first)
+    return merged
+
+
+def _check_sizes(body: Mapping[str, Any], max_model_len: int) -> None:
+    check_lengths(body, max_model_len)
+    num_parts = 0
+    holders = [message for message in _list(body, "messages") if isinstance(message, dict)]
+    for holder in [{"content": body.get("system")}, *holders]:
+        blocks = _list(holder, "content")
+        num_parts += len(blocks) + sum(len(_list(block, "content")) for block in blocks if isinstance(block, dict))
+    if num_parts > MAX_PARTS:
+        raise invalid("messages", f"messages: the contents have {num_parts} blocks; at most {MAX_PARTS} are possible")
+
+
+def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
+    value = holder.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _refuse_unserved(body: Mapping[str, Any]) -> None:
+    errors: list[ApiError] = []
+    for name in [name for name in body if name not in _KNOWN and body[name] is not None][:10]:
+        if name not in REFUSED:
+            errors.append(invalid(name, f"{name[:100]} is not a field of a request for messages"))
+        elif body[name] not in REFUSED[name]:
+            errors.append(invalid(name, f"{name} is not supported (leave it out, or null)"))
+    if errors:
+        message = "; ".join(error.message for error in errors)
+        has_thread = any(error.param == "thread" for error in errors)
+        raise invalid(errors[0].param, message, code=_THREADS_UNSUPPORTED if has_thread else "unsupported_value")
+
+
+_KNOWN = frozenset(MessagesRequest.model_fields) | PASSED_ON | {name for name in IGNORED if "." not in name}
+
+
+def _check_tools(request: MessagesRequest) -> None:
+    names: set[str] = set()
+    for index, tool in enumerate(request.tools or ()):
+        if tool.name in names:
+            raise invalid(
+                f"tools.{index}.name", f"tools.{index}.name: {tool.name!r} is the name of an earlier tool, too"
+            )
+        names.add(tool.name)
+    choice = request.tool_choice
+    if choice is not None and choice.type in ("any", "tool") and not names:
+        raise invalid("tool_choice", f"tool_choice {choice.type!r} is only possible with tools")
+    if choice is not None and choice.type == "tool" and choice.name not in names:
+        message = f"tool_choice.name: the tool {str(choice.name)[:128]!r} is not in tools"
+        raise invalid("tool_choice.name", message)
+
+
+def _check_last(request: MessagesRequest) -> None:
+    """A last message of the assistant is continued, so it must have text at its end."""
+    last = request.messages[-1]
+    if last.role != "assistant":
+        return
+    where = f"messages.{len(request.messages) - 1}"
+    if any(block.type == "tool_use" for block in last.content):
+        raise invalid(where, f"{where} calls tools: a message with their tool_result must follow")
+    if not any(block.text and block.text.strip() for block in last.content):
+        raise invalid(where, f"{where}: the last message is the assistant's and has no text to continue")
+
+
+def _check_marks(marks: list[Mark]) -> None:
+    if len(marks) > MAX_CACHE_MARKS:
+        message = f"cache_control: {len(marks)} blocks have it; at most {MAX_CACHE_MARKS} are possible"
+        raise invalid("cache_control", message)
+    ttls = [mark.ttl for mark in marks]
+    if ttls != sorted(ttls):  # "1h" before "5m"
+        message = "cache_control: a block with ttl '1h' comes behind one with '5m' (order: tools, system, messages)"
+        raise invalid("cache_control", message)
