@@ -232,6 +232,10 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             after = _last_event(request, parsed, jobs, key)
             if after is not None and after.after == "d":
                 return Response(status_code=204)  # an EventSource stops reconnecting at 204
+            shown = parsed.shown()
+            if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
+                shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, gone))
+            # The last step: an error after it would leave the request running, and its quotas used.
             reading = gateway.open(jobs, key, caller)
     except ApiError as error:
         gateway.refused(kind, request.scope["state"]["request_id"], error)
@@ -240,9 +244,6 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
         gateway.count_gone()
         raise
     created_s = after.created_s if after is not None else reading.created_s
-    shown = parsed.shown()
-    if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
-        shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, gone))
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, answer_id, shown)
     if not parsed.stream:
         return WholeAnswer(reading, envelope, keep=parsed.n or 1)

@@ -18,6 +18,8 @@ import pytest
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, Overloaded, PacelineError
 from services.gateway.admission.parse_limiter import ParseLimiter
+from services.gateway.errors import Gone
+from services.gateway.openai import routes
 from services.gateway.telemetry import request_log
 from services.runtime.keys.entries import entry_text, hash_of, make_key
 from tests.contract.gateway.conftest import Running, Start, eventually, until
@@ -265,6 +267,25 @@ async def test_a_client_that_goes_gives_its_place_back(start: Start, keys: Keys)
         return (await post(running, secret)).status_code == 200
 
     await eventually(served)
+
+
+async def test_a_client_that_goes_before_its_request_is_submitted_gives_its_place_back(
+    start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`return_prompt_text` may wait for a thread, and the client may leave then."""
+    secret = keys.add("a", max_requests=1)
+    running = await launch(start, keys)
+
+    async def gone(*_: Any) -> str:
+        raise Gone
+
+    with monkeypatch.context() as patched:
+        patched.setattr(routes, "_prompt_text", gone)
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "return_prompt_text": True}
+        with pytest.raises(httpx.RemoteProtocolError):
+            await running.http.post("/v1/chat/completions", json=chat, headers=bearer(secret))
+    assert (await post(running, secret)).status_code == 200
+    assert len(running.scheduler.submissions) == 1
 
 
 async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None:
