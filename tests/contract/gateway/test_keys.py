@@ -288,6 +288,24 @@ async def test_a_client_that_goes_before_its_request_is_submitted_gives_its_plac
     assert len(running.scheduler.submissions) == 1
 
 
+async def test_brought_output_counts_as_prompt(start: Start, keys: Keys) -> None:
+    """Otherwise a client could bring its prompts as output, which the server computes as well."""
+    secret = keys.add("a", tokens_per_minute=600, max_tokens_in_flight=700)
+    running = await launch(start, keys)
+    sampling = inference_pb2.SamplingOptions(max_tokens=601, temperature=0, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[7]), sampling=sampling, resume_after=600, resume_token_ids=[9] * 600
+    )
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
+        metadata = list(bearer(secret).items())
+        assert [token async for part in generate(request, metadata=metadata) for token in part.token_ids]
+        request.sampling.max_tokens = 700
+        with pytest.raises(grpc.aio.AioRpcError, match="tokens_per_minute"):
+            await generate(request, metadata=metadata).read()
+    assert (await post(running, secret)).status_code == 429
+
+
 async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None:
     flight, minute = keys.add("f", max_tokens_in_flight=20), keys.add("m", tokens_per_minute=600)
     watcher = keys.add("o", metrics=True)
