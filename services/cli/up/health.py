@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import http.client
 import json
 import ssl
-import urllib.error
-import urllib.request
+from contextlib import closing
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -86,21 +87,27 @@ class GatewayProbe:
     def is_ready(self) -> bool:
         """Whether some worker can serve."""
         try:
-            with self._get("/ready", 2) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError, TlsError):
+            status, _ = self._ask_ready(2)
+        except (OSError, http.client.HTTPException, ValueError, TlsError):
             return False
+        return status == 200
 
     def model_name(self) -> str:
         """The name that clients use."""
-        # /ready needs no API key. While the gateway is not ready, its status is 503.
-        try:
-            with self._get("/ready", 5) as answer:
-                return str(json.load(answer)["model"])
-        except urllib.error.HTTPError as error:
-            with error:
-                return str(json.load(error)["model"])
+        _, said = self._ask_ready(5)
+        return str(said["model"])
 
-    def _get(self, path: str, timeout_s: float) -> Any:
-        context = self._dialler.http_context() if self._dialler is not None else None
-        return urllib.request.urlopen(f"{self.url}{path}", timeout=timeout_s, context=context)
+    def _ask_ready(self, timeout_s: float) -> tuple[int, Any]:
+        """Status and body of /ready, which needs no API key."""
+        url = urlsplit(self.url)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout_s)
+        if url.scheme == "https":
+            context = self._dialler.http_context() if self._dialler is not None else None
+            connection = http.client.HTTPSConnection(url.hostname or "", url.port, timeout=timeout_s, context=context)
+        with closing(connection):
+            # --allowed-hosts of the gateway need not have the address by which `up` asks. Without a Host header every
+            # request is allowed.
+            connection.putrequest("GET", "/ready", skip_host=True)
+            connection.endheaders()
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)

@@ -29,7 +29,8 @@ class Caller:
         key = self.key
         if key is None:
             return metadata
-        if metadata.priority > key.max_priority:
+        # Rounded as the request's own, which has 32 bits: otherwise 0.1 would be above 0.1.
+        if metadata.priority > inference_pb2.Submission(priority=key.max_priority).priority:
             message = (
                 f"priority: {metadata.priority:g} is above {key.max_priority:g}, the limit of the key {key.name!r} "
                 "(max_priority)"

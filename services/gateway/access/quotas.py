@@ -113,8 +113,10 @@ class Quotas:
         """Charge a request that is submitted now; None if the key has no quotas. The request is not in `entering` any
         more, or its place there is not counted.
 
-        `prompt`: tokens of its prompts. `output`: tokens that its sequences may reach. `delivered`: output that the
-        client has from another run. Raises ApiError: 429, and 400 for a request that could never run.
+        `prompt`: tokens to compute before the first output. `output`: tokens that its sequences may reach then.
+        `delivered`: output that the client has from another run, a part of `prompt`.
+
+        Raises ApiError: 429, and 400 for a request that could never run.
         """
         if key is None or not key.has_quotas:
             return None

@@ -87,12 +87,19 @@ def sampling_params(
 ) -> common_pb2.SamplingParams:
     """Everything but the numbers of tokens. Raises ApiError 400."""
     params = common_pb2.SamplingParams()
+    wrong: list[ApiError] = []
     for name, param in SAMPLING.items():
         value = choices.numbers.get(name)
-        value = files.defaults.get(name, param.default) if value is None else _checked(value, param, names.of(name))
+        try:
+            value = files.defaults.get(name, param.default) if value is None else _checked(value, param, names.of(name))
+        except ApiError as error:
+            wrong.append(error)
+            continue
         if name == "temperature" and value < _GREEDY_TEMPERATURE:
             value = 0.0
         setattr(params, name, param.to_wire(value))
+    if wrong:
+        raise invalid(wrong[0].param, "; ".join(error.message for error in wrong))
     params.seed, params.ignore_eos = _seed(choices, names), choices.ignore_eos
     if choices.stop_token_ids:
         params.stop_token_ids.extend(_stop_tokens(choices.stop_token_ids, vocabulary, names.of("stop_token_ids")))

@@ -197,7 +197,8 @@ class Gateway:
         return self.access.quotas.charge(
             caller.key,
             num_sequences=len(jobs),
-            prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample),  # samples share it
+            # Samples share the prompt. Delivered output is computed like a prompt, and may be any text.
+            prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample) + delivered,
             output=max(output - delivered, 0),
             delivered=delivered,
         )

@@ -278,11 +278,12 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[R], 
         after = _last_event(request, parsed, admitted.jobs, asked.key)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # an EventSource stops reconnecting at 204
+        shown = parsed.shown()
+        if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
+            shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, asked.gone))
+        # The last step: an error after it would leave the request running, and its quotas used.
         reading = gateway.open(admitted.jobs, asked.key, caller_of(request))
     created_s = after.created_s if after is not None else reading.created_s
-    shown = parsed.shown()
-    if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
-        shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, asked.gone))
     envelope = Envelope(kind, parsed.model or gateway.model_name, created_s, asked.answer_id, shown)
     if not parsed.stream:
         return WholeAnswer(reading, envelope, keep=parsed.n or 1)

@@ -22,7 +22,7 @@ from services.gateway.engine.request import (
 )
 from services.gateway.engine.sampling import SamplingChoices
 from services.gateway.engine.truncation import Side, Truncation, make_truncation
-from services.gateway.errors import invalid
+from services.gateway.errors import ApiError, invalid
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
 from services.gateway.fields.other_servers import refuse_unserved
@@ -317,15 +317,22 @@ def _served(cls: type[RequestBody]) -> frozenset[str]:
 
 
 def parse(cls: type[R], body: Any, max_model_len: int) -> R:
-    """The request in a decoded JSON body. Raises ApiError 400, that names all unsupported or all wrong fields."""
+    """The request in a decoded JSON body. Raises ApiError 400, which names all fields that are unsupported or have a
+    wrong type."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
-    refuse_unserved(_served(cls), body)
+    refusal: ApiError | None = None
+    try:
+        refuse_unserved(_served(cls), body)
+    except ApiError as error:
+        refusal = error
     try:
         request = cls.model_validate(body)
     except ValidationError as error:
-        raise as_api_error(error) from None
+        raise _both(refusal, as_api_error(error)) from None
+    if refusal is not None:
+        raise refusal
     if isinstance(request, SamplingFields) and body.get("stream_options") and not request.stream:
         raise invalid("stream_options", "stream_options is only possible with stream: true")
     if isinstance(request, SamplingFields):
@@ -339,6 +346,13 @@ def parse(cls: type[R], body: Any, max_model_len: int) -> R:
             raise invalid("messages", "messages must not be empty")
         check_tools(request.tools or (), request.tool_choice)
     return request
+
+
+def _both(refusal: ApiError | None, wrong: ApiError) -> ApiError:
+    """An error that names the unsupported fields of `refusal`, and those of `wrong`."""
+    if refusal is None:
+        return wrong
+    return invalid(refusal.param, f"{refusal.message}; {wrong.message}", code=refusal.code)
 
 
 def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.errors import invalid
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings, without_end
+from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras, strings, with_strings, without_end
 from services.gateway.text.control_tokens import ControlTokens, unused_mark
 from services.gateway.text.detokenizer import Detokenizer, PrefixDetokenizer, TableDetokenizer, piece_table
 
@@ -40,7 +40,12 @@ class TextTokenizer:
         self.added_tokens: dict[str, int] = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
-        self._controls = ControlTokens(token["content"] for token in special)
+        written = {token["content"] for token in special}
+        # Special tokens that the tokenizer looks for only in normalized text, which other texts may become (`＜s＞`).
+        self._normalizer = tokenizer.normalizer if any(token["normalized"] for token in special) else None
+        if self._normalizer is not None:
+            written |= {self._normalizer.normalize_str(token["content"]) for token in special if token["normalized"]}
+        self._controls = ControlTokens(written)
         self._marked_ids: frozenset[int] = frozenset()
         self._marked_table = self._table
         self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -156,6 +161,9 @@ class TextTokenizer:
             return text
 
         texts = list(strings(given))
+        if self._normalizer is not None:
+            given = with_strings(given, self._normalized_if_control)
+            texts = list(strings(given))
         if not self._controls.may_be_in(texts):
             return [rendered()]
         mark = unused_mark(texts)
@@ -167,6 +175,11 @@ class TextTokenizer:
             if self._controls.found_in(more) != self._controls.found_in(text):
                 text = more
         return text.split(mark)
+
+    def _normalized_if_control(self, text: str) -> str:
+        """The text, as the tokenizer reads it if that has other control tokens: then these can be found in it."""
+        normal: str = self._normalizer.normalize_str(text) if self._normalizer is not None else text
+        return normal if self._controls.found_in(normal) != self._controls.found_in(text) else text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of a whole sequence."""

@@ -128,7 +128,8 @@ def _stamp(path: Path) -> _Stamp:
         status = path.stat()
     except OSError:
         return ()
-    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev
+    # ctime: after a chmod, a file that could not be read has to be tried again.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
 
 
 def _read_text(path: Path) -> str:

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.contract.gateway.conftest import MODEL, Running, Start, _end, _scheduler, _start, until
+from services.cli.up.health import GatewayProbe
+from tests.contract.gateway.conftest import MODEL, Running, Start, _end, _scheduler, _start, eventually, until
 
 PAGE = "https://page.example"
 ASKS = {
@@ -96,3 +97,13 @@ async def test_other_pages_may_not(start: Start, allowed: str) -> None:
         answer = await running.http.get("/v1/models", headers={"Origin": origin})
         assert answer.headers["access-control-allow-origin"] == origin
         assert answer.headers["vary"] == "Origin"
+
+
+async def test_paceline_up_asks_whatever_the_allowed_hosts_are(start: Start) -> None:
+    running = await start(settings={"allowed_hosts": "api.example.com"}, scheduler_up=False)
+    assert (await running.http.get("/ready")).status_code == 403
+    probe = GatewayProbe(f"http://{running.addresses.http}")
+    assert await asyncio.to_thread(probe.model_name) == "paceline-demo"
+    assert not await asyncio.to_thread(probe.is_ready)
+    await running.scheduler.start()
+    await eventually(lambda: asyncio.to_thread(probe.is_ready))

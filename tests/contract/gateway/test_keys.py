@@ -18,6 +18,8 @@ import pytest
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import AsyncPacelineClient, Overloaded, PacelineError
 from services.gateway.admission.parse_limiter import ParseLimiter
+from services.gateway.errors import Gone
+from services.gateway.openai import routes
 from services.gateway.telemetry import request_log
 from services.runtime.keys.entries import entry_text, hash_of, make_key
 from tests.contract.gateway.conftest import Running, Start, eventually, until
@@ -265,6 +267,43 @@ async def test_a_client_that_goes_gives_its_place_back(start: Start, keys: Keys)
         return (await post(running, secret)).status_code == 200
 
     await eventually(served)
+
+
+async def test_a_client_that_goes_before_its_request_is_submitted_gives_its_place_back(
+    start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`return_prompt_text` may wait for a thread, and the client may leave then."""
+    secret = keys.add("a", max_requests=1)
+    running = await launch(start, keys)
+
+    async def gone(*_: Any) -> str:
+        raise Gone
+
+    with monkeypatch.context() as patched:
+        patched.setattr(routes, "_prompt_text", gone)
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "return_prompt_text": True}
+        with pytest.raises(httpx.RemoteProtocolError):
+            await running.http.post("/v1/chat/completions", json=chat, headers=bearer(secret))
+    assert (await post(running, secret)).status_code == 200
+    assert len(running.scheduler.submissions) == 1
+
+
+async def test_brought_output_counts_as_prompt(start: Start, keys: Keys) -> None:
+    """Otherwise a client could bring its prompts as output, which the server computes as well."""
+    secret = keys.add("a", tokens_per_minute=600, max_tokens_in_flight=700)
+    running = await launch(start, keys)
+    sampling = inference_pb2.SamplingOptions(max_tokens=601, temperature=0, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=[7]), sampling=sampling, resume_after=600, resume_token_ids=[9] * 600
+    )
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
+        metadata = list(bearer(secret).items())
+        assert [token async for part in generate(request, metadata=metadata) for token in part.token_ids]
+        request.sampling.max_tokens = 700
+        with pytest.raises(grpc.aio.AioRpcError, match="tokens_per_minute"):
+            await generate(request, metadata=metadata).read()
+    assert (await post(running, secret)).status_code == 429
 
 
 async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None:

@@ -75,6 +75,8 @@ def test_a_key_for_any_tenant() -> None:
 def test_a_priority_above_the_ceiling_is_refused() -> None:
     assert permitted(make(max_priority=2), priority=2.0) == "acme"
     assert permitted(make(), priority=-5.0) == "acme"
+    assert permitted(make(max_priority=0.1), priority=0.1) == "acme"
+    assert permitted(make(max_priority=float("inf")), priority=3e38) == "acme"
     for key, priority in ((make(), 0.5), (make(max_priority=2), 2.5), (make(max_priority=-1), 0.0)):
         with pytest.raises(ApiError, match=f"priority: {priority:g} is above {key.max_priority:g}") as refused:
             permitted(key, priority=priority)

@@ -92,6 +92,11 @@ def test_every_wrong_field_is_named() -> None:
         completion(suffix="x", watermarking=True, grammar="a")
     assert caught.value.param == "suffix"
     assert all(f"{name} is" in caught.value.message for name in ("suffix", "watermarking", "grammar"))
+    with pytest.raises(ApiError) as caught:
+        completion(temperature="hot", suffix="x", n="many")
+    assert (caught.value.param, caught.value.code) == ("suffix", "unsupported_value")
+    assert "suffix is not supported" in caught.value.message
+    assert all(f"{name}: " in caught.value.message for name in ("temperature", "n"))
 
 
 def test_the_tables_of_other_servers_fields_do_not_overlap() -> None:

@@ -231,6 +231,14 @@ def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> No
         make_job(builder, temperature=-0.5)
 
 
+def test_all_sampling_numbers_out_of_range_are_named(builder: RequestBuilder) -> None:
+    with pytest.raises(
+        ApiError, match=r"^temperature must be .*; top_p must be .*; presence_penalty must be "
+    ) as wrong:
+        make_job(builder, presence_penalty=3.0, top_p=5.0, temperature=-1.0, min_p=0.5)
+    assert wrong.value.param == "temperature"
+
+
 def test_tiny_temperatures_are_greedy(builder: RequestBuilder) -> None:
     assert make_job(builder, temperature=1e-30).sampling.temperature == 0
     assert make_job(builder, top_k=-1).sampling.top_k == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tomllib
 from collections.abc import Callable
@@ -204,6 +205,26 @@ def test_a_removed_file_keeps_the_old_keys(write: Callable[[str], Path]) -> None
     keys.look()
     keys.look()
     assert names(keys) == {"a"}
+
+
+def test_a_file_that_becomes_readable_is_read(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chmod changes neither the time of the last write nor the size."""
+    path = write(entry())
+    keys = KeySource(path, [])
+
+    def denied(_: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "_read_text", denied)
+        write(entry("b"))
+        for _ in range(3):
+            keys.look()
+    assert names(keys) == {"a"}
+    path.chmod(0o644 if path.stat().st_mode & 0o777 != 0o644 else 0o600)
+    keys.look()
+    keys.look()
+    assert names(keys) == {"b"}
 
 
 def test_a_link_to_another_file_is_a_change(write: Callable[[str], Path], tmp_path: Path) -> None:
