@@ -36,9 +36,9 @@ RUN pip --python /opt/venv/bin/python install --no-deps --target /opt/app .
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 paceline \
  && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
- && install -d -o paceline -g paceline /cache /state /certs
+ && install -d -o paceline -g paceline /cache /state /certs /ca
 # /cache and /state are the only places, besides /tmp, that anything is written to: files from a model hub, and the
-# scheduler's cache secret. (/certs is for a volume that `paceline certs` fills: deploy/docker/public.yml.)
+# scheduler's cache secret. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
 ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface XDG_STATE_HOME=/state \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /cache

@@ -30,13 +30,20 @@ class CannotMake(Exception):
 
 
 def make_set(
-    folder: Path, *, hosts: Sequence[str] = (), lifetime: dt.timedelta, renew: bool = False, force: bool = False
+    folder: Path,
+    *,
+    ca_key: Path | None = None,
+    hosts: Sequence[str] = (),
+    lifetime: dt.timedelta,
+    renew: bool = False,
+    force: bool = False,
 ) -> list[str]:
     """Make what is missing: the CA, and a certificate for each service. Returns the names of what was made.
 
-    `renew`: new certificates for all services, of the same CA. `force`: a new CA as well. Raises CannotMake, or OSError
-    if the folder cannot be written."""
-    paths = (folder / CA, folder / CA_KEY)
+    `ca_key`: the file of the CA's private key, by default in the folder. `renew`: new certificates for all services, of
+    the same CA. `force`: a new CA as well. Raises CannotMake, or OSError if the folder cannot be written."""
+    ca_key = ca_key or folder / CA_KEY
+    paths = (folder / CA, ca_key)
     pairs = {name: (folder / name / CERT, folder / name / KEY) for name in SERVICES}
     has_pair = {name: cert.exists() or key.exists() for name, (cert, key) in pairs.items()}
     made = []
@@ -48,7 +55,7 @@ def make_set(
             )
         authority = Authority.make("Paceline development CA", CA_LIFETIME)
         has_pair, renew = dict.fromkeys(pairs, False), False
-        _write(folder, CA_KEY, authority.pair.key)
+        _write(ca_key.parent, ca_key.name, authority.pair.key)
         _write(folder, CA, authority.pair.cert)
         made.append("CA")
     else:

@@ -14,7 +14,7 @@ from services.runtime.tls.files import CA
 
 PROG = "paceline certs"
 MAX_DAYS = 825  # clients of Apple refuse longer ones
-_DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}\.?){1,60}$|[A-Za-z0-9]$")
+_DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +32,12 @@ def main(argv: list[str]) -> int:
         help="one more DNS name or IP address of this machine; may be repeated. The names of the compose file's "
         "services and loopback are always in",
     )
+    parser.add_argument(
+        "--ca-key",
+        type=Path,
+        metavar="FILE",
+        help=f"private key of the CA, for a place that no service reads; default DIR/{CA_KEY}",
+    )
     parser.add_argument("--days", type=int, default=365, help=f"how long they are valid, 1..{MAX_DAYS}; default 365")
     parser.add_argument("--renew", action="store_true", help="new certificates for all services, of the same CA")
     parser.add_argument("--force", action="store_true", help="a new CA, and new certificates for all services")
@@ -42,13 +48,16 @@ def main(argv: list[str]) -> int:
         if not _is_host(host):
             return usage_error(PROG, f"--host: {host!r} is neither a DNS name nor an IP address")
     folder, lifetime = arguments.folder, dt.timedelta(days=arguments.days)
+    ca_key = arguments.ca_key or folder / CA_KEY
     try:
-        made = make_set(folder, hosts=arguments.host, lifetime=lifetime, renew=arguments.renew, force=arguments.force)
+        made = make_set(
+            folder, ca_key=ca_key, hosts=arguments.host, lifetime=lifetime, renew=arguments.renew, force=arguments.force
+        )
     except CannotMake as error:
         return usage_error(PROG, str(error))
     except OSError as error:
         return usage_error(PROG, f"{error.filename or folder}: {error.strerror}")
-    _say(folder, made)
+    _say(folder, ca_key, made)
     return 0
 
 
@@ -56,11 +65,11 @@ def _is_host(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return len(host) <= 253 and _DNS_NAME.match(host) is not None
+        return len(host) <= 253 and _DNS_NAME.fullmatch(host) is not None
     return True
 
 
-def _say(folder: Path, made: list[str]) -> None:
+def _say(folder: Path, ca_key: Path, made: list[str]) -> None:
     shown = shlex.quote(str(folder))
     lines = [f"made in {folder}: {', '.join(made)}"] if made else [f"{folder} is complete, and nothing was changed"]
     lines += [
@@ -70,8 +79,8 @@ def _say(folder: Path, made: list[str]) -> None:
         "Ask, from this machine:",
         f"  curl --cacert {shlex.quote(str(folder / CA))} https://127.0.0.1:8000/v1/models",
         "Renew at any time; running services take the new certificates:",
-        f"  {PROG} {shown} --renew",
-        f"Keep {folder / CA_KEY} private: its owner can make certificates that join the server.",
+        f"  {PROG} {shown}{'' if ca_key == folder / CA_KEY else f' --ca-key {shlex.quote(str(ca_key))}'} --renew",
+        f"Keep {ca_key} private: its owner can make certificates that join the server.",
     ]
     for line in lines:
         console().print(line, soft_wrap=True)

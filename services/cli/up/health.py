@@ -105,9 +105,6 @@ class GatewayProbe:
             context = self._dialler.http_context() if self._dialler is not None else None
             connection = http.client.HTTPSConnection(url.hostname or "", url.port, timeout=timeout_s, context=context)
         with closing(connection):
-            # --allowed-hosts of the gateway need not have the address by which `up` asks. Without a Host header every
-            # request is allowed.
-            connection.putrequest("GET", "/ready", skip_host=True)
-            connection.endheaders()
+            connection.request("GET", "/ready")
             answer = connection.getresponse()
             return answer.status, json.load(answer)

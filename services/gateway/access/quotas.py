@@ -50,6 +50,7 @@ class Charge:
     def __init__(self, usage: KeyUsage, *, num_sequences: int, prompt: int, output: int, delivered: int) -> None:
         self._usage = usage
         self._left = num_sequences
+        self._counts_output = output > 0
         self._reserved = prompt + output
         self._prompt, self._delivered = prompt, delivered
         self._num_output = 0
@@ -60,7 +61,7 @@ class Charge:
 
     def ended(self, outcome: SequenceOutcome) -> None:
         """A sequence has ended."""
-        self._num_output += outcome.output_tokens
+        self._num_output += outcome.output_tokens if self._counts_output else 0
         self._was_served |= outcome.output_tokens > 0 or outcome.status not in _NOT_SERVED
         self._left -= 1
         if not self._left:
@@ -114,7 +115,8 @@ class Quotas:
         more, or its place there is not counted.
 
         `prompt`: tokens to compute before the first output. `output`: tokens that its sequences may reach then.
-        `delivered`: output that the client has from another run, a part of `prompt`.
+        `delivered`: output that the client has from another run, a part of `prompt`. Without `output`, what comes out
+        is paid for with the prompt.
 
         Raises ApiError: 429, and 400 for a request that could never run.
         """

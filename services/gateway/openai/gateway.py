@@ -192,13 +192,14 @@ class Gateway:
         if caller.key is None:
             return None
         delivered = sum(len(job.delivered) for job in jobs)
-        widths = [job.beam.width if job.beam is not None else 1 for job in jobs]
-        output = sum(job.sampling.max_tokens * width for job, width in zip(jobs, widths, strict=True))
+        # A beam search shows few of the tokens that it computes: it is charged for all that it may compute.
+        beams = sum(job.sampling.max_tokens * job.beam.width for job in jobs if job.beam is not None)
+        output = sum(job.sampling.max_tokens for job in jobs if job.beam is None)
         return self.access.quotas.charge(
             caller.key,
             num_sequences=len(jobs),
             # Samples share the prompt. Delivered output is computed like a prompt, and may be any text.
-            prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample) + delivered,
+            prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample) + delivered + beams,
             output=max(output - delivered, 0),
             delivered=delivered,
         )

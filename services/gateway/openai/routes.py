@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from services.gateway.access.caller import Caller
+from services.gateway.access.control import OPEN_PATHS
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
@@ -57,9 +58,11 @@ def create_app(
     app.router.redirect_slashes = False
 
     def refusal(scope: Scope) -> ApiError | None:
-        if (misdirected := hosts.refusal(scope["headers"])) is not None:
+        path = scope["path"].removeprefix(root_path)
+        # Probes address a container by its IP address.
+        if path not in OPEN_PATHS and (misdirected := hosts.refusal(scope["headers"])) is not None:
             return misdirected
-        kind = kinds.get(scope["path"].removeprefix(root_path))
+        kind = kinds.get(path)
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None
         if (error := gateway.refusal_if_full()) is not None:

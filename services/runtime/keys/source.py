@@ -114,7 +114,6 @@ def keys_from(environment: Mapping[str, str]) -> list[ApiKey]:
             found[digest] = make_key(
                 f"env-{digest[:12]}",
                 sha256=digest,
-                tenant="",
                 any_tenant=True,
                 admin=is_admin,
                 metrics=True,

@@ -28,7 +28,8 @@ async def test_no_page_may_ask_unless_the_operator_says_so(running: Running) -> 
 
 
 async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Running) -> None:
-    """On every path, and before any work for the request. The page's own name is all that the browser knows."""
+    """On every path but those of probes, and before any work for the request. The page's own name is all that the
+    browser knows."""
     before = len(running.scheduler.submissions)
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
         answer = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
@@ -37,6 +38,8 @@ async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Ru
         assert answer.json()["error"]["message"].startswith("Host: 'page.example:8000' is not a name of this server")
         assert answer.headers["x-request-id"]
     assert len(running.scheduler.submissions) == before
+    for path in ("/health", "/ready", "/ping"):
+        assert (await running.http.get(path, headers={"Host": "10.1.2.3"})).status_code == 200, "of a probe"
     for host in ("localhost", "[::1]:99", "127.0.0.1"):
         assert (await running.http.get("/v1/models", headers={"Host": host})).status_code == 200
 
@@ -101,7 +104,7 @@ async def test_other_pages_may_not(start: Start, allowed: str) -> None:
 
 async def test_paceline_up_asks_whatever_the_allowed_hosts_are(start: Start) -> None:
     running = await start(settings={"allowed_hosts": "api.example.com"}, scheduler_up=False)
-    assert (await running.http.get("/ready")).status_code == 403
+    assert (await running.http.get("/v1/models")).status_code == 403
     probe = GatewayProbe(f"http://{running.addresses.http}")
     assert await asyncio.to_thread(probe.model_name) == "paceline-demo"
     assert not await asyncio.to_thread(probe.is_ready)

@@ -306,6 +306,20 @@ async def test_brought_output_counts_as_prompt(start: Start, keys: Keys) -> None
     assert (await post(running, secret)).status_code == 429
 
 
+async def test_a_beam_search_is_charged_for_all_beams(start: Start, keys: Keys) -> None:
+    """Its client gets one of them, or none if it leaves before the end."""
+    secret = keys.add("a", tokens_per_minute=600, max_tokens_in_flight=700)
+    running = await launch(start, keys)
+    running.scheduler.paused = True
+    beams = {"use_beam_search": True, "best_of": 64, "n": 1, "max_tokens": 10}
+    leaves = httpx.Timeout(10, read=0.2)
+    with pytest.raises(httpx.ReadTimeout):
+        await running.http.post(PATH, json=BODY | beams, headers=bearer(secret), timeout=leaves)
+    await until(lambda: len(running.scheduler.submissions) == 1)
+    refused = await post(running, secret)
+    assert (refused.status_code, "tokens_per_minute" in refused.text) == (429, True)
+
+
 async def test_tokens_in_flight_and_per_minute(start: Start, keys: Keys) -> None:
     flight, minute = keys.add("f", max_tokens_in_flight=20), keys.add("m", tokens_per_minute=600)
     watcher = keys.add("o", metrics=True)

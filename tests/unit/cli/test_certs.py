@@ -22,6 +22,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_the_cas_key_may_lie_elsewhere(tmp_path: Path) -> None:
+    folder, key = tmp_path / "set", tmp_path / "private" / "key.pem"
+    make_set(folder, ca_key=key, lifetime=DAY)
+    assert not list(folder.rglob("ca-key.pem"))
+    assert make_set(folder, ca_key=key, lifetime=DAY, renew=True) == [*SERVICES]
+    with pytest.raises(CannotMake, match=r"ca-key\.pem"):
+        make_set(folder, lifetime=DAY, renew=True)
+
+
 def test_each_service_gets_a_certificate_that_can_be_used(tmp_path: Path) -> None:
     assert make_set(tmp_path / "set", lifetime=DAY) == ["CA", *SERVICES]
     for service in SERVICES:
