@@ -151,7 +151,7 @@ def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "server-timing"],
         )
     return HttpServer(
         app,

@@ -978,6 +978,8 @@ class RequestTiming(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LOSSES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """From its arrival until a worker first ran it (until its end, if none did)."""
     prefill_s: _builtins.float
@@ -985,7 +987,11 @@ class RequestTiming(_message.Message):
     decode_s: _builtins.float
     """From its first token until its end."""
     num_preemptions: _builtins.int
-    """Times that it lost its blocks to other requests."""
+    """Times that it lost its blocks to other requests. Of a beam search: 0."""
+    num_cached_host_tokens: _builtins.int
+    """Of the ending's cached_tokens: those in host memory. The others were on the device."""
+    num_losses: _builtins.int
+    """Times that it lost its blocks with a worker or the cache, and was computed again. Of a beam search: 0."""
     def __init__(
         self,
         *,
@@ -993,10 +999,12 @@ class RequestTiming(_message.Message):
         prefill_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
+        num_cached_host_tokens: _builtins.int = ...,
+        num_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "num_preemptions", b"num_preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "num_cached_host_tokens", b"num_cached_host_tokens", "num_losses", b"num_losses", "num_preemptions", b"num_preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

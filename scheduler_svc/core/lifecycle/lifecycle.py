@@ -193,6 +193,7 @@ class Lifecycle:
         request.advance(Event.LOSE)
         if request.phase is not Phase.ENDED:
             self.counters.requeued += 1
+            request.history.num_losses += 1
             self.note(request, "requeued", why)
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
