@@ -61,6 +61,7 @@ async def serve(
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         no_worker_timeout_s=settings.no_worker_timeout_s,
+        conversation_ttl_s=settings.conversation_ttl_s,
         allow_mixed_dtypes=settings.allow_mixed_dtypes,
     )
     overrides = {kind: getattr(settings, kind) for kind in KINDS}

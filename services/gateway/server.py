@@ -235,6 +235,7 @@ def _make_gateway(
         requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
+        objectives=settings.objective_priorities,
         access=AccessControl(keys, open_metrics=settings.open_metrics),
     )
 

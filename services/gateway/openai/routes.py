@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from services.gateway.access.caller import Caller
+from services.gateway.access.headers import apply_headers, conversation_name
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
@@ -42,7 +43,7 @@ def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> Re
     a proxy leaves it there."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
-    routes += vllm_routes(gateway)
+    routes += [*vllm_routes(gateway), *_session_routes(gateway)]
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
 
@@ -188,6 +189,19 @@ def _token_routes(gateway: Gateway) -> list[Route]:
     return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
 
+def _session_routes(gateway: Gateway) -> list[Route]:
+    async def release_session(request: Request) -> Response:
+        """End a session (x-session-id) of this caller: its blocks and its place in the queue are given up."""
+        session_id, caller = request.path_params["session_id"], caller_of(request)
+        with gateway.access.quotas.entering(caller.key, new=True):
+            known = await gateway.session.release_conversation(conversation_name(session_id, caller.owner))
+        if not known:
+            raise ApiError(404, f"the session {session_id[:128]!r} is not known", param="session_id", code="not_found")
+        return Response(status_code=204)
+
+    return [Route("/v1/sessions/{session_id:path}", release_session, methods=["DELETE"])]
+
+
 def _generation_routes(gateway: Gateway) -> list[Route]:
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
@@ -218,7 +232,11 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[_R],
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await gateway.read_request(cls, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
-            metadata = caller.permit(parsed.metadata(), parsed.named_tenant)
+            metadata = parsed.metadata()
+            tenant = apply_headers(
+                request.headers, metadata, parsed.named_tenant, owner=caller.owner, objectives=gateway.objectives
+            )
+            metadata = caller.permit(metadata, tenant)
             key = None
             if name is not None:
                 key = RequestKey(metadata.tenant, name, fingerprint, IDEMPOTENCY_KEY, caller.owner)
