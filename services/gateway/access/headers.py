@@ -17,6 +17,14 @@ SLO_TTFT = "x-llm-d-slo-ttft-ms"
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_IDS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")  # llm-d's name, and the older one
 TRACEPARENT = "traceparent"
+# Each header of a request for tokens, and its meaning.
+HEADERS = {
+    SESSION_ID: "the session that the request continues; 1 to 128 printable ASCII characters",
+    SLO_TTFT: "milliseconds within which the first token is wanted (ttft_slo_s)",
+    OBJECTIVE: "priority: a number, or the name of an objective of the server",
+    **dict.fromkeys(FAIRNESS_IDS, "tenant, where the API key allows it"),
+    TRACEPARENT: "W3C trace context; its trace id is in the log lines of the request",
+}
 MAX_SESSION_CHARS = 128
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _MAX_PRIORITY = 1e30  # the messages have 32-bit floats

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from services.gateway.access.caller import Caller
-from services.gateway.access.headers import apply_headers, conversation_name
+from services.gateway.access.headers import HEADERS, apply_headers, conversation_name
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
@@ -32,8 +32,18 @@ from services.gateway.openai.jobs import CHAT, PROMPT, Asked, chat_jobs, complet
 from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware, caller_of, sanitised_request_id
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
+from services.gateway.openapi import answers
+from services.gateway.openapi.description import described
+from services.gateway.openapi.route import openapi_route
 
 _KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_BODY_ERRORS = (400, 401, 404, 408, 413, 429)
+_GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+_NOTHING_LEFT = {204: "The client has the whole stream already (Last-Event-ID)"}
+_GENERATION_HEADERS = HEADERS | {
+    IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice",
+    LAST_EVENT_ID: "the last event of the stream that the client has",
+}
 # A request with one of these headers may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 
@@ -44,6 +54,7 @@ def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> Re
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*vllm_routes(gateway), *_session_routes(gateway)]
+    routes.append(openapi_route(routes, with_keys=gateway.access.has_keys))
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
 
@@ -68,10 +79,12 @@ def _json(value: Any, status: int = 200) -> JsonResponse:
 
 
 def _state_routes(gateway: Gateway) -> list[Route]:
+    @described(answer=answers.Health, errors=())
     async def health(_: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})
 
+    @described(answer=answers.Readiness, statuses={503: "Not ready"}, errors=())
     async def ready(_: Request) -> Response:
         """200 if a request would be served now, else 503 with the reason."""
         status = gateway.session.status
@@ -89,6 +102,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         said = {"status": "not ready", "reason": reason, "workers": workers, "model": gateway.model_name}
         return _json(said, 503)
 
+    @described(text=CONTENT_TYPE_LATEST, errors=(401, 403))
     async def exposition(_: Request) -> Response:
         """Metrics for Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
@@ -99,6 +113,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         metrics.beyond_quota = gateway.access.quotas.num_refused
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @described(answer=answers.ServerVersion, errors=(401,))
     async def server_version(_: Request) -> Response:
         """This server's version."""
         return _json({"version": version("paceline")})
@@ -125,10 +140,12 @@ def _model_routes(gateway: Gateway) -> list[Route]:
             "max_model_len": gateway.builder.max_model_len,
         }
 
+    @described(answer=answers.ModelList, errors=(401,))
     async def models(_: Request) -> Response:
         """The one model that is served."""
         return _json({"object": "list", "data": [card()]})
 
+    @described(answer=answers.ModelCard, errors=(401, 404))
     async def model(request: Request) -> Response:
         """One model."""
         gateway.check_model(request.path_params["model_id"] or "(no name)")
@@ -140,6 +157,7 @@ def _model_routes(gateway: Gateway) -> list[Route]:
 def _token_routes(gateway: Gateway) -> list[Route]:
     builder = gateway.builder
 
+    @described(body=schema.TokenizeRequest, answer=answers.Tokenized, errors=_BODY_ERRORS)
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
@@ -176,6 +194,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
             if getattr(body, name):
                 raise invalid(name, f"{name} is only possible with messages")
 
+    @described(body=schema.DetokenizeRequest, answer=answers.Detokenized, errors=_BODY_ERRORS)
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
@@ -190,6 +209,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 
 
 def _session_routes(gateway: Gateway) -> list[Route]:
+    @described(statuses={204: "Released"}, errors=(400, 401, 404, 429, 503))
     async def release_session(request: Request) -> Response:
         """End a session (x-session-id) of this caller: its blocks and its place in the queue are given up."""
         session_id, caller = request.path_params["session_id"], caller_of(request)
@@ -203,10 +223,26 @@ def _session_routes(gateway: Gateway) -> list[Route]:
 
 
 def _generation_routes(gateway: Gateway) -> list[Route]:
+    @described(
+        body=schema.CompletionRequest,
+        answer=answers.Completion,
+        event=answers.CompletionEvent,
+        statuses=_NOTHING_LEFT,
+        errors=_GENERATION_ERRORS,
+        headers=_GENERATION_HEADERS,
+    )
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
         return await _answer(gateway, request, "completion", schema.CompletionRequest, completion_jobs)
 
+    @described(
+        body=schema.ChatRequest,
+        answer=answers.ChatCompletion,
+        event=answers.ChatCompletionEvent,
+        statuses=_NOTHING_LEFT,
+        errors=_GENERATION_ERRORS,
+        headers=_GENERATION_HEADERS,
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, chat_jobs)
