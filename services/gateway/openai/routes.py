@@ -79,7 +79,7 @@ def _json(value: Any, status: int = 200) -> JsonResponse:
 
 
 def _state_routes(gateway: Gateway) -> list[Route]:
-    @described(answer=answers.Health, errors=())
+    @described(answer=answers.HealthStatus, errors=())
     async def health(_: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})

@@ -31,7 +31,7 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
-class Usage(_Answer):
+class TokenUsage(_Answer):
     """Tokens over all choices."""
 
     prompt_tokens: int
@@ -93,7 +93,7 @@ class _WholeAnswer(_Answer):
     id: str
     created: int
     model: str
-    usage: Usage
+    usage: TokenUsage
     timings: Timings
 
 
@@ -117,7 +117,7 @@ class _Event(_Answer):
     created: int
     model: str
     choices: list[dict[str, Any]]
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     timings: Timings | None = None
 
 
@@ -155,7 +155,7 @@ class Detokenized(_Answer):
     prompt: str
 
 
-class Health(_Answer):
+class HealthStatus(_Answer):
     status: Literal["ok"]
 
 
