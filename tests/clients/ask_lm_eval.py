@@ -25,7 +25,7 @@ def instances(kind: str, *arguments: tuple[object, ...]) -> list[Instance]:
 
 
 def likelihoods() -> None:
-    pairs = [("Once upon a", " time"), ("Once upon a", " zebra")]
+    pairs = [("Once there was a fox that", " lived"), ("Once there was a fox that", " vidle")]
     found = model().loglikelihood(instances("loglikelihood", *pairs))
     assert all(score < 0 for score, _ in found), found
     assert found[0][0] > found[1][0], found

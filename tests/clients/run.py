@@ -29,6 +29,7 @@ ENVIRONMENTS = ROOT / ".venv-peers" / "clients"
 RESULTS = ROOT / "bench" / "results" / "clients.md"
 MODEL = "paceline-demo"
 INSTALL_S, CHECKS_S = 1500, 600
+_ERROR_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,10 @@ def ask(client: Client, url: str, log: Path) -> Outcome:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The outcomes in Markdown."""
+    # The logs have the whole errors.
     lines = ["| client | version | worked | did not |", "|---|---|---|---|"]
     for one in outcomes:
-        failed = "; ".join(f"{check}: {error}" for check, error in one.failed.items()) or one.trouble
+        failed = "; ".join(f"{check}: {error[:_ERROR_CHARS]}" for check, error in one.failed.items()) or one.trouble
         shown = failed.replace("|", "\\|")
         lines.append(f"| {one.client.title} | {one.client.version} | {', '.join(one.worked) or '-'} | {shown or '-'} |")
     return "\n".join(lines)
