@@ -67,6 +67,7 @@ CLIENTS = (
     Client("anthropic", "anthropic"),
     Client("lm_eval", "lm-eval"),
     Client("guidellm", "guidellm"),
+    Client("aiperf", "aiperf"),
 )
 
 
