@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt client-wheel proto bench bench-gpu peer-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt client-wheel proto bench bench-gpu peer-test client-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | client-wheel | proto | bench | bench-gpu | peer-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | client-wheel | proto | bench | bench-gpu | peer-test | client-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -107,6 +107,11 @@ bench-gpu:
 peer-test: setup
 	tests/peer/env.sh vllm
 	PEER_SGLANG_PYTHON=$$(tests/peer/env.sh sglang) $(BIN)/python -m pytest tests/peer $(ARGS)
+
+# Clients of other projects, unmodified and each in an environment of its own, against running services: prints what worked,
+# and writes it to bench/results/clients.md. ARGS='openai litellm' runs some.
+client-test: setup
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 # Plants mistakes in the cores by rule and names those that no test notices (about an hour on two cores).
 mutants: setup

@@ -14,7 +14,14 @@ from google.protobuf.message import DecodeError
 
 from paceline.v1 import cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
-from paceline.v1.inference_pb2 import GenerateRequest, GenerateResponse, SessionRequest, SessionResponse
+from paceline.v1.inference_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    ReleaseConversationRequest,
+    ReleaseConversationResponse,
+    SessionRequest,
+    SessionResponse,
+)
 from paceline.v1.worker_pb2 import SchedulerHeartbeat, WorkerServiceLinkRequest, WorkerServiceLinkResponse
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.suspects import Loss
@@ -183,6 +190,17 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
 
     def _heartbeat(self) -> SessionResponse:
         return SessionResponse(heartbeat=True, load=self.core.load(time.monotonic()))
+
+    async def ReleaseConversation(
+        self,
+        request: ReleaseConversationRequest,
+        context: grpc.aio.ServicerContext[ReleaseConversationRequest, ReleaseConversationResponse],
+    ) -> ReleaseConversationResponse:
+        try:
+            self.event(self.core.release_conversation, request.conversation)
+        except KeyError:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "conversation: is not known")
+        return ReleaseConversationResponse()
 
     async def Generate(
         self, request: GenerateRequest, context: grpc.aio.ServicerContext[GenerateRequest, GenerateResponse]

@@ -58,6 +58,7 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
         waiting_timeout_s=settings.waiting_timeout_s,
         running_timeout_s=settings.running_timeout_s,
         no_worker_timeout_s=settings.no_worker_timeout_s,
+        conversation_ttl_s=settings.conversation_ttl_s,
         allow_mixed_dtypes=settings.allow_mixed_dtypes,
         cache_scope=settings.cache_scope,
     )

@@ -78,6 +78,9 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         ge=0,
         description="a request that waits while no worker is attached is failed with 503 after so long; 0: never",
     )
+    conversation_ttl_s: float = Field(
+        300.0, gt=0, le=86400, description="an idle session (x-session-id) keeps its blocks and its place for so long"
+    )
     allow_mixed_dtypes: bool = Field(
         False, description="take workers of one model in different data types: a stream that moves may get other tokens"
     )

@@ -20,6 +20,7 @@ from cache_svc.core.sequences.commits import checked_commits
 from cache_svc.core.sequences.matching import MatchedTokens, matches_of
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.restore import restore
+from cache_svc.core.sequences.retained import end_retention
 from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
 from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
@@ -56,6 +57,7 @@ class Operations:
             "swap_in": self._swap_in,
             "restore": self._restore,
             "give_up_pins": self._give_up_pins,
+            "end_retention": self._end_retention,
         }
         self.reset()
 
@@ -176,6 +178,16 @@ class Operations:
         worker = self._worker(op.worker)
         self.counters.pins_given_up += self.pins.give_up(worker)
         self._touched[op.worker] = worker
+
+    def _end_retention(self, op: pb.EndRetentionOp, _: pb.CacheOpResult) -> None:
+        check_token_bytes(op.token_ids)
+        names = op.namespace
+        if (
+            self.tree is None
+            or (root := self.tree.roots.get(Namespace(names.model, names.lora, names.cache_salt))) is None
+        ):
+            return
+        end_retention(self.tree, self.workers.values(), root, op.token_ids, op.tenant)
 
     def _is_not(self, sequence_id: int, state: str) -> OpError:
         if self._is_known(sequence_id):

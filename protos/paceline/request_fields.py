@@ -147,6 +147,7 @@ class MetadataValues(TypedDict, total=False):
 
     priority: Annotated[float, MetadataField()]  # larger is more urgent
     deadline_s: Annotated[float, MetadataField(above_zero=True)]  # from now
+    ttft_slo_s: Annotated[float, MetadataField(above_zero=True)]  # a goal for the first token, from now
     tenant: Annotated[str, MetadataField(max_chars=128)]  # budgets and fair order are per tenant
     cache_salt: Annotated[str, MetadataField(max_chars=256)]  # only requests with the same salt share KV
 

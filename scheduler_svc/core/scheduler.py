@@ -170,6 +170,10 @@ class SchedulerCore:
             if (request := session.live.get(handle)) is not None:
                 self.life.end(request, FINISH_REASON_ABORT)
 
+    def release_conversation(self, name: str) -> None:
+        """End a conversation. Raises KeyError if it is not known."""
+        self.life.conversations.release(name)
+
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         request = new_request(session.id, submission, now_s)
         changes_logits = check_submission(request, submission)
@@ -193,6 +197,7 @@ class SchedulerCore:
                 request.samples.append(request)
         elif not request.accepted_before:  # no accepted request is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
+        self.life.conversations.join(request, now_s)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
         for worker in self.workers.values():
             worker.want_grammar(request, early=True)
@@ -388,6 +393,7 @@ class SchedulerCore:
         self.life.now_s = now_s
         if not self._status.has_worker:
             self.life.timeouts.no_worker(now_s)
+        self.life.conversations.expire(now_s)
         self.life.budgets.measure(now_s, self.queue.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._retry_groups.find_poisoned():

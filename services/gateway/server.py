@@ -186,7 +186,7 @@ def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "server-timing"],
         )
     return HttpServer(
         app,
@@ -273,6 +273,7 @@ def _make_gateway(
         requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
         bodies=Bodies(settings.max_bodies_bytes),
+        objectives=settings.objective_priorities,
         access=AccessControl(keys, open_metrics=settings.open_metrics),
     )
 

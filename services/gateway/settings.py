@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -37,6 +38,19 @@ def _hosts(value: str) -> str:
     return value
 
 
+def _objectives(value: str) -> str:
+    for entry in _entries(value):
+        name, _, priority = entry.partition("=")
+        try:
+            is_number = math.isfinite(float(priority))
+        except ValueError:
+            is_number = False
+        if not name.strip() or not is_number:
+            raise ValueError(f"{entry[:100]!r} is no objective: name=priority is possible, like critical=10")
+    return value
+
+
+Objectives = Annotated[str, AfterValidator(_objectives)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
 
 
@@ -121,6 +135,11 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
         description="HTTP connections of one client, an IPv4 address or an IPv6 network of 64 bits; one more gets 429 "
         "(default: half of max_connections, at least 64; behind a proxy give it as many as max_connections)",
     )
+    objectives: Objectives = Field(
+        "",
+        description="priorities of objectives that clients may name in x-llm-d-inference-objective, with commas, like "
+        "critical=10,batch=-10",
+    )
     open_metrics: bool = Field(False, description="with API keys, serve /metrics without a key")
     allowed_origins: str = Field(
         "", description="origins (with commas) of web pages that may call the HTTP API; *: all, empty: none"
@@ -155,6 +174,12 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     def hosts(self) -> list[str]:
         """The entries of allowed_hosts, in lower case."""
         return _entries(self.allowed_hosts.lower())
+
+    @property
+    def objective_priorities(self) -> dict[str, float]:
+        """The priorities in `objectives`, by name."""
+        pairs = (entry.partition("=") for entry in _entries(self.objectives))
+        return {name.strip(): float(priority) for name, _, priority in pairs}
 
     @property
     def tenant_names(self) -> list[str]:

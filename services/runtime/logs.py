@@ -71,6 +71,15 @@ def bind_request_id(request_id: str | None) -> None:
         bind_contextvars(request_id=request_id)
 
 
+def bind_trace_id(trace_id: str) -> None:
+    """Put the client's trace (W3C) on every log line of the current task and the tasks it starts. An empty id removes
+    it."""
+    if trace_id:
+        bind_contextvars(trace_id=trace_id)
+    else:
+        unbind_contextvars("trace_id")
+
+
 def human_renderer(colors: bool) -> structlog.dev.ConsoleRenderer:
     """Renders an event as a line for people."""
     return structlog.dev.ConsoleRenderer(

@@ -100,6 +100,7 @@ class CacheOp(_message.Message):
     SWAP_IN_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     GIVE_UP_PINS_FIELD_NUMBER: _builtins.int
+    END_RETENTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add_worker(self) -> Global___AddWorkerOp: ...
     @_builtins.property
@@ -124,6 +125,8 @@ class CacheOp(_message.Message):
     def restore(self) -> Global___RestoreOp: ...
     @_builtins.property
     def give_up_pins(self) -> Global___GiveUpPinsOp: ...
+    @_builtins.property
+    def end_retention(self) -> Global___EndRetentionOp: ...
     def __init__(
         self,
         *,
@@ -139,12 +142,13 @@ class CacheOp(_message.Message):
         swap_in: Global___SwapInOp | None = ...,
         restore: Global___RestoreOp | None = ...,
         give_up_pins: Global___GiveUpPinsOp | None = ...,
+        end_retention: Global___EndRetentionOp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "end_retention", b"end_retention", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_worker", b"add_worker", "admit", b"admit", "commit", b"commit", "end_retention", b"end_retention", "extend", b"extend", "free", b"free", "give_up_pins", b"give_up_pins", "match", b"match", "op", b"op", "rematch", b"rematch", "remove_worker", b"remove_worker", "restore", b"restore", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore", "give_up_pins"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["add_worker", "remove_worker", "match", "admit", "extend", "commit", "free", "rematch", "swap_out", "swap_in", "restore", "give_up_pins", "end_retention"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -236,6 +240,37 @@ class GiveUpPinsOp(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GiveUpPinsOp: _TypeAlias = GiveUpPinsOp  # noqa: Y015
+
+@_typing.final
+class EndRetentionOp(_message.Message):
+    """End the retention of a prefix on all workers, as far as this tenant asked for it: its blocks then have the default
+    priority. Without such blocks, nothing changes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Packed int32."""
+    tenant: _builtins.str
+    @_builtins.property
+    def namespace(self) -> Global___CacheNamespace: ...
+    def __init__(
+        self,
+        *,
+        namespace: Global___CacheNamespace | None = ...,
+        token_ids: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRetentionOp: _TypeAlias = EndRetentionOp  # noqa: Y015
 
 @_typing.final
 class RestoreOp(_message.Message):

@@ -45,6 +45,40 @@ EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
+class ReleaseConversationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_FIELD_NUMBER: _builtins.int
+    conversation: _builtins.str
+    def __init__(
+        self,
+        *,
+        conversation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseConversationRequest: _TypeAlias = ReleaseConversationRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseConversationResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseConversationResponse: _TypeAlias = ReleaseConversationResponse  # noqa: Y015
+
+@_typing.final
 class TokenIds(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -334,6 +368,7 @@ class GenerateRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     RESUME_AFTER_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -357,6 +392,10 @@ class GenerateRequest(_message.Message):
     resume_after: _builtins.int
     """The request is sent again, and the client has this many tokens of its answer. The tokens after them are sent. Needs
     the key, or the tokens.
+    """
+    ttft_slo_s: _builtins.float
+    """Seconds from now within which the first token is wanted; 0: no goal. The order `deadline` follows it. A request that
+    misses it goes on.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
@@ -397,10 +436,11 @@ class GenerateRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         resume_after: _builtins.int = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ttft_slo_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -683,6 +723,8 @@ class Submission(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
     ANSWER_ID_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    CONVERSATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -708,6 +750,13 @@ class Submission(_message.Message):
     answer_id: _builtins.str
     """The id of the answer that the client sees (`cmpl-…`); empty: the client sees request_id. All sequences of one answer
     have the same. AdminService.Explain finds them by it.
+    """
+    ttft_slo_s: _builtins.float
+    """As in GenerateRequest."""
+    conversation: _builtins.str
+    """The name of the conversation that the request continues, which no other client knows; empty: none. Its blocks are
+    retained between requests, and each request has the queue position of the first one, until the conversation is
+    released or idle for the scheduler's conversation_ttl_s.
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
@@ -735,10 +784,12 @@ class Submission(_message.Message):
         cache_salt: _builtins.str = ...,
         cache_retention: _abc.Iterable[_common_pb2.RetentionRange] | None = ...,
         answer_id: _builtins.str = ...,
+        ttft_slo_s: _builtins.float = ...,
+        conversation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,6 +1097,8 @@ class RequestTiming(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LOSSES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """From its arrival until a worker first ran it (until its end, if none did)."""
     prefill_s: _builtins.float
@@ -1053,7 +1106,11 @@ class RequestTiming(_message.Message):
     decode_s: _builtins.float
     """From its first token until its end."""
     num_preemptions: _builtins.int
-    """Times that it lost its blocks to other requests."""
+    """Times that it lost its blocks to other requests. Of a beam search: 0."""
+    num_cached_host_tokens: _builtins.int
+    """Of the ending's cached_tokens: those in host memory. The others were on the device."""
+    num_losses: _builtins.int
+    """Times that it lost its blocks with a worker or the cache, and was computed again. Of a beam search: 0."""
     def __init__(
         self,
         *,
@@ -1061,10 +1118,12 @@ class RequestTiming(_message.Message):
         prefill_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
+        num_cached_host_tokens: _builtins.int = ...,
+        num_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "num_preemptions", b"num_preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "num_cached_host_tokens", b"num_cached_host_tokens", "num_losses", b"num_losses", "num_preemptions", b"num_preemptions", "prefill_s", b"prefill_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

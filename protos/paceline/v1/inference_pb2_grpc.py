@@ -45,6 +45,11 @@ class InferenceServiceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.ReleaseConversation = channel.unary_unary(
+                '/paceline.v1.InferenceService/ReleaseConversation',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.ReleaseConversationRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.ReleaseConversationResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -68,6 +73,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseConversation(self, request, context):
+        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
+        Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +93,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.SessionRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.SessionResponse.SerializeToString,
+            ),
+            'ReleaseConversation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseConversation,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.ReleaseConversationRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.ReleaseConversationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class InferenceService:
             '/paceline.v1.InferenceService/Session',
             paceline_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseConversation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/ReleaseConversation',
+            paceline_dot_v1_dot_inference__pb2.ReleaseConversationRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.ReleaseConversationResponse.FromString,
             options,
             channel_credentials,
             insecure,

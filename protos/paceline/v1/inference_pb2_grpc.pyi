@@ -41,6 +41,10 @@ class InferenceServiceStub:
     """
     Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
     """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+    ReleaseConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]
+    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
+    Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -55,6 +59,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
     """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+    ReleaseConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]  # type: ignore[assignment]
+    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
+    Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The API for clients. Generate is public, one request per call; Session carries many requests of a gateway."""
@@ -78,5 +86,15 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.SessionResponse], _abc.AsyncIterator[_inference_pb2.SessionResponse]]:
         """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+
+    @_abc_1.abstractmethod
+    def ReleaseConversation(
+        self,
+        request: _inference_pb2.ReleaseConversationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ReleaseConversationResponse, _abc.Awaitable[_inference_pb2.ReleaseConversationResponse]]:
+        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
+        Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

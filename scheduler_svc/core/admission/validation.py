@@ -25,7 +25,13 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.types import SchedulerConfig
 
 MAX_CHARS = 256  # of each text of a request, because texts are kept, logged and named in answers
-_TEXTS = ("request_id", "answer_id", "lora", *(name for name, field in METADATA.items() if field.kind is str))
+_TEXTS = (
+    "request_id",
+    "answer_id",
+    "lora",
+    "conversation",
+    *(name for name, field in METADATA.items() if field.kind is str),
+)
 _KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is not str)
 MAX_GRAMMAR_CHARS = 2**16
@@ -70,6 +76,8 @@ def check_submission(request: Request, submission: Submission) -> bool:
             raise invalid(name, f"{value} is not a finite number")
     if (deadline_s := submission.deadline_s) < 0:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
+    if (slo_s := submission.ttft_slo_s) < 0:
+        raise invalid("ttft_slo_s", f"{slo_s} is negative; 0 means no goal")
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
@@ -154,6 +162,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         arrival_s=now_s,
         lora=submission.lora,
         accepted_before=submission.accepted_before,
+        conversation=submission.conversation,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
         cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),

@@ -16,6 +16,7 @@ from paceline.v1.cache_pb2 import (
     CacheServiceLinkRequest,
     CacheServiceLinkResponse,
     CommitOp,
+    EndRetentionOp,
     MatchOp,
     RestoredSequence,
     WorkerMatch,
@@ -79,6 +80,7 @@ class CacheLink:
     model: str = ""  # fingerprint of the served model
     rematches: dict[int, None] = field(default_factory=dict)  # waiting sequences that need fresh matches
     frees: list[int] = field(default_factory=list)
+    end_retentions: list[EndRetentionOp] = field(default_factory=list)  # of conversations that are over
     unpins: dict[int, None] = field(default_factory=dict)  # workers with pins that the cache should give up
     discards: list[int] = field(default_factory=list)  # frees of sequences with KV that must not be reused
     # Of sequences with progress: their names, numbers of new tokens, numbers of computed tokens, the new tokens.
@@ -93,7 +95,7 @@ class CacheLink:
     def has_only_commits(self) -> bool:
         """Whether only commits have gathered, or nothing."""
         changed = self.swap_outs or self.frees or self.discards or self.matches or self.rematches
-        return not (changed or self.added or self.removed or self.unpins)
+        return not (changed or self.added or self.removed or self.unpins or self.end_retentions)
 
     @property
     def idle(self) -> bool:
@@ -106,7 +108,8 @@ class CacheLink:
         self.sent = None
         for by_id in (self.added, self.restoring, self.matches, self.swap_outs, self.rematches, self.unpins):
             by_id.clear()
-        for gathered in (self.opening, self.removed, self.frees, self.discards, *self._commits):
+        gathered_lists = (self.removed, self.frees, self.discards, self.end_retentions, *self._commits)
+        for gathered in (self.opening, *gathered_lists):
             gathered.clear()
 
     def forget_sequence(self, sequence: int, discard: bool = False) -> None:
@@ -114,6 +117,14 @@ class CacheLink:
         self.rematches.pop(sequence, None)
         if self.matches.pop(sequence, None) is None:
             (self.discards if discard else self.frees).append(sequence)
+
+    def end_retention(self, lora: str, cache_salt: str, tenant: str, token_ids: bytes) -> None:
+        """The tenant does not need these tokens of the namespace any more. A new cache retains nothing."""
+        if not self.connected:
+            return
+        op = EndRetentionOp(tenant=tenant, token_ids=token_ids)
+        op.namespace.model, op.namespace.lora, op.namespace.cache_salt = self.model, lora, cache_salt
+        self.end_retentions.append(op)
 
     def never_knew(self, sequence: int) -> None:
         """The cache has refused the sequence: drop every gathered operation of it."""
@@ -160,6 +171,9 @@ class CacheLink:
                 free.sequences.extend(sequences)
                 free.discard = discard
                 sequences.clear()
+        for end in self.end_retentions:  # after the frees: an ended request has left its blocks
+            ops.add().end_retention.CopyFrom(end)
+        self.end_retentions.clear()
         for worker in self.unpins:
             ops.add().give_up_pins.worker = worker
         self.unpins.clear()

@@ -99,6 +99,7 @@ class BeamGroups:
         assert group.search is not None
         if group.root.history.cached_tokens is None:
             group.root.history.cached_tokens = member.history.cached_tokens
+            group.root.history.num_cached_host_tokens = member.history.num_cached_host_tokens
         if logprobs is None:
             self._life.fail(member, "worker: sent no log probabilities for a beam")
             return

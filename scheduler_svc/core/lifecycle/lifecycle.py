@@ -15,6 +15,7 @@ from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.admission.validation import explain_rejection
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.cache.swapping import Swaps
+from scheduler_svc.core.lifecycle.conversations import Conversations
 from scheduler_svc.core.lifecycle.holdings import Holdings
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.output.sessions import Session
@@ -46,6 +47,7 @@ class Lifecycle:
         self.timeline = RequestTimeline(config.tenant_max_running_tokens)
         self.swaps = Swaps(cache, workers, counters)
         self.holdings = Holdings(queue, budgets, cache, workers, self.swaps, config.partial_reuse)
+        self.conversations = Conversations(cache, config.conversation_ttl_s)
         self.now_s = 0.0
         self.timeouts = Timeouts(config, queue, workers)
         self._output_length = output_length
@@ -193,6 +195,7 @@ class Lifecycle:
         request.advance(Event.LOSE)
         if request.phase is not Phase.ENDED:
             self.counters.requeued += 1
+            request.history.num_losses += 1
             self.note(request, "requeued", why)
 
     # ── over ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,6 +223,7 @@ class Lifecycle:
                 self._take_out(member)
         self._take_out(request)
         self.timeouts.remove(request)
+        self.conversations.left(request, self.now_s)
         if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
             self._output_length.add(request.num_output_tokens)
         name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

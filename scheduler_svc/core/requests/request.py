@@ -57,6 +57,8 @@ class Request:
     cache_salt: str = ""  # once accepted: the name that CacheNamespaces makes of tenant and salt
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
+    ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
+    conversation: str = ""  # the one that it continues; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
     held: Held = field(default_factory=Held, init=False, repr=False)
@@ -274,6 +276,12 @@ class RequestView:
     def deadline_s(self) -> float:
         """On the clock of `arrival_s`; inf if there is none."""
         return self._request.deadline_s
+
+    @property
+    def first_token_due_s(self) -> float:
+        """When the first token is wanted (`ttft_slo_s`), on the clock of `arrival_s`; inf if there is no goal."""
+        request = self._request
+        return request.arrival_s + request.ttft_slo_s if request.ttft_slo_s else math.inf
 
     @property
     def started_s(self) -> float | None:

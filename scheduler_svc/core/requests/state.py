@@ -36,7 +36,9 @@ class History:
     started_s: float | None = None  # first admission; of a beam: that of its search
     first_token_s: float | None = None  # of a beam search: the end of its first step
     cached_tokens: int | None = None  # reused at the first admission, as the client is told
+    num_cached_host_tokens: int = 0  # the part of cached_tokens that was in host memory
     num_preemptions: int = 0
+    num_losses: int = 0  # of its blocks, with a worker or the cache
 
     def timing(self, arrival_s: float, now_s: float) -> RequestTiming:
         """The times of the request's phases, if it ends now."""
@@ -47,4 +49,6 @@ class History:
             prefill_s=first_token_s - started_s,
             decode_s=now_s - first_token_s,
             num_preemptions=self.num_preemptions,
+            num_cached_host_tokens=self.num_cached_host_tokens,
+            num_losses=self.num_losses,
         )

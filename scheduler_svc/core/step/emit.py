@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.v1.cache_pb2 import CacheServiceLinkResponse
+from paceline.v1.cache_pb2 import AdmitResult, CacheServiceLinkResponse
 from paceline.v1.worker_pb2 import StepPlan, WorkerServiceLinkResponse
 from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache.link import CacheLink, admit_result
@@ -14,6 +14,7 @@ from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.phases import Event, Phase
+from scheduler_svc.core.requests.request import TOKEN_BYTES
 from scheduler_svc.core.types import SchedulerCounters
 from scheduler_svc.core.workers.block_boundaries import NONE
 from scheduler_svc.core.workers.state import WorkerState, new_plan
@@ -102,6 +103,7 @@ class Emitter:
         if request.history.cached_tokens is None:
             reported = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
             request.history.cached_tokens = reported
+            request.history.num_cached_host_tokens = max(reported - _device_tokens(granted, worker.block_size), 0)
             if worker.prefix_caching and not request.scores_prompt and request.parent is None:
                 self.counters.prefix_query_tokens += request.num_tokens
                 self.counters.prefix_hit_tokens += reported
@@ -164,3 +166,12 @@ class Emitter:
         worker.batch.frees[:0] = np.frombuffer(plan.free_slots, np.int32).tolist()
         worker.batch.resume(np.frombuffer(plan.hold_slots, np.int32).tolist())
         assert not plan.new_sequences, "a new sequence has something to run"
+
+
+def _device_tokens(granted: AdmitResult, block_size: int) -> int:
+    """The cached tokens that were in device memory. Blocks of the host follow them, and after these at most one copied
+    beginning of a block of the device."""
+    num_cached, num_host_blocks = granted.num_cached_tokens, len(granted.host_blocks) // TOKEN_BYTES
+    if granted.copy_from:
+        return num_cached - num_host_blocks * block_size
+    return min(num_cached, (-(-num_cached // block_size) - num_host_blocks) * block_size)

@@ -1,6 +1,7 @@
 """Earliest deadline first (Liu and Layland 1973); requests without a deadline come last. The scheduler fails a request
 with a deadline in the past under any order. This order also gives up a waiting request that cannot get its first token
-in time any more: at the best measured rate of prompts, its own prompt would take longer than the time left.
+in time any more: at the best measured rate of prompts, its own prompt would take longer than the time left. A goal for
+the first token (`ttft_slo_s`) orders like a deadline, and fails no request.
 
 The rate is measured only while prompts are the bottleneck: a request waits all the time, and a prompt is computed all
 the time. Otherwise it would show the demand or the number of slots. Without a measurement no request is given up.
@@ -33,8 +34,9 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
-        """The deadline in seconds, on the clock of `arrival_s`; infinity if there is none."""
-        return request.deadline_s
+        """The deadline in seconds, or the time for the first token (`ttft_slo_s`) if that is earlier, on the clock of
+        `arrival_s`; infinity if there is neither."""
+        return min(request.deadline_s, request.first_token_due_s)
 
     def remove(self, request: RequestView) -> None:
         """Remove a request. When no request waits, the measurement of the rate ends."""
@@ -55,7 +57,7 @@ class EarliestDeadlineFirst(KeyedOrder):
         """Requests with a deadline before their own prompts could be computed. None before the first measurement."""
         rate = self.prefill_tokens_per_s or self._measure(now_s)
         for request in super().ordered(now_s) if rate else ():
-            if request.deadline_s == math.inf:
+            if self.key(request) == math.inf:
                 return
             if now_s + _uncached_tokens(request) / rate > request.deadline_s:
                 yield request

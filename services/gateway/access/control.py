@@ -34,6 +34,11 @@ class AccessControl:
         self.num_refused = 0  # calls without a valid key, since the start
         self._num_logged, self._logged_s = 0, -_LOG_EVERY_S
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether calls need an API key."""
+        return self._keys is not None
+
     def admit(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """The caller of an HTTP request, from its head alone. Raises ApiError 401 and 403."""
         if self._keys is None or path in self._open_paths:

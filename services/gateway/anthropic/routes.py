@@ -11,6 +11,8 @@ from services.gateway.anthropic.answers import MessageStream, WholeMessage
 from services.gateway.anthropic.conversion import CountedChat, MessageChat
 from services.gateway.anthropic.errors import write_error
 from services.gateway.anthropic.retention import retained
+from services.gateway.anthropic.schema import MessagesRequest
+from services.gateway.engine.idempotency import IDEMPOTENCY_KEY
 from services.gateway.engine.request import GenerateJob
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import JsonResponse
@@ -19,7 +21,9 @@ from services.gateway.openai.format import Envelope
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import CHAT, Asked, chat_jobs
 from services.gateway.openai.middleware import OtherApi, caller_of
-from services.gateway.openai.routes import entered
+from services.gateway.openai.routes import BODY_ERRORS, GENERATION_ERRORS, entered
+from services.gateway.openapi.answers import CountedTokens, MessageAnswer, MessageError
+from services.gateway.openapi.description import described
 
 _PATH = "/v1/messages"
 
@@ -27,6 +31,13 @@ _PATH = "/v1/messages"
 def anthropic_api(gateway: Gateway) -> OtherApi:
     """The API of a gateway."""
 
+    @described(
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        error=MessageError,
+        errors=GENERATION_ERRORS,
+        headers={IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice"},
+    )
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         async with entered(gateway, request, "message", MessageChat, _message_jobs) as admitted:
@@ -40,6 +51,7 @@ def anthropic_api(gateway: Gateway) -> OtherApi:
         request_id = request.scope["state"]["request_id"]
         return cls(reading, envelope, max_tokens=body.max_tokens, request_id=request_id)
 
+    @described(body=MessagesRequest, answer=CountedTokens, error=MessageError, errors=BODY_ERRORS)
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a conversation has."""
         gone = request.scope[CONNECTION].has_gone

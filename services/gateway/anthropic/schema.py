@@ -86,7 +86,7 @@ class Block(_Part):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Annotated[list[Block], BeforeValidator(_blocks)] = []
+    content: Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=Any)] = []
     thinking: str | None = None
     cache_control: CacheControl | None = None
 
@@ -113,7 +113,7 @@ def _check_holder(blocks: list[Block], holder: str) -> None:
             raise ValueError(f"has a block of type {block.type!r}, which is not possible in {holder!r}")
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_blocks)]
+Blocks = Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block] | None)]
 
 
 class Message(_Part):

@@ -45,12 +45,12 @@ class Generation:
         "_interrupt",
         "_live",
         "_loop",
-        "_run",
         "_taken",
         "cached_tokens",
         "finish_reason",
         "hypotheses",
         "job",
+        "run",
         "text_stream",
         "token_ids",
     )
@@ -69,7 +69,7 @@ class Generation:
         self.token_ids: list[int] = []
         # The hypotheses of a beam search, after its end.
         self.hypotheses: list[Found] = []
-        self._run = run
+        self.run = run
         self._live = run.live
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
@@ -136,7 +136,7 @@ class Generation:
         before = stream.num_tokens
         text = stream.push(tokens)
         if tokens:
-            self._run.count(self._taken)
+            self.run.count(self._taken)
         if stream.stopped:
             self.token_ids = tokens[: stream.num_tokens - before]
             await self._stop_here()
@@ -180,7 +180,7 @@ class Generation:
     async def _stop_here(self) -> None:
         """A stop string is complete. Later tokens do not count, so the engine need not continue."""
         live = self._live
-        self._run.stop(self.text_stream.num_tokens)
+        self.run.stop(self.text_stream.num_tokens)
         if live.ending is None:
             # The scheduler's Ending follows at once. Only the scheduler knows how much of the prompt was cached.
             self._future = self._loop.create_future()
@@ -204,6 +204,6 @@ class Generation:
         self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
         if self.text_stream.stopped:
-            self._run.stop(self.text_stream.num_tokens)
+            self.run.stop(self.text_stream.num_tokens)
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason
         return text

@@ -77,6 +77,6 @@ def message_fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     """The fingerprint of a gRPC request, the same for each attempt."""
     same = inference_pb2.GenerateRequest()
     same.CopyFrom(request)
-    for attempt_only in ("request_id", "deadline_s", "resume_after", "resume_token_ids"):
+    for attempt_only in ("request_id", "deadline_s", "ttft_slo_s", "resume_after", "resume_token_ids"):
         same.ClearField(attempt_only)
     return sha256(same.SerializeToString(deterministic=True)).digest()

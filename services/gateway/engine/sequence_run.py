@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,14 @@ class _Samples:
     def __init__(self) -> None:
         self.num = self.num_running = 0
         self.longest = 0  # output tokens of the longest sample that has ended
+
+
+class RunTimes(NamedTuple):
+    """Where the time of a run went, in seconds. None: not known."""
+
+    queue_s: float | None  # until a worker first ran it
+    prompt_s: float | None  # from then until its first token
+    output_s: float | None  # from then until its end
 
 
 class SequenceRun:
@@ -114,6 +123,30 @@ class SequenceRun:
         return scheduler_error(ending) if has_final_error else None
 
     @property
+    def timing(self) -> inference_pb2.RequestTiming | None:
+        """The scheduler's report, if the run has ended with one."""
+        ending = self.live.ending
+        return ending.timing if ending is not None and ending.HasField("timing") else None
+
+    @property
+    def times(self) -> RunTimes:
+        """The times of a run that has ended: the scheduler's. A scheduler that was lost, or that submitted no report,
+        leaves the times at which tokens reached the gateway. Then `prompt_s` has the time in the queue, too."""
+        if (timing := self.timing) is not None and not self.num_resubmissions:
+            return RunTimes(timing.queue_s, timing.prefill_s, timing.decode_s)
+        return RunTimes(None, self.ttft_s, None if self._first_s is None else self._last_s - self._first_s)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From the request's arrival to the first token that a reader has read; None before it."""
+        return None if self._first_s is None else self._first_s - self.job.arrival_s
+
+    @property
+    def num_resubmissions(self) -> int:
+        """How often the run went to another scheduler, because one was lost."""
+        return max(self.live.attempt - 1, 0)
+
+    @property
     def num_bytes(self) -> int:
         """The memory that the run takes, in bytes; an estimate."""
         live, sampling = self.live, self.job.sampling
@@ -179,10 +212,10 @@ class SequenceRun:
             prompt_tokens=len(job.prompt_ids),
             output_tokens=self._num_output_tokens,
             cached_tokens=min(ending.cached_tokens, len(job.prompt_ids)) if ending is not None else None,
-            ttft_s=None if self._first_s is None else self._first_s - job.arrival_s,
+            ttft_s=self.ttft_s,
             tpot_s=ran_s / num_after_first if self._first_s is not None and num_after_first > 0 else None,
             latency_s=now_s - job.arrival_s,
-            timing=ending.timing if ending is not None and ending.HasField("timing") else None,
+            timing=self.timing,
             num_submissions=self.live.attempt,
         )
 

@@ -27,6 +27,7 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
+_RELEASE_S = 5.0  # for a call that the scheduler answers from memory
 _LOOK_S = 1.0  # how often a waiting request checks for its client
 _NO_WORKER_RETRY_S = 5.0  # the scheduler's retry_after_s for the same failure
 _FULL = "the server has too many requests in flight"
@@ -72,6 +73,7 @@ class SchedulerSession:
         self._model_told = asyncio.Event()
         self._num_asking = 0  # requests in know_model()
         self._closing = False
+        self._channel: grpc.aio.Channel | None = None  # of the current stream
         self._tasks: list[asyncio.Task[None]] = []
         # How often the stream was opened.
         self.num_connects = 0
@@ -215,6 +217,20 @@ class SchedulerSession:
         self._outgoing.set()
         return request
 
+    async def release_conversation(self, name: str) -> bool:
+        """End a conversation at the scheduler. Returns whether the scheduler knew it. Raises ApiError 503."""
+        channel, away = self._channel, ApiError(503, "no connection to the scheduler", retry_after_s=1.0)
+        if channel is None or not self.connected:
+            raise away
+        request = inference_pb2.ReleaseConversationRequest(conversation=name)
+        try:
+            await inference_pb2_grpc.InferenceServiceStub(channel).ReleaseConversation(request, timeout=_RELEASE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                return False
+            raise away from error
+        return True
+
     def cancel(self, request: LiveRequest) -> None:
         """End a request. No effect on an ended request."""
         self._core.cancel(request)
@@ -230,6 +246,7 @@ class SchedulerSession:
                 # A new channel per attempt: a failed channel waits for gRPC's back-off of seconds.
                 target = await find_leader(self._target, SERVICE_NAME, self._transport, self._tls)
                 async with open_channel(target, self._transport, self._tls) as channel:
+                    self._channel = channel
                     await self._run_stream(channel)
             except StaleScheduler as error:
                 _log.warning("refused a scheduler", scheduler=target, reason=str(error))
@@ -241,6 +258,7 @@ class SchedulerSession:
                 code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
                 _log.debug("scheduler stream failed", code=str(code))
             finally:
+                self._channel = None
                 opened = self._core.opened
                 self._core.disconnect(asyncio.get_running_loop().time())
             if opened:

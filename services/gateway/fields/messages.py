@@ -71,7 +71,7 @@ class ChatMessage(_Part):
     """One turn of a chat. The assistant's content may be null, as in a turn that only calls tools."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)] | None
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]])] | None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -41,9 +41,9 @@ def flag(value: Any) -> Any:
     return _FLAGS.get(value.strip().lower(), value) if type(value) is str else value
 
 
-Integer = Annotated[int, BeforeValidator(integer)]
-Number = Annotated[float, BeforeValidator(number)]
-Flag = Annotated[bool, BeforeValidator(flag)]
+Integer = Annotated[int, BeforeValidator(integer, json_schema_input_type=int | str)]
+Number = Annotated[float, BeforeValidator(number, json_schema_input_type=float | str)]
+Flag = Annotated[bool, BeforeValidator(flag, json_schema_input_type=bool | str)]
 KINDS: dict[type, Any] = {int: Integer, float: Number, str: str}
 
 

@@ -36,11 +36,14 @@ _FORMS = ("json_schema", "regex", "grammar")
 _PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
+_ReleaseContext = grpc.aio.ServicerContext[
+    inference_pb2.ReleaseConversationRequest, inference_pb2.ReleaseConversationResponse
+]
 _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inference_pb2.SessionResponse]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves Generate. Session belongs to the scheduler, and is UNIMPLEMENTED here."""
+    """Serves Generate. The other calls belong to the scheduler, and are UNIMPLEMENTED here."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -95,6 +98,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Not served by a gateway."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
         yield inference_pb2.SessionResponse()
+
+    async def ReleaseConversation(
+        self, request: inference_pb2.ReleaseConversationRequest, context: _ReleaseContext
+    ) -> inference_pb2.ReleaseConversationResponse:
+        """Not served by a gateway."""
+        message = "ReleaseConversation is the scheduler's; over HTTP, DELETE /v1/sessions/{id} ends a session"
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     async def _job(
         self,

@@ -14,6 +14,7 @@ from paceline.v1 import common_pb2
 from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
 from services.gateway.engine.request_store import Reading
+from services.gateway.engine.timings import SERVER_TIMING, first_token_timing, server_timing, timings
 from services.gateway.errors import ApiError
 from services.gateway.openai.event_ids import ChoicePosition, EventId, StreamProgress, cannot_resume
 from services.gateway.openai.format import DONE, AnswerChoice, Envelope, StreamFormat, error_event, usage
@@ -178,7 +179,10 @@ class WholeAnswer(RunningAnswer):
                     generation.job.reply,
                 )
             )
-        await JsonResponse(self._envelope.whole(choices, usage(self._generations)))(scope, receive, send)
+        took = timings(self._generations)
+        headers = {SERVER_TIMING: header} if (header := server_timing(took)) else None
+        body = self._envelope.whole(choices, usage(self._generations), took)
+        await JsonResponse(body, headers=headers)(scope, receive, send)
 
     def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None] | None:
         generation = self._generations[self._first_sample(index)]
@@ -264,6 +268,7 @@ class StreamAnswer(RunningAnswer):
         if self._after is not None:
             await self._catch_up(self._after)
         running = [i for i, position in enumerate(self._positions) if not position.ended]
+        self._format.num_open = len(running)
         rest = b""
         if len(running) == 1:
             rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
@@ -395,7 +400,10 @@ class StreamAnswer(RunningAnswer):
         send = self._send
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+            headers = list(STREAM_HEADERS)
+            if header := first_token_timing(self._generations):
+                headers.append((SERVER_TIMING.encode(), header.encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         elif more_body:
             send = self._raw_send
         await send({"type": "http.response.body", "body": body, "more_body": more_body})

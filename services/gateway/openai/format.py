@@ -12,6 +12,7 @@ import orjson
 from paceline.v1.common_pb2 import FinishReason
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.sequence_run import FINISH_NAMES
+from services.gateway.engine.timings import timings
 from services.gateway.openai.message import whole_message
 from services.gateway.parsing.reply import ReplyFormat
 
@@ -85,11 +86,11 @@ class Envelope:
         """The first fields of every body."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
-    def whole(self, choices: Sequence[AnswerChoice], usage: dict[str, Any]) -> bytes:
+    def whole(self, choices: Sequence[AnswerChoice], usage: dict[str, Any], took: dict[str, Any]) -> bytes:
         """The body of an answer without streaming."""
         head = self.head("chat.completion" if self.kind == "chat" else "text_completion")
         shaped = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        body = {**head, "choices": shaped, "usage": usage}
+        body = {**head, "choices": shaped, "usage": usage, "timings": took}
         if self.kind == "chat":  # vLLM has them at this level
             body["prompt_logprobs"] = choices[0].prompt_logprobs
             body["prompt_token_ids"] = self._ids(choices[0].prompt_ids)
@@ -129,6 +130,8 @@ class StreamFormat:
         self._chat = envelope.kind == "chat"
         self._shown = envelope.shown
         self._generations = generations
+        # Choices without their last event. The last one of these events has the timings, unless a usage follows.
+        self.num_open = len(generations)
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         head = orjson.dumps(envelope.head("chat.completion.chunk" if self._chat else "text_completion"))
@@ -192,7 +195,7 @@ class StreamFormat:
                 reasons,
                 self._ids(token_ids),
                 b"}]",
-                self._tail_of(index),
+                self._last_tail_of(index),
             )
         )
 
@@ -212,7 +215,8 @@ class StreamFormat:
             delta,
             orjson.dumps(logprobs),
         )
-        return b"".join((start, reasons, self._ids(token_ids), b"}]", self._tail_of(index)))
+        tail = self._tail_of(index) if finish_name is None else self._last_tail_of(index)
+        return b"".join((start, reasons, self._ids(token_ids), b"}]", tail))
 
     def _reasons(self, index: int, finish_name: str) -> bytes:
         stop_reason = orjson.dumps(self._generations[index].stop_reason)
@@ -222,7 +226,16 @@ class StreamFormat:
         """The event after all choices: the usage, if the client asked for it."""
         if not self._include_usage:
             return b""
-        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + b"}\n\n"
+        return self._head + b'],"usage":' + orjson.dumps(usage(self._generations)) + self._timings() + b"}\n\n"
+
+    def _timings(self) -> bytes:
+        return b',"timings":' + orjson.dumps(timings(self._generations))
+
+    def _last_tail_of(self, index: int) -> bytes:
+        """The end of a choice's last event. llama.cpp has the timings in the last event of a stream."""
+        self.num_open -= 1
+        tail = self._tail_of(index)
+        return tail if self.num_open or self._include_usage else self._timings() + tail
 
     def _ids(self, token_ids: Sequence[int]) -> bytes:
         return b',"token_ids":' + orjson.dumps(list(token_ids)) if self._shown.token_ids else b""

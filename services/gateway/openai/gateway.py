@@ -50,6 +50,7 @@ class Gateway:
     parse_limiter: ParseLimiter = field(default_factory=ParseLimiter)
     parser: BodyParser = field(default_factory=BodyParser)
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
+    objectives: Mapping[str, float] = field(default_factory=dict)  # priorities by the name of an objective
     access: AccessControl = field(default_factory=AccessControl)
 
     @property

@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from services.gateway.access.caller import Caller
 from services.gateway.access.control import OPEN_PATHS
+from services.gateway.access.headers import HEADERS, apply_headers, conversation_name
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
@@ -39,8 +40,18 @@ from services.gateway.openai.middleware import (
 )
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
+from services.gateway.openapi import answers
+from services.gateway.openapi.description import described
+from services.gateway.openapi.route import openapi_route
 
 _KINDS: dict[str, str] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+BODY_ERRORS = (400, 401, 404, 408, 413, 429)
+GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+_NOTHING_LEFT = {204: "The client has the whole stream already (Last-Event-ID)"}
+_GENERATION_HEADERS = HEADERS | {
+    IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice",
+    LAST_EVENT_ID: "the last event of the stream that the client has",
+}
 # A request with one of these headers may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 
@@ -52,7 +63,8 @@ def create_app(
     a proxy leaves it there. `apis`: those that it serves besides OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
-    routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway)]
+    routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
+    routes.append(openapi_route(routes, with_keys=gateway.access.has_keys))
     kinds = {**_KINDS, **{path: kind for api in apis for path, kind in api.kinds.items()}}
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
@@ -80,10 +92,12 @@ def _json(value: Any, status: int = 200) -> JsonResponse:
 
 
 def _state_routes(gateway: Gateway) -> list[Route]:
+    @described(answer=answers.HealthStatus, errors=())
     async def health(_: Request) -> Response:
         """200 as long as the process serves, with or without a scheduler."""
         return _json({"status": "ok"})
 
+    @described(answer=answers.Readiness, statuses={503: "Not ready"}, errors=())
     async def ready(_: Request) -> Response:
         """200 if a request would be served now, else 503 with the reason."""
         status = gateway.session.status
@@ -101,6 +115,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         said = {"status": "not ready", "reason": reason, "workers": workers, "model": gateway.model_name}
         return _json(said, 503)
 
+    @described(text=CONTENT_TYPE_LATEST, errors=(401, 403))
     async def exposition(_: Request) -> Response:
         """Metrics for Prometheus."""
         metrics, requests = gateway.metrics, gateway.requests
@@ -111,6 +126,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         metrics.beyond_quota = gateway.access.quotas.num_refused
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    @described(answer=answers.ServerVersion, errors=(401,))
     async def server_version(_: Request) -> Response:
         """This server's version."""
         return _json({"version": version("paceline")})
@@ -137,10 +153,12 @@ def _model_routes(gateway: Gateway) -> list[Route]:
             "max_model_len": gateway.builder.max_model_len,
         }
 
+    @described(answer=answers.ModelList, errors=(401,))
     async def models(_: Request) -> Response:
         """The one model that is served."""
         return _json({"object": "list", "data": [card()]})
 
+    @described(answer=answers.ModelCard, errors=(401, 404))
     async def model(request: Request) -> Response:
         """One model."""
         gateway.check_model(request.path_params["model_id"] or "(no name)")
@@ -152,6 +170,7 @@ def _model_routes(gateway: Gateway) -> list[Route]:
 def _token_routes(gateway: Gateway) -> list[Route]:
     builder = gateway.builder
 
+    @described(body=schema.TokenizeRequest, answer=answers.Tokenized, errors=BODY_ERRORS)
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a chat."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
@@ -188,6 +207,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
             if getattr(body, name):
                 raise invalid(name, f"{name} is only possible with messages")
 
+    @described(body=schema.DetokenizeRequest, answer=answers.Detokenized, errors=BODY_ERRORS)
     async def detokenize(request: Request) -> Response:
         """Text of token ids."""
         entering = gateway.access.quotas.entering(caller_of(request).key, new=True)
@@ -201,15 +221,46 @@ def _token_routes(gateway: Gateway) -> list[Route]:
     return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
 
+def _session_routes(gateway: Gateway) -> list[Route]:
+    @described(statuses={204: "Released"}, errors=(400, 401, 404, 429, 503))
+    async def release_session(request: Request) -> Response:
+        """End a session (x-session-id) of this caller: its blocks and its place in the queue are given up."""
+        session_id, caller = request.path_params["session_id"], caller_of(request)
+        with gateway.access.quotas.entering(caller.key, new=True):
+            known = await gateway.session.release_conversation(conversation_name(session_id, caller.owner))
+        if not known:
+            raise ApiError(404, f"the session {session_id[:128]!r} is not known", param="session_id", code="not_found")
+        return Response(status_code=204)
+
+    return [Route("/v1/sessions/{session_id:path}", release_session, methods=["DELETE"])]
+
+
 def _generation_routes(gateway: Gateway) -> list[Route]:
+    @described(
+        body=schema.CompletionRequest,
+        answer=answers.Completion,
+        event=answers.CompletionEvent,
+        statuses=_NOTHING_LEFT,
+        errors=GENERATION_ERRORS,
+        headers=_GENERATION_HEADERS,
+    )
     async def completions(request: Request) -> Response:
         """Continue a prompt, or several."""
         return await _answer(gateway, request, "completion", schema.CompletionRequest, completion_jobs)
 
+    @described(
+        body=schema.ChatRequest,
+        answer=answers.ChatCompletion,
+        event=answers.ChatCompletionEvent,
+        statuses=_NOTHING_LEFT,
+        errors=GENERATION_ERRORS,
+        headers=_GENERATION_HEADERS,
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, chat_jobs)
 
+    @described(statuses={400: "The model makes no embeddings"}, errors=(401, 429))
     async def embeddings(_: Request) -> Response:
         """Refuse: workers load models that generate text, and no others."""
         message = (
@@ -256,7 +307,11 @@ async def entered(
             keyed_kind = kind if name is not None else ""
             parsed, fingerprint = await gateway.read_request(cls, request, held, new=new, kind=keyed_kind)
             gateway.check_model(parsed.model)
-            metadata = caller.permit(parsed.metadata(), parsed.named_tenant)
+            metadata = parsed.metadata()
+            tenant = apply_headers(
+                request.headers, metadata, parsed.named_tenant, owner=caller.owner, objectives=gateway.objectives
+            )
+            metadata = caller.permit(metadata, tenant)
             key = None
             if name is not None:
                 key = RequestKey(metadata.tenant, name, fingerprint, IDEMPOTENCY_KEY, caller.owner)

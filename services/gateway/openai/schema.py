@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from paceline.request_fields import METADATA, SAMPLING
+from paceline.request_fields import METADATA, SAMPLING, MetadataField, SamplingParam
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.list_limits import check_lengths
 from services.gateway.engine.request import (
@@ -82,13 +82,24 @@ class StreamOptions(RequestBody):
     include_event_ids: Flag | None = None
 
 
+def _described_limits(field: SamplingParam | MetadataField) -> dict[str, Any]:
+    """The limits of a plain field in JSON Schema, for /openapi.json. The checks are where the fields are used."""
+    if isinstance(field, SamplingParam):
+        low = "exclusiveMinimum" if field.above_low else "minimum"
+        return {low: -1 if field.minus_one_is_zero else field.low, "maximum": field.high, "description": field.what}
+    return {"exclusiveMinimum": 0} if field.above_zero else {"maxLength": field.max_chars} if field.max_chars else {}
+
+
 if TYPE_CHECKING:
     _PlainFields = RequestBody
 else:
     _PlainFields = create_model(
         "_PlainFields",
         __base__=RequestBody,
-        **{name: (KINDS[field.kind] | None, None) for name, field in (SAMPLING | METADATA).items()},
+        **{
+            name: (KINDS[field.kind] | None, Field(None, json_schema_extra=_described_limits(field)))
+            for name, field in (SAMPLING | METADATA).items()
+        },
     )
 
 

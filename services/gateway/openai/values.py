@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
@@ -119,14 +119,20 @@ def _variables(value: Any) -> Any:
 
 
 # Lists of token ids become arrays of 32-bit integers.
-Prompt = Annotated[str | list[str] | Sequence[int] | list[Sequence[int]], PlainValidator(_prompt)]
-TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids)]
-Stop = Annotated[list[str], BeforeValidator(_stop)]
-LogitBias = Annotated[dict[int, Number], BeforeValidator(_logit_bias)]
+_WrittenPrompt = str | list[str] | list[int] | list[list[int]]
+Prompt = Annotated[
+    str | list[str] | Sequence[int] | list[Sequence[int]],
+    PlainValidator(_prompt, json_schema_input_type=_WrittenPrompt),
+]
+TokenIds = Annotated[Sequence[int], PlainValidator(_token_ids, json_schema_input_type=list[int])]
+Stop = Annotated[list[str], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)]
+LogitBias = Annotated[dict[int, Number], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])]
 # Strings (banned as they are and after a space), or token ids.
-BadWords = Annotated[list[str | list[int]], PlainValidator(_bad_words)]
+BadWords = Annotated[list[str | list[int]], PlainValidator(_bad_words, json_schema_input_type=list[str | list[int]])]
 Seed = Annotated[int | None, BeforeValidator(_no_seed)]
-NumLogprobs = Annotated[int | None, BeforeValidator(_no_logprobs)]
+NumLogprobs = Annotated[
+    int | None, BeforeValidator(_no_logprobs, json_schema_input_type=int | str | Literal[False] | None)
+]
 NoneAdded = Annotated[bool | None, AfterValidator(_none_added)]
-EarlyStopping = Annotated[bool | str, BeforeValidator(_early_stopping)]
-Variables = Annotated[dict[str, Any], BeforeValidator(_variables)]
+EarlyStopping = Annotated[bool | str, BeforeValidator(_early_stopping, json_schema_input_type=bool | Literal["never"])]
+Variables = Annotated[dict[str, Any], BeforeValidator(_variables, json_schema_input_type=dict[str, str | float | bool])]

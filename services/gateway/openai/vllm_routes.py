@@ -10,19 +10,24 @@ from starlette.routing import Route
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import JsonResponse
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openapi.answers import ServerLoad
+from services.gateway.openapi.description import described
 
 
 def vllm_routes(gateway: Gateway) -> list[Route]:
     """The routes."""
 
+    @described(errors=())
     async def ping(_: Request) -> Response:
         """200 as long as the process serves. SageMaker asks this path."""
         return Response(status_code=200)
 
+    @described(answer=ServerLoad, errors=(401,))
     async def load(_: Request) -> Response:
         """How many sequences are in flight here."""
         return JsonResponse(orjson.dumps({"server_load": gateway.metrics.live_requests}))
 
+    @described(text="application/json", errors=(401, 404))
     async def tokenizer_info(_: Request) -> Response:
         """The checkpoint's tokenizer_config.json. 404 unless the operator allows it: it shows the chat template."""
         if gateway.tokenizer_info is None:

@@ -81,6 +81,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         # What has happened.
         self.submissions: list[inference_pb2.Submission] = []
         self.cancels: list[int] = []
+        self.conversations: set[str] = set()
         self.num_requests = 0
         self.streams: list[Stream] = []
         self.max_ahead = 0
@@ -130,6 +131,14 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         for stream in self.streams:
             stream.wake.set()
 
+    async def ReleaseConversation(
+        self, request: inference_pb2.ReleaseConversationRequest, context: Any
+    ) -> inference_pb2.ReleaseConversationResponse:
+        if request.conversation not in self.conversations:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not known")
+        self.conversations.remove(request.conversation)
+        return inference_pb2.ReleaseConversationResponse()
+
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Any
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
@@ -172,6 +181,8 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
             self.submissions.append(submission)
             stream.num_submissions += 1
             assert submission.handle not in stream.running, "handle in use"
+            if submission.conversation:
+                self.conversations.add(submission.conversation)
             ending = self.reject(submission)
             if ending is not None:
                 ending.handle = submission.handle

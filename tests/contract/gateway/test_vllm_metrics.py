@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually
 from tests.contract.gateway.test_metrics import BODY, PATH
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "vllm-metrics.md"
 OF_ENGINE = frozenset({"model_name", "engine"})
 # Name without the prefix `vllm:` (of a counter without `_total`, as vLLM declares it): kind, further labels.
 FROM_THE_SCHEDULER: dict[str, tuple[str, frozenset[str]]] = {

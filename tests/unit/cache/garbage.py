@@ -34,7 +34,9 @@ class Garbage:
         return ops
 
     def _some(self) -> list[pb.CacheOp]:
-        rare = self.rng.choice(["add_worker", "rematch", "empty", "remove_worker", "restore", "give_up_pins"])
+        rare = self.rng.choice(
+            ["add_worker", "rematch", "empty", "remove_worker", "restore", "give_up_pins", "end_retention"]
+        )
         usual = ["start", "start", "branch", *["commit"] * 3, "match", "admit", "fork", "extend", "free"]
         name = self.rng.choice([*usual, "swap_out", "swap_in", rare])
         if name == "start":
@@ -89,6 +91,12 @@ class Garbage:
 
     def _give_up_pins(self) -> pb.CacheOp:
         return pb.CacheOp(give_up_pins=pb.GiveUpPinsOp(worker=self.worker()))
+
+    def _end_retention(self) -> pb.CacheOp:
+        op = pb.EndRetentionOp(token_ids=self.tokens(), tenant=self.rng.choice(["", "a", "b"]))
+        if not self.rng.randrange(4):
+            op.namespace.cache_salt = "pepper"
+        return pb.CacheOp(end_retention=op)
 
     def _match(self, sequence: int | None = None) -> pb.CacheOp:
         rng = self.rng

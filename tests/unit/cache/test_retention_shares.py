@@ -14,6 +14,7 @@ import pytest
 from cache_svc.core import admin
 from cache_svc.core.retention import DEFAULT_RETENTION
 from cache_svc.core.tree.nodes import BlockResidency
+from paceline.v1 import cache_pb2 as pb
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -243,3 +244,25 @@ def test_a_block_that_is_not_full_falls_back_before_the_block_above_it() -> None
     assert retained_blocks(cache) == 10
     cache.run(3, prompt(3, 30))
     assert cache.probe(ends_early) == {0: (8, 0)}
+
+
+@pytest.mark.parametrize("num_host", [0, 32])
+def test_a_retention_may_end_before_its_time(num_host: int) -> None:
+    """Of the whole prefix and the partial block behind it, in every memory; another tenant's retention stays."""
+    cache = Driver(retained=0.5, total_retained=1.0)
+    cache.add_worker(0, 64, num_host_blocks=num_host, host_tier=num_host > 0, partial_reuse=True)
+    ours, others = prompt(1, 5), prompt(2, 5)
+    stored(cache, 1, [*ours, 7, 8], tenant="a")
+    stored(cache, 2, others, tenant="b")
+    for tokens, tenant, left in ((others, "a", (6, 5)), (ours[:10], "a", (6, 5)), ([*ours, 7, 8], "a", (0, 5))):
+        cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack(tokens), tenant=tenant)))
+        assert (retained_blocks(cache, "a"), retained_blocks(cache, "b")) == left
+
+
+def test_the_end_of_an_unknown_retention_changes_nothing() -> None:
+    cache = link(num_blocks=16)
+    for tokens in ([], [1, 2], prompt(3, 9)):
+        cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack(tokens), tenant="a")))
+    stored(cache, 1, prompt(1, 2), tenant="a")
+    cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack(prompt(3, 9)), tenant="a")))
+    assert retained_blocks(cache, "a") == 2

@@ -75,7 +75,7 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(answer({"type": "http"}, receive, send))
+    task = asyncio.create_task(answer({"type": "http", "state": {}}, receive, send))
     left = [list(output) for output in case.outputs]
     while any(request.ending is None for request in session.live):
         index = next(batches) % len(left)

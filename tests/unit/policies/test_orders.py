@@ -323,3 +323,14 @@ def test_hrrn_counts_what_a_resumed_request_computes_again_as_nothing() -> None:
     before = order._served_tokens
     order.started(view_of(resumed))
     assert order._served_tokens == before
+
+
+def test_deadline_orders_by_goals_for_the_first_token_and_gives_up_none_of_them() -> None:
+    order = EarliestDeadlineFirst(prefill_tokens_per_s=100.0)
+    goals = [request(1, [1] * 1000, ttft_slo_s=9.0), request(2, [1], arrival_s=4.0, ttft_slo_s=1.0)]
+    wait(
+        order, *goals, request(3, [1], deadline_s=7.0), request(4, [1]), request(5, [1], deadline_s=8.0, ttft_slo_s=2.0)
+    )
+    assert names(order) == [5, 2, 3, 1, 4]
+    assert given_up(order, 6.5) == []
+    assert given_up(order, 7.5) == [3]

@@ -363,6 +363,7 @@ def test_with_keys_admin_calls_need_an_admin_key_from_anywhere(write: Callable[[
 # Calls between services. They stay open until links are authenticated by certificates.
 LINKS = {
     "/paceline.v1.InferenceService/Session",
+    "/paceline.v1.InferenceService/ReleaseConversation",  # of a gateway, for one of its callers
     "/paceline.v1.WorkerService/Link",
     "/paceline.v1.KvTransferService/Fetch",
     "/paceline.v1.CacheService/Link",

@@ -117,3 +117,26 @@ def test_a_beam_search_has_its_first_token_after_its_first_step(width: int) -> N
     assert timing.prefill_s > 0
     assert timing.decode_s > 0
     assert timing.queue_s + timing.prefill_s + timing.decode_s == second - 1.0
+
+
+def test_cached_tokens_of_host_memory_are_told_apart() -> None:
+    """Six blocks: other prompts evict the first prompt to host memory, and its repetition takes it from there."""
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=6, max_num_seqs=4, max_batched_tokens=64, num_host_blocks=16))
+    first = list(range(13))
+    for handle, prompt in enumerate([first, first, [*range(50, 63)], [*range(70, 83)], first], 1):
+        system.submit("s", handle, prompt, PARAMS)
+        system.run()
+    reused = [(end.cached_tokens, end.timing.num_cached_host_tokens) for end in (ending(system, i) for i in (1, 2, 5))]
+    assert reused == [(0, 0), (12, 0), (12, 12)]
+
+
+def test_a_lost_worker_counts_as_a_loss_and_as_no_preemption() -> None:
+    system = started()
+    system.submit("s", 1, [1, 2, 3], SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True))
+    until_tokens(system, 1, 2)
+    system.kill(system.workers[0])
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))
+    system.run()
+    assert (ending(system).timing.num_losses, ending(system).timing.num_preemptions) == (1, 0)

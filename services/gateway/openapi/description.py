@@ -1,0 +1,60 @@
+"""What a route takes and answers, beside its path and its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from services.gateway.openapi.answers import Error
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "openapi_description"
+# Every path that takes a body or a key may answer with these; bodies.py has the shape.
+COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """`body`: the model that parses the request. `answer`: the JSON of status 200. `event`: the JSON of one event of a
+    stream. `text`: the media type of an answer that is no JSON. `statuses`: further statuses without the error shape,
+    each with its meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each with its meaning.
+    """
+
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    event: type[BaseModel] | None = None
+    text: str = ""
+    statuses: dict[int, str] = field(default_factory=dict)
+    errors: Sequence[int] = COMMON_ERRORS
+    headers: dict[str, str] = field(default_factory=dict)
+    error: type[BaseModel] = Error
+
+
+def described(
+    *,
+    body: type[BaseModel] | None = None,
+    answer: type[BaseModel] | None = None,
+    event: type[BaseModel] | None = None,
+    text: str = "",
+    statuses: dict[int, str] | None = None,
+    errors: Sequence[int] = COMMON_ERRORS,
+    headers: dict[str, str] | None = None,
+    error: type[BaseModel] = Error,
+) -> Callable[[F], F]:
+    """Adds the description to an endpoint. See Described."""
+
+    def add(endpoint: F) -> F:
+        one = Described(body, answer, event, text, statuses or {}, errors, headers or {}, error)
+        setattr(endpoint, _ATTRIBUTE, one)
+        return endpoint
+
+    return add
+
+
+def description_of(endpoint: Any) -> Described | None:
+    """The description of an endpoint; None if it has none."""
+    found: Described | None = getattr(endpoint, _ATTRIBUTE, None)
+    return found

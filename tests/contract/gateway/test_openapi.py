@@ -1,0 +1,85 @@
+"""/openapi.json, and what the paths that it lists answer to requests made from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+
+from tests.contract.gateway.conftest import MODEL, Running, Start
+from tests.contract.gateway.test_keys import Keys, bearer
+
+CHAT = [{"role": "user", "content": "hello"}]
+# Per path: bodies of which each field is legal.
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"prompt": [7, 8], "max_tokens": 3, "logprobs": 1, "n": 2, "stop": "x", "logit_bias": {"8": 0.5}},
+        {"prompt": ["a", "b"], "max_tokens": "3", "stream_interval": 2, "cache_retention": [{"priority": 9}]},
+    ],
+    "/v1/chat/completions": [
+        {"messages": CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "temperature": "0.5"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2},
+    ],
+    "/v1/messages": [
+        {"model": MODEL, "max_tokens": 3, "messages": CHAT, "system": "be brief", "stop_sequences": ["x"]}
+    ],
+    "/v1/messages/count_tokens": [{"model": MODEL, "messages": CHAT}],
+    "/tokenize": [{"prompt": "hello"}, {"messages": CHAT, "return_token_strs": True}],
+    "/detokenize": [{"tokens": [7, 8, 9]}],
+}
+
+
+async def document(running: Running, **options: Any) -> dict[str, Any]:
+    answer = await running.http.get("/openapi.json", **options)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def validator(api: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({**schema, "components": api["components"]})
+
+
+async def test_every_operation_has_an_id_of_its_own(running: Running) -> None:
+    api = await document(running)
+    operations = {(path, method): one for path, each in api["paths"].items() for method, one in each.items()}
+    ids = [one["operationId"] for one in operations.values()]
+    assert len(set(ids)) == len(ids) == len(operations)
+    assert operations["/v1/models", "get"]["operationId"] == "models"
+    assert operations["/v1/models", "head"]["operationId"] == "models_head"
+    assert {"get", "head", "post"} == api["paths"]["/ping"].keys()
+    assert all(one["summary"] for one in operations.values())
+    for (path, method), one in operations.items():
+        served = await running.http.request(method, path.replace("{model_id}", MODEL).replace("{session_id}", "x"))
+        assert str(served.status_code) in one["responses"], (path, method)
+
+
+async def test_legal_bodies_and_their_answers_have_the_shapes_of_the_document(running: Running) -> None:
+    api = await document(running)
+    assert BODIES.keys() == {path for path, each in api["paths"].items() if "requestBody" in each.get("post", {})}
+    for path, bodies in BODIES.items():
+        operation = api["paths"][path]["post"]
+        body_schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        answers = operation["responses"]["200"]["content"]["application/json"]["schema"]
+        for body in bodies:
+            validator(api, body_schema).validate(body)
+            answer = await running.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            validator(api, answers).validate(answer.json())
+
+
+async def test_errors_have_the_shape_of_the_document(running: Running) -> None:
+    api = await document(running)
+    for path in BODIES:
+        refused = await running.http.post(path, json={"model": "no such model"})
+        described = api["paths"][path]["post"]["responses"][str(refused.status_code)]
+        validator(api, described["content"]["application/json"]["schema"]).validate(refused.json())
+
+
+async def test_with_keys_the_document_says_how_to_show_one(start: Start, tmp_path: Any) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    secret = keys.add("a")
+    running = await start(settings={"keys_file": str(keys.path)})
+    assert (await running.http.get("/openapi.json")).status_code == 401
+    api = await document(running, headers=bearer(secret))
+    assert api["components"]["securitySchemes"].keys() == {"bearer", "header"}
+    assert "securitySchemes" not in (await document(await start()))["components"]
