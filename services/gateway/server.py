@@ -25,7 +25,10 @@ from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
 from services.gateway.parsing.formats import ModelFormats, model_formats
+from services.gateway.responses_api.routes import responses_routes
+from services.gateway.responses_api.service import Responses
 from services.gateway.settings import GatewaySettings
+from services.gateway.store.opening import open_store
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
@@ -85,12 +88,13 @@ async def serve(
     public = open_files(paths) if (paths := settings.public_tls) is not None else None
     session = _make_session(settings, model, internal)
     gateway = _make_gateway(settings, model, session, keys)
-    http_server = _make_http_server(settings, gateway, public)
+    responses = _make_responses(settings, gateway)
+    http_server = _make_http_server(settings, gateway, responses, public)
     http_port = await http_server.start()
     grpc_server = _make_grpc_server(settings, gateway, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    periodic = _start_periodic_work(gateway, http_server, keys)
+    periodic = _start_periodic_work(gateway, responses, http_server, keys)
     try:
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
@@ -111,6 +115,7 @@ async def serve(
         for task in periodic:
             task.cancel()
         gateway.parser.close()
+        await responses.close()
         await session.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
@@ -143,8 +148,21 @@ def _make_grpc_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles
     return server
 
 
-def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> HttpServer:
-    app: ASGIApp = create_app(gateway, AllowedHosts(settings.hosts, settings.host), settings.root_path)
+def _make_responses(settings: GatewaySettings, gateway: Gateway) -> Responses:
+    url, ttl_s, max_bytes = settings.response_store, settings.response_ttl_s, settings.response_store_bytes
+    try:
+        store = open_store(url, ttl_s=ttl_s, max_bytes=max_bytes)
+    except OSError as error:  # the user has no home
+        _log.warning("responses are not stored: there is no state folder; set response_store", error=str(error))
+        store = None
+    return Responses(gateway, store, grace_s=settings.resume_grace_s)
+
+
+def _make_http_server(
+    settings: GatewaySettings, gateway: Gateway, responses: Responses, tls: TlsFiles | None
+) -> HttpServer:
+    hosts = AllowedHosts(settings.hosts, settings.host)
+    app: ASGIApp = create_app(gateway, hosts, settings.root_path, responses_routes(responses))
     if settings.origins:
         app = CORSMiddleware(
             app,
@@ -239,9 +257,12 @@ def _make_gateway(
     )
 
 
-def _start_periodic_work(gateway: Gateway, http_server: HttpServer, keys: KeySource | None) -> list[asyncio.Task[None]]:
+def _start_periodic_work(
+    gateway: Gateway, responses: Responses, http_server: HttpServer, keys: KeySource | None
+) -> list[asyncio.Task[None]]:
     """The tasks end only when they are cancelled."""
     work = [_tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()]
+    work.append(responses.watch())
     work += [keys.watch()] if keys is not None else []
     return [asyncio.create_task(each) for each in work]
 

@@ -17,7 +17,7 @@ from services.gateway.parsing.reply import ReplyFormat
 _LETTERS = string.ascii_letters + string.digits
 
 
-def _call_id(reply: ReplyFormat, answer_id: str, choice: int, index: int) -> str:
+def call_id(reply: ReplyFormat, answer_id: str, choice: int, index: int) -> str:
     """A call's id: the same at every gateway at which the answer has the same id."""
     assert reply.calls is not None
     number = int.from_bytes(sha256(f"{answer_id} {choice} {index}".encode()).digest())
@@ -65,7 +65,7 @@ class MessageWriter:
                 if call.name is None
                 else {
                     "index": call.index,
-                    "id": _call_id(self._reply, self._answer_id, self._choice, call.index),
+                    "id": call_id(self._reply, self._answer_id, self._choice, call.index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -101,7 +101,7 @@ def whole_message(
     if parsed.calls:
         message["tool_calls"] = [
             {
-                "id": _call_id(reply, answer_id, choice, call.index),
+                "id": call_id(reply, answer_id, choice, call.index),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

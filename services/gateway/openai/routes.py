@@ -32,17 +32,20 @@ from services.gateway.openai.middleware import ERROR_HANDLERS, RequestMiddleware
 from services.gateway.openai.values import NOT_FOR_CHATS
 from services.gateway.openai.vllm_routes import vllm_routes
 
-_KINDS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+# Paths of requests that generate, and what metrics call them.
+_KINDS = {"/v1/completions": "completion", "/v1/chat/completions": "chat", "/v1/responses": "response"}
 # A request with one of these headers may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 
 
-def create_app(gateway: Gateway, hosts: AllowedHosts, root_path: str = "") -> RequestMiddleware:
+def create_app(
+    gateway: Gateway, hosts: AllowedHosts, root_path: str = "", more_routes: Sequence[Route] = ()
+) -> RequestMiddleware:
     """The ASGI application. It answers only requests to these hosts. `root_path`: a prefix that paths may have, because
-    a proxy leaves it there."""
+    a proxy leaves it there. `more_routes`: of further APIs."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
-    routes += vllm_routes(gateway)
+    routes += [*more_routes, *vllm_routes(gateway)]
     app = Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
     app.router.redirect_slashes = False
 

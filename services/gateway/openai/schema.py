@@ -51,6 +51,11 @@ from services.gateway.text.chat_values import ChatExtras
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
+    @classmethod
+    def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
+        """Raises ApiError 400 that names all fields of the body that are not served."""
+        refuse_unserved(_served(cls), body)
+
 
 class CacheRetention(_Request):
     """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
@@ -76,16 +81,16 @@ class StreamOptions(_Request):
 
 
 if TYPE_CHECKING:
-    _PlainFields = _Request
+    PlainFields = _Request
 else:
-    _PlainFields = create_model(
-        "_PlainFields",
+    PlainFields = create_model(
+        "PlainFields",
         __base__=_Request,
         **{name: (KINDS[field.kind] | None, None) for name, field in (SAMPLING | METADATA).items()},
     )
 
 
-class SamplingFields(_PlainFields):
+class SamplingFields(PlainFields):
     """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
 
     model: str | None = None
@@ -314,7 +319,7 @@ def parse(cls: type[R], body: Any, max_model_len: int) -> R:
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)
-    refuse_unserved(_served(cls), body)
+    cls.refuse_unserved(body)
     try:
         request = cls.model_validate(body)
     except ValidationError as error:
