@@ -77,7 +77,9 @@ def test_a_stream_of_a_killed_gateway_goes_on_at_another(
     assert [event.sequence_number for event in right] == list(range(len(right)))
     assert right[-1].type == "response.incomplete"
 
-    streams = [iter(first.responses.create(**ASKED, stream=True, background=background)) for background in (False, True)]
+    streams = [
+        iter(first.responses.create(**ASKED, stream=True, background=background)) for background in (False, True)
+    ]
     polled = first.responses.create(**ASKED, background=True)
     got = [[next(stream) for _ in range(20)] for stream in streams]
     stack.kill("gateway")
@@ -111,7 +113,7 @@ def test_a_response_is_cancelled_at_another_gateway(
     first, second = client_of(stack.url), client_of(stack.start_gateway("gateway-2"))
     asked = ASKED | {"max_output_tokens": 1500}
     stream = iter(first.responses.create(**asked, stream=True, background=True))
-    response_id = next(stream).response.id  # type: ignore[union-attr]  # the first event has the response
+    response_id = next(stream).response.id
     assert second.responses.cancel(response_id).status == "cancelled"
     last = list(stream)[-1]
     assert last.type == "response.incomplete"

@@ -15,9 +15,7 @@ import pytest
 from tests.support.ports import free_port
 
 FETCHED = Path(__file__).parents[2] / ".venv" / "redis" / "redis-server"
-BINARY = (
-    shutil.which("redis-server") or shutil.which("valkey-server") or (str(FETCHED) if FETCHED.exists() else None)
-)
+BINARY = shutil.which("redis-server") or shutil.which("valkey-server") or (str(FETCHED) if FETCHED.exists() else None)
 START_TIMEOUT_S = 60.0
 
 needs_redis = pytest.mark.skipif(BINARY is None, reason="no redis-server: apt-get install it, or scripts/redis.sh")
@@ -46,7 +44,7 @@ class RedisProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "LD_LIBRARY_PATH": ":".join(paths)} if BINARY == str(FETCHED) else None,
+                env={**os.environ, "LD_LIBRARY_PATH": ":".join(paths)} if str(FETCHED) == BINARY else None,
             )
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():

@@ -7,6 +7,7 @@ apart in another, so they are read one by one. Then the events and their numbers
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -46,11 +47,12 @@ class Outcome(NamedTuple):
 
 
 class PieceReader:
-    """Reads the pieces of a generation into `pieces`."""
+    """Reads a generation into `pieces` and `token_ids`."""
 
     def __init__(self, generation: Generation) -> None:
         job = generation.job
         self.pieces: list[Piece] = []
+        self.token_ids = array("i")
         self._generation = generation
         self._parser = job.reply.parser() if job.reply is not None else None
         self._format = LogprobFormat(True, job.token_bytes, job.shown_bytes) if job.logprobs else None
@@ -63,6 +65,7 @@ class PieceReader:
         generation = self._generation
         self._num_tokens += 1
         text = await generation.next(self._num_tokens)
+        self.token_ids.extend(generation.token_ids)
         self._scored += generation.scored
         is_over = generation.finish_reason != _RUNNING
         if self._parser is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ class RunningResponse:
         self.is_known = is_known
         self.fingerprint = fingerprint
         self.pieces: Sequence[Piece] = ()
+        self.token_ids = array("i")
         self.outcome: Outcome | None = None
         self.broken: ApiError | None = None
         self.task: asyncio.Task[None] | None = None

@@ -10,7 +10,7 @@ reaches a response of another key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,8 +26,9 @@ class StoredResponse:
     """A response. `request`, `work` and `result` are JSON.
 
     `fingerprint` tells different requests apart that have the same idempotency key. `request`: what the response object
-    shows of its request, and the input items. `work`: the chat that generates the output, with its seed; empty when the
-    response has ended. `result`: the output and how it ended; empty before.
+    shows of its request, and the input items. `work`: the chat that generates the output, with its seed. `tokens`: the
+    output up to the last renewal of the lease, as packed 32-bit integers. Both are empty when the response has ended.
+    `result`: the output and how it ended; empty before.
     """
 
     owner: str
@@ -40,6 +41,7 @@ class StoredResponse:
     work: bytes
     status: Status = IN_PROGRESS
     result: bytes = b""
+    tokens: bytes = b""
 
     @property
     def name(self) -> ResponseName:
@@ -71,8 +73,9 @@ class ResponseStore(Protocol):
         ended."""
         ...
 
-    async def renew(self, names: Sequence[ResponseName], lease_s: float) -> list[ResponseName]:
-        """Prolong leases (0 ends them). Returns the names of responses that are not in progress any more."""
+    async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
+        """Prolong leases (0 ends them), and store the tokens of each response, unless it has more already. Returns the
+        names of responses that are not in progress any more."""
         ...
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:

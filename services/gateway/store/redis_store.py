@@ -8,7 +8,7 @@ response after its time, and its `maxmemory` bounds the size of all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 _PREFIX = "paceline:response:"
 _LEASES = "paceline:responses:leases"
 _CONNECT_S, _ANSWER_S = 2.0, 5.0
-_TEXTS = ("fingerprint", "request", "work", "status", "result")
+_TEXTS = ("fingerprint", "request", "work", "status", "result", "tokens")
 # KEYS: the response, the leases. ARGV of all scripts begins with the member of the leases.
 _PUT = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -45,11 +45,12 @@ _RENEW = f"""
 if redis.call('HGET', KEYS[1], 'status') ~= '{IN_PROGRESS}' then return 0 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[2])
 redis.call('ZADD', KEYS[2], 'XX', ARGV[2], ARGV[1])
+if redis.call('HSTRLEN', KEYS[1], 'tokens') < #ARGV[3] then redis.call('HSET', KEYS[1], 'tokens', ARGV[3]) end
 return 1
 """
 _FINISH = f"""
 if redis.call('HGET', KEYS[1], 'status') ~= '{IN_PROGRESS}' then return 0 end
-redis.call('HSET', KEYS[1], 'status', ARGV[2], 'result', ARGV[3], 'work', '')
+redis.call('HSET', KEYS[1], 'status', ARGV[2], 'result', ARGV[3], 'work', '', 'tokens', '')
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
 return 1
@@ -97,19 +98,21 @@ class RedisStore:
             fields["work"],
             fields["status"].decode(),  # type: ignore[arg-type]  # one of Status, as `put` and `finish` wrote it
             fields["result"],
+            fields["tokens"],
         )
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
         now_s = self._clock()
         return bool(await self._script(_CLAIM, (owner, response_id), now_s, now_s + lease_s))
 
-    async def renew(self, names: Sequence[ResponseName], lease_s: float) -> list[ResponseName]:
+    async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
         until_s = self._clock() + lease_s
         pipeline = self._redis.pipeline(transaction=False)
-        for name in names:
-            pipeline.eval(_RENEW, 2, _key(name), _LEASES, _member(name), str(until_s))
+        for name, tokens in progress.items():
+            arguments: list[Any] = [_key(name), _LEASES, _member(name), str(until_s), tokens]
+            pipeline.eval(_RENEW, 2, *arguments)
         answers: list[Any] = await self._ask(pipeline.execute())
-        return [name for name, is_renewed in zip(names, answers, strict=True) if not is_renewed]
+        return [name for name, is_renewed in zip(progress, answers, strict=True) if not is_renewed]
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
         return bool(await self._script(_FINISH, (owner, response_id), status, result, self._ttl_ms))

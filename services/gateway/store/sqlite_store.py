@@ -6,7 +6,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -23,12 +23,12 @@ _VERSION = 1
 _BUSY_S = 5.0
 # Deleted at a time, so that other gateways' writes come between.
 _BATCH = 256
-_COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
+_COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result, tokens"
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS responses (
   owner TEXT NOT NULL, id TEXT NOT NULL, model TEXT NOT NULL, created_s INTEGER NOT NULL, background INTEGER NOT NULL,
   fingerprint BLOB NOT NULL, request BLOB NOT NULL, work BLOB NOT NULL, status TEXT NOT NULL, result BLOB NOT NULL,
-  lease_until_s REAL NOT NULL, expires_s REAL NOT NULL, num_bytes INTEGER NOT NULL,
+  tokens BLOB NOT NULL, lease_until_s REAL NOT NULL, expires_s REAL NOT NULL, num_bytes INTEGER NOT NULL,
   PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires_s, num_bytes);
@@ -53,10 +53,10 @@ class SqliteStore:
         now_s = self._clock()
         row = (
             *(response.owner, response.id, response.model, response.created_s, response.background),
-            *(response.fingerprint, response.request, response.work, response.status, response.result),
+            *(response.fingerprint, response.request, response.work, response.status, response.result, response.tokens),
             *(now_s + lease_s, now_s + self._ttl_s, response.num_bytes),
         )
-        sql = f"INSERT OR IGNORE INTO responses ({_COLUMNS}, lease_until_s, expires_s, num_bytes) VALUES ({_marks(13)})"
+        sql = f"INSERT OR IGNORE INTO responses ({_COLUMNS}, lease_until_s, expires_s, num_bytes) VALUES ({_marks(14)})"
         return await self._run(lambda db: db.execute(sql, row).rowcount > 0)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -76,19 +76,26 @@ class SqliteStore:
         values = now_s + lease_s, owner, response_id, IN_PROGRESS, now_s, now_s
         return await self._run(lambda db: db.execute(sql, values).rowcount > 0)
 
-    async def renew(self, names: Sequence[ResponseName], lease_s: float) -> list[ResponseName]:
+    async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
         until_s = self._clock() + lease_s
-        sql = "UPDATE responses SET lease_until_s = ? WHERE owner = ? AND id = ? AND status = ?"
+        prolong = "UPDATE responses SET lease_until_s = ? WHERE owner = ? AND id = ? AND status = ?"
+        save = "UPDATE responses SET tokens = ? WHERE owner = ? AND id = ? AND length(tokens) < ?"
 
         def renew(db: sqlite3.Connection) -> list[ResponseName]:
-            return [name for name in names if db.execute(sql, (until_s, *name, IN_PROGRESS)).rowcount == 0]
+            ended = []
+            for name, tokens in progress.items():
+                if db.execute(prolong, (until_s, *name, IN_PROGRESS)).rowcount == 0:
+                    ended.append(name)
+                elif tokens:
+                    db.execute(save, (tokens, *name, len(tokens)))
+            return ended
 
         return await self._run(renew)
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
         sql = (
-            "UPDATE responses SET status = ?, result = ?, work = x'', num_bytes = length(request) + ?, expires_s = ? "
-            "WHERE owner = ? AND id = ? AND status = ?"
+            "UPDATE responses SET status = ?, result = ?, work = x'', tokens = x'', num_bytes = length(request) + ?, "
+            "expires_s = ? WHERE owner = ? AND id = ? AND status = ?"
         )
         expires_s = self._clock() + self._ttl_s
         values = status, result, len(result), expires_s, owner, response_id, IN_PROGRESS
