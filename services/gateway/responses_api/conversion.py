@@ -24,6 +24,8 @@ _RENAMED = (
     ("tool_choice.function.name", "tool_choice.name"),
     ("messages", "input"),
 )
+# So many of them are no words of English, and are renamed wherever a message has them.
+_NUM_DISTINCT = 5
 _TOOL_FIELD = re.compile(r"^(tools\.\d+)\.function\.")
 
 
@@ -62,8 +64,11 @@ def in_own_terms(error: ApiError) -> ApiError:
     """The same error with the names of this API's fields."""
     if error.param is None:
         return error
-    param = _own_name(error.param)
-    message = error.message.replace(error.param, param) if param != error.param else error.message
+    param, message = _own_name(error.param), error.message
+    if param != error.param:
+        message = message.replace(error.param, param)
+    for chat_name, own_name in _RENAMED[:_NUM_DISTINCT]:
+        message = message.replace(chat_name, own_name)
     return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
 
 
