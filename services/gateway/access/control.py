@@ -59,7 +59,7 @@ class AccessControl:
         return Caller(key)
 
     def named(self, owner: str) -> Caller | None:
-        """The caller whose requests belong to this owner; None if there is no such key any more."""
+        """The caller with this owner; None if there is no such key any more."""
         if self._keys is None:
             return ANYONE if not owner else None
         return next((Caller(key) for key in self._keys.current.keys if key.name == owner), None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.responses_api.pieces import Outcome, Piece, merged
+from services.gateway.responses_api.pieces import Outcome, OutputPiece, merged
 
 _TERMINAL = {"completed": "response.completed", "failed": "response.failed"}
 
@@ -36,7 +36,7 @@ class EventWriter:
         self._event("response.in_progress", response=shown)
         return self._take()
 
-    def add(self, piece: Piece) -> list[bytes]:
+    def add(self, piece: OutputPiece) -> list[bytes]:
         """The events of one more piece."""
         kind = "arguments" if piece.kind == "name" else piece.kind
         if kind != self._kind or piece.kind == "name":
@@ -51,7 +51,7 @@ class EventWriter:
     def end(self, outcome: Outcome) -> list[bytes]:
         """The last events."""
         if not self.output and outcome.status in ("completed", "incomplete"):
-            self._open("text", Piece("text", ""))  # clients expect a message
+            self._open("text", OutputPiece("text", ""))  # clients expect a message
         self._close("completed" if outcome.status == "completed" else "incomplete")
         name = _TERMINAL.get(outcome.status, "response.incomplete")
         self._event(name, response=self.response(outcome.status, outcome))
@@ -83,7 +83,7 @@ class EventWriter:
         self._written.append(b"event: %b\ndata: %b\n\n" % (type_.encode(), data))
         self._number += 1
 
-    def _open(self, kind: str, piece: Piece) -> None:
+    def _open(self, kind: str, piece: OutputPiece) -> None:
         self._kind, self._text, self._logprobs = kind, [], []
         index = len(self.output)
         item = self._new_item(kind, index, piece)
@@ -95,7 +95,7 @@ class EventWriter:
                 "response.content_part.added", item_id=item["id"], output_index=index, content_index=0, part=part
             )
 
-    def _new_item(self, kind: str, index: int, piece: Piece) -> dict[str, Any]:
+    def _new_item(self, kind: str, index: int, piece: OutputPiece) -> dict[str, Any]:
         if kind == "text":
             item_id = item_name("msg", self._id, index)
             return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
@@ -111,7 +111,7 @@ class EventWriter:
             "arguments": "",
         }
 
-    def _delta(self, piece: Piece) -> None:
+    def _delta(self, piece: OutputPiece) -> None:
         item = self.output[-1]
         where = {"item_id": item["id"], "output_index": len(self.output) - 1}
         if self._kind == "arguments":
@@ -158,7 +158,7 @@ def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def whole_response(head: Mapping[str, Any], pieces: Iterable[Piece], outcome: Outcome) -> dict[str, Any]:
+def whole_response(head: Mapping[str, Any], pieces: Iterable[OutputPiece], outcome: Outcome) -> dict[str, Any]:
     """The response object of an ended response."""
     writer = EventWriter(head)
     for piece in merged(pieces):

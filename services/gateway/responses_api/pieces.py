@@ -27,7 +27,7 @@ _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 _TURN = 64
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """A part of the output. `logprobs`: of the tokens of a text, if the request asks for them. `call_id`: with a
     name."""
 
@@ -51,7 +51,7 @@ class PieceReader:
 
     def __init__(self, generation: Generation) -> None:
         job = generation.job
-        self.pieces: list[Piece] = []
+        self.pieces: list[OutputPiece] = []
         self.token_ids = array("i")
         self._generation = generation
         self._parser = job.reply.parser() if job.reply is not None else None
@@ -97,14 +97,14 @@ class PieceReader:
 
     def _add(self, delta: MessageDelta) -> None:
         if delta.reasoning:
-            self.pieces.append(Piece("reasoning", delta.reasoning))
+            self.pieces.append(OutputPiece("reasoning", delta.reasoning))
         if delta.content:
-            self.pieces.append(Piece("text", delta.content, self._take_logprobs()))
+            self.pieces.append(OutputPiece("text", delta.content, self._take_logprobs()))
         for call in delta.calls:
             if call.name is not None:
-                self.pieces.append(Piece("name", call.name, call_id=self._call_id(call.index)))
+                self.pieces.append(OutputPiece("name", call.name, call_id=self._call_id(call.index)))
             if call.arguments:
-                self.pieces.append(Piece("arguments", call.arguments))
+                self.pieces.append(OutputPiece("arguments", call.arguments))
 
     def _call_id(self, index: int) -> str:
         job = self._generation.job
@@ -119,14 +119,14 @@ class PieceReader:
         return shaped
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Iterable[OutputPiece]) -> list[OutputPiece]:
     """The same output in as few pieces as possible."""
-    together: list[Piece] = []
+    together: list[OutputPiece] = []
     for kind, run in groupby(pieces, key=lambda piece: piece.kind):
         parts = list(run)
         if kind == "name":
             together += parts
         else:
             logprobs = [entry for part in parts for entry in part.logprobs]
-            together.append(Piece(kind, "".join(part.text for part in parts), logprobs))
+            together.append(OutputPiece(kind, "".join(part.text for part in parts), logprobs))
     return together

@@ -9,7 +9,7 @@ import orjson
 
 from services.gateway.responses_api.events import whole_response
 from services.gateway.responses_api.items import Item
-from services.gateway.responses_api.pieces import Kind, Outcome, Piece
+from services.gateway.responses_api.pieces import Kind, Outcome, OutputPiece
 from services.gateway.responses_api.schema import ResponsesRequest
 from services.gateway.store.records import StoredResponse
 
@@ -86,16 +86,16 @@ def items_of(record: StoredResponse) -> list[Item]:
     return items
 
 
-def dump_result(pieces: Sequence[Piece], outcome: Outcome) -> bytes:
+def dump_result(pieces: Sequence[OutputPiece], outcome: Outcome) -> bytes:
     """The output of an ended response as it is stored."""
     rows = [_row(piece) for piece in pieces]
     return orjson.dumps({"pieces": rows, "outcome": outcome._asdict()})
 
 
-def load_result(record: StoredResponse) -> tuple[list[Piece], Outcome]:
+def load_result(record: StoredResponse) -> tuple[list[OutputPiece], Outcome]:
     """What dump_result() was given."""
     result = orjson.loads(record.result)
-    return [Piece(_KINDS[letter], *rest) for letter, *rest in result["pieces"]], Outcome(**result["outcome"])
+    return [OutputPiece(_KINDS[letter], *rest) for letter, *rest in result["pieces"]], Outcome(**result["outcome"])
 
 
 def ended_response(record: StoredResponse) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def ended_response(record: StoredResponse) -> dict[str, Any]:
     return whole_response(head_of(record), *load_result(record))
 
 
-def _row(piece: Piece) -> list[Any]:
+def _row(piece: OutputPiece) -> list[Any]:
     if piece.call_id:
         return [_LETTERS[piece.kind], piece.text, [], piece.call_id]
     return [_LETTERS[piece.kind], piece.text, *([piece.logprobs] if piece.logprobs else ())]

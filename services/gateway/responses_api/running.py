@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from services.gateway.errors import ApiError
-from services.gateway.responses_api.pieces import Outcome, Piece
+from services.gateway.responses_api.pieces import Outcome, OutputPiece
 from services.gateway.store.records import ResponseName
 
 
@@ -37,7 +37,7 @@ class RunningResponse:
         self.runs_alone = runs_alone
         self.is_known = is_known
         self.fingerprint = fingerprint
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[OutputPiece] = ()
         self.token_ids = array("i")
         self.outcome: Outcome | None = None
         self.broken: ApiError | None = None
@@ -100,7 +100,9 @@ class RunningResponse:
             self._timer = None
 
 
-def ended(name: ResponseName, head: Mapping[str, Any], pieces: Sequence[Piece], outcome: Outcome) -> RunningResponse:
+def ended(
+    name: ResponseName, head: Mapping[str, Any], pieces: Sequence[OutputPiece], outcome: Outcome
+) -> RunningResponse:
     """A response from the store, for the same readers."""
     response = RunningResponse(name, head, is_stored=True)
     response.pieces, response.outcome = pieces, outcome

@@ -22,7 +22,7 @@ from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import Asked, chat_jobs
 from services.gateway.responses_api.conversion import in_own_terms, parse_chat
-from services.gateway.responses_api.pieces import Outcome, Piece, PieceReader
+from services.gateway.responses_api.pieces import Outcome, OutputPiece, PieceReader
 from services.gateway.responses_api.records import dump_result, head_of, load_result
 from services.gateway.responses_api.running import RunningResponse, ended
 from services.gateway.store.records import IN_PROGRESS, ResponseName, ResponseStore, StoredResponse
@@ -328,7 +328,7 @@ def _interrupted() -> ApiError:
     return ApiError(503, "the response was interrupted; ask for it again", retry_after_s=1.0)
 
 
-def _is_beginning(pieces: Sequence[Piece], whole: Sequence[Piece]) -> bool:
+def _is_beginning(pieces: Sequence[OutputPiece], whole: Sequence[OutputPiece]) -> bool:
     """Whether the output begins with these pieces."""
     if len(pieces) > len(whole):
         return False

@@ -2,7 +2,7 @@
 
     put ──▶ in_progress ──── finish ────▶ completed, incomplete, failed or cancelled ──▶ deleted or expired
              │       ▲
-             └ claim ┘   a gateway takes a response over whose lease is over, because its gateway is gone
+             └ claim ┘   the lease is over, because the gateway is gone, and another gateway takes the response over
 
 A response belongs to its owner, the API key that made it ("" without keys): every operation names the owner, so no key
 reaches a response of another key.
@@ -87,7 +87,7 @@ class ResponseStore(Protocol):
         ...
 
     async def abandoned(self, most: int) -> list[ResponseName]:
-        """Background responses in progress whose lease is over, the oldest lease first."""
+        """Background responses in progress with a lease that is over, the oldest lease first."""
         ...
 
     async def purge(self) -> None:

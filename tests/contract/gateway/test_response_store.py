@@ -1,4 +1,4 @@
-"""Both stores of responses keep one promise: who may see a response, who works on it, how it ends."""
+"""Both stores of responses keep one promise: about owners, leases, tokens and endings."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def stored(tmp_path: Path) -> dict[str, Any]:
 
 
 async def create(running: Running, **fields: Any) -> Any:
-    return await running.openai.responses.create(**{"model": MODEL, "input": "Once", "max_output_tokens": 8} | fields)
+    asked: dict[str, Any] = {"model": MODEL, "input": "Once", "max_output_tokens": 8, **fields}
+    return await running.openai.responses.create(**asked)
 
 
 async def stream_of(running: Running, **fields: Any) -> list[Any]:
@@ -148,7 +149,8 @@ async def test_a_resumed_response_goes_on_behind_the_stored_tokens(start: Start,
     )
     first.scheduler.paused = True
     await asyncio.sleep(1.5)  # the gateway renews its leases each second
-    events = [event async for event in await second.openai.responses.retrieve(response.id, stream=True)]
+    stream: Any = await second.openai.responses.retrieve(response.id, stream=True)
+    events = [event async for event in stream]
     [submission] = second.scheduler.submissions
     assert len(submission.output_token_ids) // 4 > 20
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -304,10 +306,10 @@ async def test_input_items_are_listed_in_pages(start: Start, stored: dict[str, A
     texts = [f"m{i}" for i in range(5)]
     given: Any = [{"role": "user", "content": text} for text in texts]
     response = await create(running, input=given)
-    listed = running.openai.responses.input_items.list(response.id, order="asc", limit=2)
-    assert [item.content[0].text async for item in listed] == texts  # type: ignore[union-attr]  # messages
-    newest = await running.openai.responses.input_items.list(response.id)
-    assert [item.content[0].text for item in newest.data] == texts[::-1]  # type: ignore[union-attr]  # messages
+    listed: Any = running.openai.responses.input_items.list(response.id, order="asc", limit=2)
+    assert [item.content[0].text async for item in listed] == texts
+    newest: Any = await running.openai.responses.input_items.list(response.id)
+    assert [item.content[0].text for item in newest.data] == texts[::-1]
     for query in ("order=up", "limit=0", "limit=x", "after=none"):
         answer = await running.http.get(f"{PATH}/{response.id}/input_items?{query}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
