@@ -119,6 +119,7 @@ async def serve(
         await session.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
+        await responses.close_store()
         await gateway.builder.close()
 
 

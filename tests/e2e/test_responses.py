@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from examples.resuming_responses import resuming_events
 from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
-NUM_TOKENS = 300
+NUM_TOKENS = 600
 ASKED: dict[str, Any] = {
     "model": "paceline-demo",
     "input": "Tell me of a fox.",
@@ -83,6 +84,10 @@ def test_a_stream_of_a_killed_gateway_goes_on_at_another(
     polled = first.responses.create(**ASKED, background=True)
     got = [[next(stream) for _ in range(20)] for stream in streams]
     stack.kill("gateway")
+    for response_id in (*(events[0].response.id for events in got), polled.id):
+        assert second.responses.retrieve(response_id).status == "in_progress", (
+            "it had ended before the gateway was killed"
+        )
 
     for events in got:
         seen = events[-1].sequence_number
@@ -99,8 +104,22 @@ def test_a_stream_of_a_killed_gateway_goes_on_at_another(
     assert second.responses.retrieve(polled.id).output_text == stored.output_text
     follow_up = second.responses.create(model="paceline-demo", input="Go on.", previous_response_id=polled.id)
     assert follow_up.usage is not None
-    assert follow_up.usage.input_tokens > NUM_TOKENS
+    assert follow_up.usage.input_tokens > NUM_TOKENS / 2, "the conversation is in the prompt"
     assert stack.metric(RUNNING) == 0
+
+
+def test_the_example_gives_each_event_once(own_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    own_stack.gateway_flags = ["--response-store", f"sqlite:///{tmp_path}/responses.db"]
+    stack = own_stack.up()
+    first, second = client_of(stack.url), client_of(stack.start_gateway("gateway-2"))
+    right = list(second.responses.create(**ASKED, stream=True))
+    got = []
+    for event in resuming_events([first, second], **ASKED):
+        got.append(event)
+        if len(got) == 30:
+            stack.kill("gateway")
+    assert without_ids(got) == without_ids(right)
 
 
 @pytest.mark.parametrize("store_url", STORES, indirect=True)

@@ -70,7 +70,9 @@ class EventWriter:
         }
 
     def error(self, code: str | None, message: str) -> list[bytes]:
-        """The event of a break: the stream ends here, and the response may go on."""
+        """The event of a break: the stream ends here, and the response may go on. It repeats the number of the event
+        before it, so that a client that goes on after the last number it saw loses nothing."""
+        self._number = max(0, self._number - 1)
         self._event("error", code=code, message=message, param=None)
         return self._take()
 

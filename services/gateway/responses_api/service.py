@@ -97,10 +97,10 @@ class Responses:
         try:
             is_new = record is None or await self.store.put(record, LEASE_S)
         except BaseException:
-            self._drop(response, reading)
+            self._give_up(response, reading)
             raise
         if not is_new:
-            self._drop(response, reading)
+            self._give_up(response, reading)
             return False
         self._run(response, reading)
         return True
@@ -149,8 +149,14 @@ class Responses:
 
     async def adopt(self, record: StoredResponse, caller: Caller) -> None:
         """Bring a response to its end that no gateway works on."""
-        if record.name not in self._live and await self.store.claim(*record.name, LEASE_S):
+        if record.name in self._live or not await self.store.claim(*record.name, LEASE_S):
+            return
+        try:
             await self.resume(record, caller, runs_alone=True)
+        except ApiError as error:
+            if error.status not in _RETRYABLE:
+                raise
+            _log.warning("a response has to wait", id=record.id, error=error.message)  # for the end of the lease
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -175,6 +181,9 @@ class Responses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close_store(self) -> None:
+        """Close the store, when no request needs it any more."""
         if self._store is not None:
             await self._store.close()
 
@@ -199,14 +208,15 @@ class Responses:
             _log.error("a response failed", id=response.name[1], exc_info=error)
             await self._fail(response, ApiError(500, "internal error; the log has the details"))
         finally:
-            self._drop(response, reading)
-            if not response.is_over:
-                response.break_off(_interrupted())
+            self._give_up(response, reading)
 
-    def _drop(self, response: RunningResponse, reading: Reading) -> None:
+    def _give_up(self, response: RunningResponse, reading: Reading) -> None:
+        """Free what the response takes. Its readers see how it ended, or that it did not."""
         reading.close()
         if self._live.get(response.name) is response:
             del self._live[response.name]
+        if not response.is_over:
+            response.break_off(_interrupted())
 
     async def _end(self, response: RunningResponse, outcome: Outcome) -> None:
         """Store the outcome before a client learns of it, so that a client can name the response in its next request
@@ -284,6 +294,8 @@ class Responses:
                     await self._store.purge()
             except ApiError as error:
                 _log.warning("the work on stored responses has to wait", error=error.message)
+            except Exception as error:  # a record that cannot be read must not end the gateway
+                _log.error("the work on stored responses failed", exc_info=error)
 
     async def tick(self) -> None:
         """One round of `watch`."""

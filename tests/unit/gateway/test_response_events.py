@@ -82,14 +82,14 @@ def test_how_a_response_ends() -> None:
     assert (cancelled["type"], cancelled["response"]["status"]) == ("response.incomplete", "cancelled")
 
 
-def test_a_break_is_an_event_with_the_next_number() -> None:
+def test_a_break_repeats_the_last_number() -> None:
     writer = EventWriter(HEAD)
     writer.begin()
     [event] = writer.error("service_unavailable", "later")
     data = json.loads(event.decode().split("data: ")[1])
     assert data == {
         "type": "error",
-        "sequence_number": 2,
+        "sequence_number": 1,
         "code": "service_unavailable",
         "message": "later",
         "param": None,
