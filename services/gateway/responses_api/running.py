@@ -39,6 +39,7 @@ class RunningResponse:
         self.fingerprint = fingerprint
         self.pieces: Sequence[OutputPiece] = ()
         self.token_ids = array("i")
+        self.num_saved = 0  # tokens that the store has
         self.outcome: Outcome | None = None
         self.broken: ApiError | None = None
         self.task: asyncio.Task[None] | None = None

@@ -274,7 +274,7 @@ class Responses:
             if delete:
                 await self._store.delete(*response.name)
             else:
-                await self._store.renew({response.name: _packed(response)}, 0.0)
+                await self._store.renew({response.name: _unsaved(response)}, 0.0)
         except ApiError as error:
             _log.warning("a response was not released", id=response.name[1], error=error.message)
 
@@ -301,7 +301,11 @@ class Responses:
         """One round of `watch`."""
         stored = {name: live for name, live in self._live.items() if live.is_stored and live.task is not None}
         if stored:
-            for name in await self.store.renew({name: _packed(live) for name, live in stored.items()}, LEASE_S):
+            progress = {name: (len(live.token_ids), _unsaved(live)) for name, live in stored.items()}
+            ended_names = await self.store.renew({name: tokens for name, (_, tokens) in progress.items()}, LEASE_S)
+            for name, (num_tokens, _) in progress.items():
+                stored[name].num_saved = num_tokens
+            for name in ended_names:
                 if (live := self._live.get(name)) is not None and not live.is_over:
                     live.abandon()
         if self.gateway.draining or not self.gateway.ready or self.gateway.refusal_if_full() is not None:
@@ -332,7 +336,10 @@ class Responses:
         return True
 
 
-def _packed(response: RunningResponse) -> bytes:
+def _unsaved(response: RunningResponse) -> bytes:
+    """The tokens of the response, packed; nothing if the store has them."""
+    if len(response.token_ids) == response.num_saved:
+        return b""
     return np.asarray(response.token_ids, "<i4").tobytes()
 
 

@@ -23,7 +23,7 @@ ResponseName = tuple[str, str]  # owner and id
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response. `request`, `work` and `result` are JSON.
+    """A response. `work` and `result` are JSON, `request` is two lines of JSON.
 
     `fingerprint` tells different requests apart that have the same idempotency key. `request`: what the response object
     shows of its request, and the input items. `work`: the chat that generates the output, with its seed. `tokens`: the

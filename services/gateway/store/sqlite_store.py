@@ -23,16 +23,22 @@ _VERSION = 1
 _BUSY_S = 5.0
 # Deleted at a time, so that other gateways' writes come between.
 _BATCH = 256
-_COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result, tokens"
+_COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
+# What changes each second is apart, because SQLite writes a whole row anew, and a request may have megabytes.
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS responses (
   owner TEXT NOT NULL, id TEXT NOT NULL, model TEXT NOT NULL, created_s INTEGER NOT NULL, background INTEGER NOT NULL,
   fingerprint BLOB NOT NULL, request BLOB NOT NULL, work BLOB NOT NULL, status TEXT NOT NULL, result BLOB NOT NULL,
-  tokens BLOB NOT NULL, lease_until_s REAL NOT NULL, expires_s REAL NOT NULL, num_bytes INTEGER NOT NULL,
+  expires_s REAL NOT NULL, num_bytes INTEGER NOT NULL,
   PRIMARY KEY (owner, id)
 );
 CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires_s, num_bytes);
-CREATE INDEX IF NOT EXISTS abandoned ON responses (lease_until_s) WHERE status = '{IN_PROGRESS}' AND background;
+CREATE TABLE IF NOT EXISTS progress (
+  owner TEXT NOT NULL, id TEXT NOT NULL, background INTEGER NOT NULL, lease_until_s REAL NOT NULL, tokens BLOB NOT NULL,
+  PRIMARY KEY (owner, id),
+  FOREIGN KEY (owner, id) REFERENCES responses ON DELETE CASCADE
+);
+CREATE INDEX IF NOT EXISTS by_lease ON progress (lease_until_s) WHERE background;
 PRAGMA user_version = {_VERSION};
 """
 
@@ -53,14 +59,25 @@ class SqliteStore:
         now_s = self._clock()
         row = (
             *(response.owner, response.id, response.model, response.created_s, response.background),
-            *(response.fingerprint, response.request, response.work, response.status, response.result, response.tokens),
-            *(now_s + lease_s, now_s + self._ttl_s, response.num_bytes),
+            *(response.fingerprint, response.request, response.work, response.status, response.result),
+            *(now_s + self._ttl_s, response.num_bytes),
         )
-        sql = f"INSERT OR IGNORE INTO responses ({_COLUMNS}, lease_until_s, expires_s, num_bytes) VALUES ({_marks(14)})"
-        return await self._run(lambda db: db.execute(sql, row).rowcount > 0)
+        sql = f"INSERT OR IGNORE INTO responses ({_COLUMNS}, expires_s, num_bytes) VALUES ({_marks(len(row))})"
+        progress = response.owner, response.id, response.background, now_s + lease_s, response.tokens
+
+        def put(db: sqlite3.Connection) -> bool:
+            if not db.execute(sql, row).rowcount:
+                return False
+            db.execute("INSERT INTO progress VALUES (?, ?, ?, ?, ?)", progress)
+            return True
+
+        return await self._run(put)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        sql = f"SELECT {_COLUMNS} FROM responses WHERE owner = ? AND id = ? AND expires_s > ?"
+        sql = (
+            f"SELECT {_COLUMNS}, coalesce(tokens, x'') FROM responses LEFT JOIN "
+            "(SELECT owner, id, tokens FROM progress) USING (owner, id) WHERE owner = ? AND id = ? AND expires_s > ?"
+        )
         row = await self._run(lambda db: db.execute(sql, (owner, response_id, self._clock())).fetchone())
         if row is None:
             return None
@@ -69,22 +86,19 @@ class SqliteStore:
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
         now_s = self._clock()
-        sql = (
-            "UPDATE responses SET lease_until_s = ? WHERE owner = ? AND id = ? AND status = ? AND lease_until_s <= ? "
-            "AND expires_s > ?"
-        )
-        values = now_s + lease_s, owner, response_id, IN_PROGRESS, now_s, now_s
+        sql = "UPDATE progress SET lease_until_s = ? WHERE owner = ? AND id = ? AND lease_until_s <= ?"
+        values = now_s + lease_s, owner, response_id, now_s
         return await self._run(lambda db: db.execute(sql, values).rowcount > 0)
 
     async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
         until_s = self._clock() + lease_s
-        prolong = "UPDATE responses SET lease_until_s = ? WHERE owner = ? AND id = ? AND status = ?"
-        save = "UPDATE responses SET tokens = ? WHERE owner = ? AND id = ? AND length(tokens) < ?"
+        prolong = "UPDATE progress SET lease_until_s = ? WHERE owner = ? AND id = ?"
+        save = "UPDATE progress SET tokens = ? WHERE owner = ? AND id = ? AND length(tokens) < ?"
 
         def renew(db: sqlite3.Connection) -> list[ResponseName]:
             ended = []
             for name, tokens in progress.items():
-                if db.execute(prolong, (until_s, *name, IN_PROGRESS)).rowcount == 0:
+                if db.execute(prolong, (until_s, *name)).rowcount == 0:
                     ended.append(name)
                 elif tokens:
                     db.execute(save, (tokens, *name, len(tokens)))
@@ -94,12 +108,19 @@ class SqliteStore:
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
         sql = (
-            "UPDATE responses SET status = ?, result = ?, work = x'', tokens = x'', num_bytes = length(request) + ?, "
-            "expires_s = ? WHERE owner = ? AND id = ? AND status = ?"
+            "UPDATE responses SET status = ?, result = ?, work = x'', num_bytes = length(request) + ?, expires_s = ? "
+            "WHERE owner = ? AND id = ? AND status = ?"
         )
         expires_s = self._clock() + self._ttl_s
         values = status, result, len(result), expires_s, owner, response_id, IN_PROGRESS
-        return await self._run(lambda db: db.execute(sql, values).rowcount > 0)
+
+        def finish(db: sqlite3.Connection) -> bool:
+            if not db.execute(sql, values).rowcount:
+                return False
+            db.execute("DELETE FROM progress WHERE owner = ? AND id = ?", (owner, response_id))
+            return True
+
+        return await self._run(finish)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         sql = "DELETE FROM responses WHERE owner = ? AND id = ?"
@@ -109,11 +130,8 @@ class SqliteStore:
         if self._opened is None and not self._path.exists():  # nothing was ever stored
             return []
         now_s = self._clock()
-        sql = (
-            f"SELECT owner, id FROM responses WHERE status = '{IN_PROGRESS}' AND background AND lease_until_s <= ? "
-            "AND expires_s > ? ORDER BY lease_until_s LIMIT ?"
-        )
-        return await self._run(lambda db: db.execute(sql, (now_s, now_s, most)).fetchall())
+        sql = "SELECT owner, id FROM progress WHERE background AND lease_until_s <= ? ORDER BY lease_until_s LIMIT ?"
+        return await self._run(lambda db: db.execute(sql, (now_s, most)).fetchall())
 
     async def purge(self) -> None:
         if self._opened is None and not self._path.exists():
@@ -166,6 +184,7 @@ class SqliteStore:
             db = sqlite3.connect(self._path, timeout=_BUSY_S, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA foreign_keys = ON")
                 db.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last writes, a crash loses none
                 (version,) = db.execute("PRAGMA user_version").fetchone()
                 if version not in (0, _VERSION):

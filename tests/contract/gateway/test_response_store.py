@@ -159,10 +159,10 @@ async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock:
     assert left == list(range(590, 600))
     clock.now_s += 101
     assert await store.get("ann", "resp_599") is None
-    assert not await store.claim("ann", "resp_599", LEASE_S)
     await store.purge()
     clock.now_s -= 101
     assert await store.get("ann", "resp_599") is None
+    assert not await store.claim("ann", "resp_599", LEASE_S)
     await store.close()
 
 
@@ -198,3 +198,16 @@ def test_a_setting_that_names_no_store_is_refused() -> None:
     for bad in ("", "memory", "sqlite://", "sqlite:///", "/var/x.db", "postgres://host"):
         with pytest.raises(ValueError, match="must be"):
             check_store_url(bad)
+
+
+async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "responses.db"
+    store = SqliteStore(path, ttl_s=100, max_bytes=2**20, clock=clock)
+    await store.put(ONE, 0.0)
+    await store.put(replace(ONE, id="resp_2"), 0.0)
+    await store.delete(*ONE.name)
+    assert await store.abandoned(8) == [("ann", "resp_2")]
+    clock.now_s += 101
+    await store.purge()
+    assert await store.abandoned(8) == []
+    await store.close()

@@ -11,8 +11,10 @@ import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 from tests.contract.gateway.test_tools import CITY, HERMES, PARIS, THINKS, TOKENIZER, TWO_CALLS, says
+from tests.support.redis_server import RedisProcess, needs_redis
 
 PATH = "/v1/responses"
 TOOLS: Any = [
@@ -431,3 +433,42 @@ async def test_a_request_sent_again_with_its_key_gets_the_same_response(start: S
     both = await asyncio.gather(*(create(first, extra_headers=headers) for _ in range(3)))
     assert both[0] == both[1] == both[2]
     assert len(first.scheduler.submissions) == 2
+
+
+@needs_redis
+async def test_a_store_that_dies_costs_no_answer(start: Start, tmp_path: Path) -> None:
+    server = await asyncio.to_thread(RedisProcess(tmp_path).start)
+    try:
+        running = await start(settings={"response_store": server.url})
+        stored = await create(running)
+        running.scheduler.step_s = 0.005
+        stream = await create(running, stream=True, max_output_tokens=50)
+        events = [await anext(stream) for _ in range(5)]
+        await asyncio.to_thread(server.stop)
+        events += [event async for event in stream]
+        assert events[-1].response.usage.output_tokens == 50
+        for call in (create(running), running.openai.responses.retrieve(stored.id)):
+            with pytest.raises(openai.InternalServerError) as caught:
+                await call
+            assert caught.value.status_code == 503
+        assert (await create(running, store=False)).status == "incomplete"
+        await until(lambda: running.scheduler.num_running == 0)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_no_value_in_any_field_is_an_internal_error(running: Running) -> None:
+    names = [*ResponsesRequest.model_fields, *REFUSED, *IGNORED, "nonsense"]
+    values: list[Any] = [None, True, -1, 2**70, 1e300, "", "x", [], [1], [None], [{}], {}, {"type": 1}, {"a": [[]]}]
+    values += [
+        [{"type": "message"}],
+        [{"type": "function", "name": 1}],
+        {"format": {"type": "json_schema", "schema": 1}},
+    ]
+    for name in names:
+        for value in values:
+            body = {"input": "x", "max_output_tokens": 1, "store": False, name: value}
+            answer = await running.http.post(PATH, json=body)
+            assert answer.status_code in (200, 400, 404), (name, value, answer.text)
+            if answer.status_code != 200 and name not in ("background", "input"):
+                assert (answer.json()["error"]["param"] or "").startswith(name), (name, value, answer.text)
