@@ -94,6 +94,8 @@ class _Creation:
         chat.setdefault("seed", key.seed(0))
         jobs = await responses.jobs(chat, self._id, self._request_id, caller, self._gone)
         is_stored = parsed.is_stored and responses.has_store
+        # Otherwise the client learns the id at the end.
+        is_known = self._is_named or (is_stored and bool(parsed.stream or parsed.background))
         head = response_head(
             parsed,
             self._id,
@@ -104,17 +106,16 @@ class _Creation:
             top_p=jobs[0].sampling.top_p,
         )
         record = new_record(caller.owner, head, parsed.input, chat, key.fingerprint) if is_stored else None
-        is_known = self._is_named or (is_stored and bool(parsed.stream))
         response = RunningResponse(
             (caller.owner, self._id),
             head,
-            is_stored=is_stored,
+            is_stored=is_stored and is_known,
+            late_record=None if is_known else record,
             runs_alone=bool(parsed.background),
             grace_s=responses.grace_s if is_known else 0.0,
-            is_known=is_known or bool(parsed.background),
             fingerprint=key.fingerprint,
         )
-        if await responses.begin(response, jobs, caller, record):
+        if await responses.begin(response, jobs, caller, record if is_known else None):
             return self._answer(response)
         known = await self.known()  # another connection has begun it
         if known is None:

@@ -10,14 +10,15 @@ from typing import Any
 
 from services.gateway.errors import ApiError
 from services.gateway.responses_api.pieces import Outcome, OutputPiece
-from services.gateway.store.records import ResponseName
+from services.gateway.store.records import ResponseName, StoredResponse
 
 
 class RunningResponse:
     """The pieces of a response so far. It ends with an `outcome`, or is `broken`: then it can be asked for again.
 
-    `runs_alone`: it goes on without a client. Otherwise it is cancelled `grace_s` after its last client has left.
-    `is_known`: a client can ask for it again, because the client knows its id.
+    `is_stored`: the store has its record. `late_record`: its record, if it is stored only at its end, because no client
+    could ask for it before. `runs_alone`: it goes on without a client. Otherwise it is cancelled `grace_s` after its
+    last client has left.
     """
 
     def __init__(
@@ -28,14 +29,14 @@ class RunningResponse:
         is_stored: bool,
         runs_alone: bool = False,
         grace_s: float = 0.0,
-        is_known: bool = True,
+        late_record: StoredResponse | None = None,
         fingerprint: bytes = b"",
     ) -> None:
         self.name = name
         self.head = head
         self.is_stored = is_stored
         self.runs_alone = runs_alone
-        self.is_known = is_known
+        self.late_record = late_record
         self.fingerprint = fingerprint
         self.pieces: Sequence[OutputPiece] = ()
         self.token_ids = array("i")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -86,7 +87,8 @@ class Responses:
     async def begin(
         self, response: RunningResponse, jobs: list[GenerateJob], caller: Caller, record: StoredResponse | None
     ) -> bool:
-        """Submit the jobs of a new response and store its record. False if there is one of this name already.
+        """Submit the jobs of a new response and store its record, if it has one yet. False if there is a response of
+        this name already.
 
         Raises ApiError of Gateway.open and of the store.
         """
@@ -221,12 +223,16 @@ class Responses:
     async def _end(self, response: RunningResponse, outcome: Outcome) -> None:
         """Store the outcome before a client learns of it, so that a client can name the response in its next request
         at any gateway."""
-        if response.is_stored and self._store is not None:
+        if self._store is not None and (response.is_stored or response.late_record is not None):
             try:
                 result = dump_result(response.pieces, outcome)
-                if not await self._store.finish(*response.name, outcome.status, result):
+                if (late := response.late_record) is not None:
+                    await self._store.put(replace(late, status=outcome.status, work=b"", result=result), 0.0)
+                elif not await self._store.finish(*response.name, outcome.status, result):
                     outcome = await self._other_outcome(response, outcome)
-            except ApiError as error:  # the client gets its answer, and the record stays in progress
+            except ApiError as error:  # the client gets its answer; a record stays in progress
+                if response.late_record is not None:
+                    response.head = {**response.head, "store": False}
                 _log.error("the end of a response was not stored", id=response.name[1], error=error.message)
         response.end(outcome)
 
@@ -256,7 +262,7 @@ class Responses:
         except ApiError as error:
             return response.break_off(error)
         if record is not None and record.status == IN_PROGRESS:
-            await self._release(response, delete=not response.is_known)
+            await self._release(response, delete=False)
             return response.break_off(_interrupted())
         if record is None:
             return response.end(_CANCELLED)

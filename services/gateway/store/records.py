@@ -61,7 +61,7 @@ class ResponseStore(Protocol):
     """
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
-        """Add a response. False if the owner has one of this id already."""
+        """Add a response, in progress or ended. False if the owner has one of this id already."""
         ...
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:

@@ -80,7 +80,8 @@ class RedisStore:
             **{name: getattr(response, name) for name in _TEXTS},
         }
         flat = [part for field in fields.items() for part in field]
-        return bool(await self._script(_PUT, response.name, until_s, self._ttl_ms, int(response.background), *flat))
+        has_lease = int(response.background and response.status == IN_PROGRESS)
+        return bool(await self._script(_PUT, response.name, until_s, self._ttl_ms, has_lease, *flat))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         found: dict[bytes, bytes] = await self._ask(self._redis.hgetall(_key((owner, response_id))))

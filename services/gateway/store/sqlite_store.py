@@ -68,7 +68,8 @@ class SqliteStore:
         def put(db: sqlite3.Connection) -> bool:
             if not db.execute(sql, row).rowcount:
                 return False
-            db.execute("INSERT INTO progress VALUES (?, ?, ?, ?, ?)", progress)
+            if response.status == IN_PROGRESS:
+                db.execute("INSERT INTO progress VALUES (?, ?, ?, ?, ?)", progress)
             return True
 
         return await self._run(put)

@@ -74,6 +74,17 @@ async def test_a_response_is_what_was_stored(stores: Stores) -> None:
     assert (await first.get(*ONE.name)) == replace(ONE, status="completed", work=b"", result=b"result")
 
 
+async def test_an_ended_response_is_stored_at_once(stores: Stores) -> None:
+    first, second = stores
+    ended = replace(ONE, status="completed", work=b"", result=b"result")
+    assert await first.put(ended, 0.0)
+    assert await second.get(*ONE.name) == ended
+    assert await second.abandoned(8) == []
+    assert not await second.claim(*ONE.name, LEASE_S)
+    assert await second.renew({ONE.name: b""}, LEASE_S) == [ONE.name]
+    assert not await second.finish(*ONE.name, "failed", b"")
+
+
 async def test_another_owner_neither_sees_nor_changes_it(stores: Stores) -> None:
     first, second = stores
     await first.put(ONE, 0.0)

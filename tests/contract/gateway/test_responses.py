@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -405,9 +406,13 @@ async def test_a_refused_request_has_its_status_and_leaves_nothing(start: Start,
 
 async def test_a_client_that_leaves(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored | {"resume_grace_s": 0.2}, step_s=0.005)
+    await create(running)
     with pytest.raises(openai.APITimeoutError):
         await create(running, max_output_tokens=1000, timeout=0.3)
     await until(lambda: running.scheduler.num_running == 0)
+    database = sqlite3.connect(stored["response_store"].removeprefix("sqlite:///"))
+    assert database.execute("SELECT count(*) FROM responses").fetchone() == (1,), "no client knows the other's id"
+    database.close()
     stream = await create(running, stream=True, max_output_tokens=1000)
     response_id = (await anext(stream)).response.id
     await stream.close()
@@ -447,10 +452,15 @@ async def test_a_store_that_dies_costs_no_answer(start: Start, tmp_path: Path) -
         await asyncio.to_thread(server.stop)
         events += [event async for event in stream]
         assert events[-1].response.usage.output_tokens == 50
-        for call in (create(running), running.openai.responses.retrieve(stored.id)):
-            with pytest.raises(openai.InternalServerError) as caught:
-                await call
-            assert caught.value.status_code == 503
+        for method, path, body in (
+            ("GET", f"{PATH}/{stored.id}", None),
+            ("POST", PATH, {"input": "x", "stream": True}),
+            ("POST", PATH, {"input": "x", "background": True}),
+            ("POST", PATH, {"input": "x", "previous_response_id": stored.id}),
+        ):
+            answer = await running.http.request(method, path, json=body)
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "store_unavailable")
+        assert (await create(running)).store is False, "it could not be stored"
         assert (await create(running, store=False)).status == "incomplete"
         await until(lambda: running.scheduler.num_running == 0)
     finally:
@@ -465,10 +475,13 @@ async def test_no_value_in_any_field_is_an_internal_error(running: Running) -> N
         [{"type": "function", "name": 1}],
         {"format": {"type": "json_schema", "schema": 1}},
     ]
+
+    async def ask(name: str, value: Any) -> None:
+        body = {"input": "x", "max_output_tokens": 1, "store": False, name: value}
+        answer = await running.http.post(PATH, json=body)
+        assert answer.status_code in (200, 400, 404), (name, value, answer.text)
+        if answer.status_code != 200 and name not in ("background", "input"):
+            assert (answer.json()["error"]["param"] or "").startswith(name), (name, value, answer.text)
+
     for name in names:
-        for value in values:
-            body = {"input": "x", "max_output_tokens": 1, "store": False, name: value}
-            answer = await running.http.post(PATH, json=body)
-            assert answer.status_code in (200, 400, 404), (name, value, answer.text)
-            if answer.status_code != 200 and name not in ("background", "input"):
-                assert (answer.json()["error"]["param"] or "").startswith(name), (name, value, answer.text)
+        await asyncio.gather(*(ask(name, value) for value in values))
