@@ -41,6 +41,7 @@ class RunningResponse:
         self.pieces: Sequence[OutputPiece] = ()
         self.token_ids = array("i")
         self.num_saved = 0  # tokens that the store has
+        self.is_resumed = False  # it was begun before, perhaps at another gateway
         self.outcome: Outcome | None = None
         self.broken: ApiError | None = None
         self.task: asyncio.Task[None] | None = None

@@ -123,6 +123,7 @@ class Responses:
             grace_s=self.grace_s,
             fingerprint=record.fingerprint,
         )
+        response.is_resumed = True
         if not jobs[0].logprobs:  # stored tokens have no log probabilities, so those are generated again
             jobs[0].delivered = tuple(np.frombuffer(record.tokens, "<i4").tolist())
         reading = self.gateway.open(jobs, None, caller)
@@ -150,15 +151,24 @@ class Responses:
         return await self.resume(record, caller, runs_alone=False, gone=gone)
 
     async def adopt(self, record: StoredResponse, caller: Caller) -> None:
-        """Bring a response to its end that no gateway works on."""
-        if record.name in self._live or not await self.store.claim(*record.name, LEASE_S):
+        """Bring a response to its end, if no gateway works on it and this one serves its model."""
+        if record.name in self._live or record.model != self.gateway.model_name:
             return
+        if await self.store.claim(*record.name, LEASE_S):
+            await self._bring_to_end(record, caller)
+
+    async def _bring_to_end(self, record: StoredResponse, caller: Caller) -> bool:
+        """Generate a claimed response without a client. False if that fails: for now, or, if the response is marked as
+        failed, for good."""
         try:
             await self.resume(record, caller, runs_alone=True)
         except ApiError as error:
+            _log.warning("a response was not taken over", id=record.id, error=error.message)
             if error.status not in _RETRYABLE:
-                raise
-            _log.warning("a response has to wait", id=record.id, error=error.message)  # for the end of the lease
+                failed = Outcome("failed", error={"code": "server_error", "message": error.message})
+                await self.store.finish(*record.name, "failed", dump_result((), failed))
+            return False
+        return True
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -244,7 +254,8 @@ class Responses:
         return outcome  # the same tokens: the same output
 
     async def _fail(self, response: RunningResponse, error: ApiError) -> None:
-        is_refused = not response.pieces and not response.runs_alone
+        # No client knows of the response yet, so nothing of it is kept.
+        is_refused = not (response.pieces or response.runs_alone or response.is_resumed)
         if error.status in _RETRYABLE or (is_refused and error.status < 500):
             await self._release(response, delete=is_refused)
             response.break_off(error)
@@ -252,13 +263,15 @@ class Responses:
         code = "invalid_prompt" if error.status < 500 else "server_error"
         outcome = Outcome("failed", error={"code": code, "message": error.message})
         if is_refused:
-            response.broken = error  # so that the client gets its status
+            response.broken, response.late_record = error, None  # the client gets the status, and no response
         await self._end(response, outcome)
 
     async def _leave(self, response: RunningResponse) -> None:
         """The task was cancelled: by the grace, the end of this gateway, or because the response has ended."""
+        if not response.is_stored:
+            return response.break_off(_interrupted())
         try:
-            record = await self._store.get(*response.name) if response.is_stored and self._store else None
+            record = await self.store.get(*response.name)
         except ApiError as error:
             return response.break_off(error)
         if record is not None and record.status == IN_PROGRESS:
@@ -331,15 +344,7 @@ class Responses:
         if not await self.store.claim(owner, response_id, LEASE_S) or record is None or caller is None:
             return False
         _log.info("takes over a background response", id=response_id)
-        try:
-            await self.resume(record, caller, runs_alone=True)
-        except ApiError as error:
-            _log.warning("a background response was not taken over", id=response_id, error=error.message)
-            if error.status not in _RETRYABLE:
-                failed = Outcome("failed", error={"code": "server_error", "message": error.message})
-                await self.store.finish(owner, response_id, "failed", dump_result((), failed))
-            return False
-        return True
+        return await self._bring_to_end(record, caller)
 
 
 def _unsaved(response: RunningResponse) -> bytes:

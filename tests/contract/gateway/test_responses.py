@@ -141,6 +141,33 @@ async def test_a_stream_goes_on_at_another_gateway(start: Start, stored: dict[st
         assert first.scheduler.num_running == 0
 
 
+async def test_a_refused_resume_keeps_the_response(start: Start, stored: dict[str, Any]) -> None:
+    first, second = await start(settings=stored), await start(settings=stored)
+    first.scheduler.step_s = 0.005
+    stream = await create(first, stream=True, max_output_tokens=300)
+    response_id = (await anext(stream)).response.id
+    ending = inference_pb2.Ending(reason=common_pb2.FINISH_REASON_ERROR, message="full")
+    second.scheduler.reject = lambda submission: ending
+    for ending.code, status in ((8, 429), (14, 503)):
+        answer = await second.http.get(f"{PATH}/{response_id}?stream=true&starting_after=3")
+        assert answer.status_code == status
+    second.scheduler.reject = lambda submission: None
+    again = await second.openai.responses.retrieve(response_id, stream=True, starting_after=0)
+    rest = [event async for event in again]
+    assert rest[-1].type == "response.incomplete"
+    assert [event async for event in stream] == rest
+
+
+async def test_a_gateway_that_stops_says_so(start: Start, stored: dict[str, Any]) -> None:
+    running = await start(settings=stored | {"drain_s": 0.0})
+    running.scheduler.paused = True
+    waiting = asyncio.create_task(running.http.post(PATH, json={"input": "x", "store": False}))
+    await until(lambda: running.scheduler.num_running == 1)
+    running.stop.set()
+    assert (await waiting).status_code == 503
+    await running.task
+
+
 async def test_a_resumed_response_goes_on_behind_the_stored_tokens(start: Start, stored: dict[str, Any]) -> None:
     first, second = await start(settings=stored), await start(settings=stored)
     first.scheduler.step_s = 0.005
