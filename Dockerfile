@@ -37,8 +37,8 @@ FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 paceline \
  && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
  && install -d -o paceline -g paceline /cache /state /certs /ca
-# /cache and /state are the only places, besides /tmp, that anything is written to: files from a model hub, and the
-# scheduler's cache secret. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
+# /cache and /state are the only places, besides /tmp, that anything is written to: files from a model hub, the
+# scheduler's cache secret, and stored responses. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
 ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface XDG_STATE_HOME=/state \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /cache

@@ -20,7 +20,7 @@ help:
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -46,6 +46,10 @@ $(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
 # Without etcd, the tests of two schedulers are skipped, and say so.
 $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 	@scripts/etcd.sh $(VENV)/etcd || echo 'setup: the tests of two schedulers are skipped' >&2
+
+# Without redis-server, the tests of responses in Redis are skipped, and say so.
+$(VENV)/redis/redis-server: | $(VENV)/serve.stamp
+	@scripts/redis.sh $(VENV)/redis || echo 'setup: the tests of responses in Redis are skipped' >&2
 
 # In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup

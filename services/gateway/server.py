@@ -36,7 +36,10 @@ from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
 from services.gateway.parsing.formats import ModelFormats, model_formats
+from services.gateway.responses_api.routes import responses_api
+from services.gateway.responses_api.service import Responses
 from services.gateway.settings import GatewaySettings
+from services.gateway.store.opening import open_store
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
@@ -101,14 +104,15 @@ async def serve(
     public = open_files(paths) if (paths := settings.public_tls) is not None else None
     session = _make_session(settings, model, internal)
     gateway = _make_gateway(settings, model, session, keys)
-    http_server = _make_http_server(settings, gateway, public)
+    responses = _make_responses(settings, gateway)
+    http_server = _make_http_server(settings, gateway, responses, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
     engine = _make_engine(settings, gateway, model.files, kv_events)
     grpc_server = _make_grpc_server(settings, gateway, engine, keys, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    periodic = _start_periodic_work(gateway, http_server, keys)
+    periodic = _start_periodic_work(gateway, responses, http_server, keys)
     try:
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
@@ -130,10 +134,12 @@ async def serve(
         for task in periodic:
             task.cancel()
         gateway.parser.close()
+        await responses.close()
         await session.close()
         kv_events.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
+        await responses.close_store()
         await gateway.builder.close()
 
 
@@ -177,9 +183,22 @@ def _make_grpc_server(
     return server
 
 
-def _make_http_server(settings: GatewaySettings, gateway: Gateway, tls: TlsFiles | None) -> HttpServer:
+def _make_responses(settings: GatewaySettings, gateway: Gateway) -> Responses:
+    url, ttl_s, max_bytes = settings.response_store, settings.response_ttl_s, settings.response_store_bytes
+    try:
+        store = open_store(url, ttl_s=ttl_s, max_bytes=max_bytes)
+    except OSError as error:  # the user has no home
+        _log.warning("responses are not stored: there is no state folder; set response_store", error=str(error))
+        store = None
+    return Responses(gateway, store, grace_s=settings.resume_grace_s)
+
+
+def _make_http_server(
+    settings: GatewaySettings, gateway: Gateway, responses: Responses, tls: TlsFiles | None
+) -> HttpServer:
     hosts = AllowedHosts(settings.hosts, settings.host)
-    app: ASGIApp = create_app(gateway, hosts, settings.root_path, [anthropic_api(gateway)])
+    apis = [responses_api(responses), anthropic_api(gateway)]
+    app: ASGIApp = create_app(gateway, hosts, settings.root_path, apis)
     if settings.origins:
         app = CORSMiddleware(
             app,
@@ -278,9 +297,12 @@ def _make_gateway(
     )
 
 
-def _start_periodic_work(gateway: Gateway, http_server: HttpServer, keys: KeySource | None) -> list[asyncio.Task[None]]:
+def _start_periodic_work(
+    gateway: Gateway, responses: Responses, http_server: HttpServer, keys: KeySource | None
+) -> list[asyncio.Task[None]]:
     """The tasks end only when they are cancelled."""
     work = [_tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()]
+    work.append(responses.watch())
     work += [keys.watch()] if keys is not None else []
     return [asyncio.create_task(each) for each in work]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from demo import CHECKPOINT
+from services.gateway.store.urls import SQLITE, check_store_url
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import Address, AddressList
 from services.runtime.tls.settings import ClientTlsSettings
@@ -52,6 +53,7 @@ def _objectives(value: str) -> str:
 
 Objectives = Annotated[str, AfterValidator(_objectives)]
 Hosts = Annotated[str, AfterValidator(_hosts)]
+StoreUrl = Annotated[str, AfterValidator(check_store_url)]
 
 
 class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
@@ -164,6 +166,16 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     )
     resume_keep_s: float = Field(60.0, ge=0, description="seconds that its finished answer is kept")
     resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="approximate memory for such answers")
+
+    response_store: StoreUrl = Field(
+        SQLITE,
+        description="where responses of /v1/responses are stored: none, sqlite (a file in the state folder), "
+        "sqlite:///FILE, or redis://, rediss:// or unix:// for gateways on several machines",
+    )
+    response_ttl_s: float = Field(30 * 86400.0, ge=1, description="seconds after which a stored response is deleted")
+    response_store_bytes: int = Field(
+        2**30, ge=2**20, description="size of all responses in an SQLite store; the oldest are deleted above it"
+    )
 
     @property
     def origins(self) -> list[str]:

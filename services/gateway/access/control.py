@@ -63,6 +63,12 @@ class AccessControl:
             raise ApiError(401, "the API key is not known here", code="invalid_api_key")
         return Caller(key)
 
+    def named(self, owner: str) -> Caller | None:
+        """The caller with this owner; None if there is no such key any more."""
+        if self._keys is None:
+            return ANYONE if not owner else None
+        return next((Caller(key) for key in self._keys.current.keys if key.name == owner), None)
+
     def _count_refused(self) -> None:
         self.num_refused += 1
         now_s = self._clock()

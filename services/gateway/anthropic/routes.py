@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.gateway.access.headers import HEADERS
 from services.gateway.anthropic.answers import MessageStream, WholeMessage
 from services.gateway.anthropic.conversion import CountedChat, MessageChat
 from services.gateway.anthropic.errors import write_error
@@ -36,7 +37,7 @@ def anthropic_api(gateway: Gateway) -> OtherApi:
         answer=MessageAnswer,
         error=MessageError,
         errors=GENERATION_ERRORS,
-        headers={IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice"},
+        headers=HEADERS | {IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice"},
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation."""

@@ -126,8 +126,10 @@ def _reply(gateway: Gateway, body: schema.ChatRequest, prompt_ids: Sequence[int]
     )
 
 
-async def chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: Asked) -> list[GenerateJob]:
-    """The jobs of all samples. Raises ApiError 400 and Gone."""
+async def chat_jobs(
+    gateway: Gateway, body: schema.ChatRequest, asked: Asked, endpoint: str = "chat"
+) -> list[GenerateJob]:
+    """The jobs of all samples. `endpoint`: the API, for metrics and log. Raises ApiError 400 and Gone."""
     names = CHAT
     if body.max_completion_tokens is not None:
         names = replace(CHAT, max_tokens="max_completion_tokens")
@@ -155,7 +157,7 @@ async def chat_jobs(gateway: Gateway, body: schema.ChatRequest, asked: Asked) ->
         ids,
         choices,
         request_id=asked.request_id,
-        endpoint="chat",
+        endpoint=endpoint,
         names=names,
         arrival_s=asked.arrival_s,
         metadata=metadata,

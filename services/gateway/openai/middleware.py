@@ -78,15 +78,15 @@ def sanitised_request_id(value: str) -> str:
 class OtherApi:
     """An API beside OpenAI's: the path `path` and all below it.
 
-    `kinds`: the paths that generate, with their names in metrics. `id_header`: the header that has the request's id,
-    besides X-Request-ID.
+    `kinds`: the paths that generate, with their names in metrics. `write_error`: for another shape of errors than
+    OpenAI's. `id_header`: a header that has the request's id besides X-Request-ID.
     """
 
     path: str
     routes: Sequence[Route]
     kinds: Mapping[str, str]
-    write_error: WriteError
-    id_header: bytes
+    write_error: WriteError | None = None
+    id_header: bytes = b""
 
     def has(self, path: str) -> bool:
         """Whether the path belongs to this API."""
@@ -127,7 +127,7 @@ class RequestMiddleware:
         for api in self._apis:
             if api.has(scope["path"].removeprefix(self._root_path)):
                 scope["state"][WRITE_ERROR] = api.write_error
-                headers.append((api.id_header, request_id.encode()))
+                headers += [(api.id_header, request_id.encode())] if api.id_header else []
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

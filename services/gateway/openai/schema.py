@@ -58,6 +58,11 @@ class RequestBody(BaseModel):
         """The request in a decoded JSON body. Raises ApiError 400."""
         return parse(cls, body, max_model_len)
 
+    @classmethod
+    def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
+        """Raises ApiError 400 that names all fields of the body that are not served."""
+        refuse_unserved(_served(cls), body)
+
 
 class CacheRetention(RequestBody):
     """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
@@ -91,10 +96,10 @@ def _described_limits(field: SamplingParam | MetadataField) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    _PlainFields = RequestBody
+    PlainFields = RequestBody
 else:
-    _PlainFields = create_model(
-        "_PlainFields",
+    PlainFields = create_model(
+        "PlainFields",
         __base__=RequestBody,
         **{
             name: (KINDS[field.kind] | None, Field(None, json_schema_extra=_described_limits(field)))
@@ -103,7 +108,7 @@ else:
     )
 
 
-class SamplingFields(_PlainFields):
+class SamplingFields(PlainFields):
     """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
 
     model: str | None = None
@@ -335,7 +340,7 @@ def parse(cls: type[R], body: Any, max_model_len: int) -> R:
     check_lengths(body, max_model_len)
     refusal: ApiError | None = None
     try:
-        refuse_unserved(_served(cls), body)
+        cls.refuse_unserved(body)
     except ApiError as error:
         refusal = error
     try:

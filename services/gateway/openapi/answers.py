@@ -213,3 +213,33 @@ class MessageAnswer(_Answer):
 
 class CountedTokens(_Answer):
     input_tokens: int
+
+
+class ResponseObject(_Answer):
+    """A response, with `stream: true` as events. `output`: items of type message, reasoning and function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(_Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemPage(_Answer):
+    """Input items of a response."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str
+    last_id: str
+    has_more: bool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.runtime.logs import configure_logging
-from tests.contract.gateway.conftest import Running, Start
+from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.test_keys import Keys, bearer
 
 PATH = "/v1/completions"
@@ -38,6 +38,31 @@ async def test_what_headers_say_reaches_the_scheduler(start: Start) -> None:
     older = await asked(running, {"x-gateway-inference-fairness-id": "acme", "x-llm-d-inference-objective": "-3"})
     assert (older.tenant, older.priority, older.conversation) == ("acme", -3.0, "")
     assert (await asked(running, {"x-llm-d-inference-fairness-id": "acme"}, user="someone")).tenant == "acme"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "model": MODEL, "max_tokens": 3}),
+    ],
+)
+async def test_every_api_takes_them(start: Start, path: str, body: dict[str, Any]) -> None:
+    running = await start(settings={"objectives": "critical=7"})
+    headers = {
+        "x-llm-d-slo-ttft-ms": "250",
+        "x-llm-d-inference-objective": "critical",
+        "x-llm-d-inference-fairness-id": "acme",
+        "x-session-id": "chat 1",
+    }
+    answer = await running.http.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    submission = running.scheduler.submissions[-1]
+    assert (submission.ttft_slo_s, submission.priority, submission.tenant) == (0.25, 7.0, "acme")
+    assert len(submission.conversation) == 64
+    refused = await running.http.post(path, json=body, headers={"x-llm-d-slo-ttft-ms": "soon"})
+    assert (refused.status_code, "x-llm-d-slo-ttft-ms" in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "temperature": "0.5"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2},
     ],
+    "/v1/responses": [{"input": "hello", "max_output_tokens": 3}, {"input": [{"role": "user", "content": "hi"}]}],
     "/v1/messages": [
         {"model": MODEL, "max_tokens": 3, "messages": CHAT, "system": "be brief", "stop_sequences": ["x"]}
     ],

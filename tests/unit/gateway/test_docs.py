@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from paceline.request_fields import SAMPLING
 from services.gateway.anthropic.schema import MAX_CACHE_MARKS
 from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
 from services.gateway.openai import jobs
+from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
 from services.gateway.text import chat_values
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +41,16 @@ LIMITS = {
     "tokens of `/detokenize`": [list_limits.MAX_DETOKENIZED],
     "a prompt with `truncate": [list_limits.MAX_TRUNCATED],
 }
+
+
+def test_the_page_of_responses_shows_the_example_and_the_fields() -> None:
+    page = (ROOT / "docs/responses.md").read_text()
+    example = (ROOT / "examples/resuming_responses.py").read_text()
+    function = example[example.index("def resuming_events") : example.index('\n\nif __name__ == "__main__"')]
+    assert f"```python\n{function}```" in page
+    assert ", ".join(f"`{name}`" for name in REFUSED) in page
+    assert "".join(f"| `{name}` | {why} |\n" for name, why in IGNORED.items()) in page
+    assert not [name for name in ResponsesRequest.model_fields if f"`{name}" not in page and name not in SAMPLING]
 
 
 def test_the_page_on_resuming_shows_the_example() -> None:

@@ -1,0 +1,115 @@
+"""ASGI responses that read a response of this API: as events, or whole after its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.errors import ApiError
+from services.gateway.openai.answers import RAW_SEND, JsonResponse, error_response
+from services.gateway.responses_api.events import EventWriter, whole_response
+from services.gateway.responses_api.running import RunningResponse
+
+# Pieces that are written at a time. Old pieces come without a wait, and other requests get a turn between.
+_BATCH = 64
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _Reader(Response):
+    """Reads a response until its end or until the client goes away. The request's body must be read before."""
+
+    def __init__(self, response: RunningResponse) -> None:
+        self.background = None
+        self._response = response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._response.being_read():
+            reading = asyncio.create_task(self._run(scope, receive, send))
+            watching = asyncio.create_task(_until_gone(receive))
+            try:
+                await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+                if reading.done():
+                    reading.result()
+            except ApiError as error:
+                error.__traceback__ = None
+                await error_response(error, scope)(scope, receive, send)
+            finally:
+                reading.cancel()
+                watching.cancel()
+                await asyncio.gather(reading, watching, return_exceptions=True)
+
+    def _run(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        raise NotImplementedError
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class WholeResponse(_Reader):
+    """The response object, after the end of the response."""
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self._response
+        while not response.is_over:
+            await response.change()
+        if response.broken is not None:
+            raise response.broken
+        assert response.outcome is not None
+        body = whole_response(response.head, response.pieces, response.outcome)
+        await JsonResponse(orjson.dumps(body))(scope, receive, send)
+
+
+class ResponseEvents(_Reader):
+    """The events with numbers above `after`. `at_once`: begin before there is output. Otherwise the status line waits
+    for output, so that a refused request gets its own status."""
+
+    def __init__(self, response: RunningResponse, *, after: int = -1, at_once: bool = False) -> None:
+        super().__init__(response)
+        self._after = after
+        self._at_once = at_once
+        self._num_written = 0  # events, sent or left out
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response, writer, num_read = self._response, EventWriter(self._response.head), 0
+        raw_send: Send = scope.get(RAW_SEND, send)
+        while not (self._at_once or response.pieces or response.is_over):
+            await response.change()
+        if response.broken is not None and not response.pieces:
+            raise response.broken
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._emit(raw_send, writer.begin())
+        while True:
+            while num_read < len(response.pieces):
+                batch = response.pieces[num_read : num_read + _BATCH]
+                num_read += len(batch)
+                await self._emit(raw_send, [event for piece in batch for event in writer.add(piece)])
+                if len(batch) == _BATCH:
+                    await asyncio.sleep(0)
+            if response.is_over:
+                break
+            await response.change()
+        if response.outcome is not None:
+            last = writer.end(response.outcome)
+        else:
+            assert response.broken is not None
+            last = writer.error(response.broken.code, response.broken.message)
+        # An error has no number in the response itself, so no client has seen it.
+        await self._emit(raw_send, last, is_error=response.outcome is None)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _emit(self, send: Send, events: list[bytes], *, is_error: bool = False) -> None:
+        left_out = 0 if is_error else max(0, self._after + 1 - self._num_written)
+        self._num_written += len(events)
+        if body := b"".join(events[left_out:]):
+            await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,112 @@
+"""A response that this gateway generates, and the clients that read it."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from services.gateway.errors import ApiError
+from services.gateway.responses_api.pieces import Outcome, OutputPiece
+from services.gateway.store.records import ResponseName, StoredResponse
+
+
+class RunningResponse:
+    """The pieces of a response so far. It ends with an `outcome`, or is `broken`: then it can be asked for again.
+
+    `is_stored`: the store has its record. `late_record`: its record, if it is stored only at its end, because no client
+    could ask for it before. `runs_alone`: it goes on without a client. Otherwise it is cancelled `grace_s` after its
+    last client has left.
+    """
+
+    def __init__(
+        self,
+        name: ResponseName,
+        head: Mapping[str, Any],
+        *,
+        is_stored: bool,
+        runs_alone: bool = False,
+        grace_s: float = 0.0,
+        late_record: StoredResponse | None = None,
+        fingerprint: bytes = b"",
+    ) -> None:
+        self.name = name
+        self.head = head
+        self.is_stored = is_stored
+        self.runs_alone = runs_alone
+        self.late_record = late_record
+        self.fingerprint = fingerprint
+        self.pieces: Sequence[OutputPiece] = ()
+        self.token_ids = array("i")
+        self.num_saved = 0  # tokens that the store has
+        self.is_resumed = False  # it was begun before, perhaps at another gateway
+        self.outcome: Outcome | None = None
+        self.broken: ApiError | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._grace_s = grace_s
+        self._num_readers = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """No more pieces will come."""
+        return self.outcome is not None or self.broken is not None
+
+    def tell(self) -> None:
+        """Wake the readers: there is something new."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def change(self) -> None:
+        """Wait for something new."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def end(self, outcome: Outcome) -> None:
+        """The response has ended."""
+        self.outcome = outcome
+        self.tell()
+
+    def break_off(self, error: ApiError) -> None:
+        """This gateway does not bring the response to its end."""
+        self.broken = error
+        self.tell()
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """The context of a client that reads the response."""
+        self._num_readers += 1
+        self._stop_timer()
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers and not self.runs_alone and not self.is_over:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(self._grace_s, self.abandon)
+
+    def abandon(self) -> None:
+        """Stop the generation without an outcome."""
+        self._stop_timer()
+        if self.task is not None:
+            self.task.cancel()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def ended(
+    name: ResponseName, head: Mapping[str, Any], pieces: Sequence[OutputPiece], outcome: Outcome
+) -> RunningResponse:
+    """A response from the store, for the same readers."""
+    response = RunningResponse(name, head, is_stored=True)
+    response.pieces, response.outcome = pieces, outcome
+    return response

@@ -1,0 +1,171 @@
+"""The request of POST /v1/responses. A field that would change the result and is not supported is refused by name; an
+unknown field too, as OpenAI does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from services.gateway.errors import invalid
+from services.gateway.fields.numbers import Flag, Integer
+from services.gateway.openai.schema import PlainFields
+from services.gateway.openai.values import Seed, Stop, Variables
+from services.gateway.responses_api.items import Item, input_items
+
+# Fields of OpenAI that are not served, with the values that change nothing (null is always one).
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "context_management": ([],),
+    "conversation": (),
+    "moderation": (),
+    "multi_agent": (),
+    "prompt": (),
+}
+# Fields that change nothing here, whatever their value, and why.
+IGNORED: dict[str, str] = {
+    "max_tool_calls": "limits OpenAI's built-in tools, and this server has none",
+    "prompt_cache_key": "the prefix cache finds a conversation by its tokens",
+    "prompt_cache_options": "the prefix cache finds a conversation by its tokens",
+    "prompt_cache_retention": "the prefix cache finds a conversation by its tokens",
+    "safety_identifier": "names an end user for OpenAI's abuse detection",
+    "service_tier": "one tier is served; `priority` is the field for more",
+    "stream_options": "include_obfuscation adds random text for padding, and events here have none",
+}
+# What `include` may name. Only log probabilities have an effect; the others belong to tools that are not served.
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = frozenset(
+    {
+        LOGPROBS,
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+_MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limits
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+class TextFormat(_Part):
+    """`text.format`: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(_Part):
+    """`text`. `verbosity` is for models that were trained for it; only its default is accepted."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(_Part):
+    """`reasoning`. No summaries are made, so `summary` and `generate_summary` change nothing."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class FunctionTool(_Part):
+    """A function, in the flat shape of this API. What its fields may hold is checked as a chat's tool."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(_Part):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required") or (isinstance(value, dict) and value.get("type") == "function"):
+        return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
+
+
+class ResponsesRequest(PlainFields):
+    """POST /v1/responses: OpenAI's fields, and this server's fields of sampling and metadata."""
+
+    model: str | None = None
+    input: Annotated[list[Item], BeforeValidator(input_items, json_schema_input_type=str | list[Item])]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    background: Flag | None = None
+    store: Flag | None = None
+    stream: Flag | None = None
+    max_output_tokens: Integer | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    top_logprobs: Integer | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: (
+        Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_tool_choice)] | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    user: str | None = None
+    # Of this server.
+    seed: Seed = None
+    stop: Stop = Field([])
+    min_tokens: Integer | None = None
+    ignore_eos: Flag | None = None
+    chat_template_kwargs: Variables | None = None
+
+    @field_validator("metadata")
+    @classmethod
+    def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        if value is None:
+            return None
+        if len(value) > _MAX_METADATA:
+            raise ValueError(f"has {len(value)} entries; at most {_MAX_METADATA} are possible")
+        if any(len(name) > _MAX_NAME_CHARS or len(text) > _MAX_VALUE_CHARS for name, text in value.items()):
+            raise ValueError(f"a name has at most {_MAX_NAME_CHARS} characters, and a value {_MAX_VALUE_CHARS}")
+        return value
+
+    @field_validator("include")
+    @classmethod
+    def _check_include(cls, value: list[str] | None) -> list[str] | None:
+        if unknown := [name for name in value or () if name not in _INCLUDES]:
+            raise ValueError(f"has {unknown[0][:60]!r}, which is not known here")
+        return value
+
+    @property
+    def is_stored(self) -> bool:
+        """OpenAI's default is to store."""
+        return self.store is not False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the output has log probabilities."""
+        return bool(self.include and LOGPROBS in self.include) or bool(self.top_logprobs)
+
+    @classmethod
+    def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
+        for name, value in body.items():
+            if name in cls.model_fields or name in IGNORED or value is None:
+                continue
+            if name not in REFUSED:
+                raise invalid(name[:100], f"{name[:100]} is not a field of this request", code="unknown_parameter")
+            if not any(type(value) is type(other) and value == other for other in REFUSED[name]):
+                raise invalid(name, f"{name} is not supported yet (leave it out, or null)", code="unsupported_value")
+        if body.get("background") and body.get("store") is False:
+            raise invalid("store", "store: a background response is read from the store, so it must not be false")

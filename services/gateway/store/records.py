@@ -1,0 +1,105 @@
+"""What is stored of a response, and the interface of the stores.
+
+    put ──▶ in_progress ──── finish ────▶ completed, incomplete, failed or cancelled ──▶ deleted or expired
+             │       ▲
+             └ claim ┘   the lease is over, because the gateway is gone, and another gateway takes the response over
+
+A response belongs to its owner, the API key that made it ("" without keys): every operation names the owner, so no key
+reaches a response of another key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from services.gateway.errors import ApiError
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+IN_PROGRESS: Status = "in_progress"
+ResponseName = tuple[str, str]  # owner and id
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response. `work` and `result` are JSON, `request` is two lines of JSON.
+
+    `fingerprint` tells different requests apart that have the same idempotency key. `request`: what the response object
+    shows of its request, and the input items. `work`: the chat that generates the output, with its seed. `tokens`: the
+    output up to the last renewal of the lease, as packed 32-bit integers. Both are empty when the response has ended.
+    `result`: the output and how it ended; empty before.
+    """
+
+    owner: str
+    id: str
+    model: str
+    created_s: int
+    background: bool
+    fingerprint: bytes
+    request: bytes
+    work: bytes
+    status: Status = IN_PROGRESS
+    result: bytes = b""
+    tokens: bytes = b""
+
+    @property
+    def name(self) -> ResponseName:
+        """Owner and id."""
+        return self.owner, self.id
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the texts."""
+        return len(self.request) + len(self.work) + len(self.result)
+
+
+class ResponseStore(Protocol):
+    """Keeps responses for all gateways that share it. Every method but `close` raises ApiError 503 if the store fails.
+
+    A lease tells the other gateways that a gateway works on the response. It ends after some seconds without `renew`.
+    """
+
+    async def put(self, response: StoredResponse, lease_s: float) -> bool:
+        """Add a response, in progress or ended. False if the owner has one of this id already."""
+        ...
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """The response; None if this owner has none of this id."""
+        ...
+
+    async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
+        """Take the lease of a response in progress. False if another gateway has the lease, or the response has
+        ended."""
+        ...
+
+    async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
+        """Prolong leases (0 ends them), and store the tokens of each response, unless it has more already. Returns the
+        names of responses that are not in progress any more."""
+        ...
+
+    async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
+        """Store how a response ended. False if it is not in progress: the first ending counts."""
+        ...
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Delete a response. False if this owner has none of this id."""
+        ...
+
+    async def abandoned(self, most: int) -> list[ResponseName]:
+        """Background responses in progress with a lease that is over, the oldest lease first."""
+        ...
+
+    async def purge(self) -> None:
+        """Delete what is too old or too much. Call this about once a minute."""
+        ...
+
+    async def close(self) -> None:
+        """End the store's connections and threads."""
+        ...
+
+
+def unavailable(reason: object) -> ApiError:
+    """The error of a store that fails."""
+    message = f"the response store does not answer ({type(reason).__name__}); the gateway's log has the details"
+    return ApiError(503, message, code="store_unavailable", retry_after_s=1.0)

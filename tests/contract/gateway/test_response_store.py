@@ -1,0 +1,224 @@
+"""Both stores of responses keep one promise: about owners, leases, tokens and endings."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.errors import ApiError
+from services.gateway.store.opening import open_store
+from services.gateway.store.records import ResponseStore, StoredResponse
+from services.gateway.store.redis_store import RedisStore
+from services.gateway.store.sqlite_store import SqliteStore
+from services.gateway.store.urls import check_store_url
+from tests.support.redis_server import RedisProcess, needs_redis
+
+ONE = StoredResponse("ann", "resp_1", "demo", 1700000000, True, b"\0f", b'{"head":1}', b'{"chat":2}')
+LEASE_S = 10.0
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    server = RedisProcess(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["sqlite", pytest.param("redis", marks=needs_redis)])
+async def stores(
+    request: pytest.FixtureRequest, tmp_path: Path, clock: Clock
+) -> AsyncIterator[tuple[ResponseStore, ResponseStore]]:
+    """The store as two gateways have it."""
+    if request.param == "sqlite":
+        path = tmp_path / "state" / "responses.db"
+        pair: list[ResponseStore] = [SqliteStore(path, ttl_s=100, max_bytes=2**20, clock=clock) for _ in range(2)]
+    else:
+        server: RedisProcess = request.getfixturevalue("redis")
+        pair = [RedisStore(server.url, ttl_s=100, clock=clock) for _ in range(2)]
+    yield pair[0], pair[1]
+    await pair[0].delete(*ONE.name)
+    for store in pair:
+        await store.close()
+
+
+Stores = tuple[ResponseStore, ResponseStore]
+
+
+async def test_a_response_is_what_was_stored(stores: Stores) -> None:
+    first, second = stores
+    assert await second.get(*ONE.name) is None
+    assert await first.put(ONE, LEASE_S)
+    assert await second.get(*ONE.name) == ONE
+    assert not await second.put(replace(ONE, request=b"other"), LEASE_S)
+    assert await second.finish(*ONE.name, "completed", b"result")
+    assert await first.get(*ONE.name) == replace(ONE, status="completed", work=b"", result=b"result")
+    assert not await first.finish(*ONE.name, "failed", b"later")
+    assert (await first.get(*ONE.name)) == replace(ONE, status="completed", work=b"", result=b"result")
+
+
+async def test_an_ended_response_is_stored_at_once(stores: Stores) -> None:
+    first, second = stores
+    ended = replace(ONE, status="completed", work=b"", result=b"result")
+    assert await first.put(ended, 0.0)
+    assert await second.get(*ONE.name) == ended
+    assert await second.abandoned(8) == []
+    assert not await second.claim(*ONE.name, LEASE_S)
+    assert await second.renew({ONE.name: b""}, LEASE_S) == [ONE.name]
+    assert not await second.finish(*ONE.name, "failed", b"")
+
+
+async def test_another_owner_neither_sees_nor_changes_it(stores: Stores) -> None:
+    first, second = stores
+    await first.put(ONE, 0.0)
+    assert await second.get("bob", ONE.id) is None
+    assert await second.get("", ONE.id) is None
+    assert not await second.claim("bob", ONE.id, LEASE_S)
+    assert not await second.finish("bob", ONE.id, "completed", b"")
+    assert not await second.delete("bob", ONE.id)
+    assert await second.renew({("bob", ONE.id): b"tokens"}, LEASE_S) == [("bob", ONE.id)]
+    assert await first.get(*ONE.name) == ONE
+    assert await second.put(replace(ONE, owner="bob"), LEASE_S)
+    assert await second.delete("bob", ONE.id)
+
+
+async def test_a_lease_keeps_others_away_until_it_is_over(stores: Stores, clock: Clock) -> None:
+    first, second = stores
+    await first.put(ONE, LEASE_S)
+    clock.now_s += 9
+    assert not await second.claim(*ONE.name, LEASE_S)
+    assert await first.renew({ONE.name: b"\1\0\0\0"}, LEASE_S) == []
+    clock.now_s += 9
+    assert await second.abandoned(8) == []
+    clock.now_s += 2
+    assert await second.abandoned(8) == [ONE.name]
+    assert await second.claim(*ONE.name, LEASE_S)
+    assert not await first.claim(*ONE.name, LEASE_S)
+    assert await first.abandoned(8) == []
+    await second.renew({ONE.name: b""}, 0.0)
+    assert await first.abandoned(8) == [ONE.name]
+    await first.finish(*ONE.name, "completed", b"")
+    assert await first.abandoned(8) == []
+    assert not await first.claim(*ONE.name, LEASE_S)
+    assert await first.renew({ONE.name: b""}, LEASE_S) == [ONE.name]
+
+
+async def test_tokens_only_grow_and_go_with_the_end(stores: Stores) -> None:
+    first, second = stores
+    await first.put(ONE, LEASE_S)
+    await first.renew({ONE.name: b"12345678"}, LEASE_S)
+    await second.renew({ONE.name: b"1234"}, LEASE_S)
+    assert await first.get(*ONE.name) == replace(ONE, tokens=b"12345678")
+    await first.finish(*ONE.name, "completed", b"r")
+    assert await first.get(*ONE.name) == replace(ONE, status="completed", work=b"", result=b"r")
+
+
+async def test_only_background_responses_are_taken_over_without_a_client(stores: Stores) -> None:
+    first, _ = stores
+    await first.put(replace(ONE, background=False), 0.0)
+    assert await first.abandoned(8) == []
+    assert await first.claim(*ONE.name, 0.0)
+    assert await first.abandoned(8) == []
+
+
+async def test_a_deleted_response_is_gone(stores: Stores) -> None:
+    first, second = stores
+    await first.put(ONE, 0.0)
+    assert await second.delete(*ONE.name)
+    assert await first.get(*ONE.name) is None
+    assert await first.abandoned(8) == []
+    assert not await first.finish(*ONE.name, "completed", b"")
+    assert not await second.delete(*ONE.name)
+
+
+async def test_two_claims_at_once_have_one_winner(stores: Stores) -> None:
+    first, second = stores
+    await first.put(ONE, 0.0)
+    won = await asyncio.gather(*(store.claim(*ONE.name, LEASE_S) for store in (first, second) * 4))
+    assert sum(won) == 1
+
+
+async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "responses.db"
+    store = SqliteStore(path, ttl_s=100, max_bytes=1000, clock=clock)
+    await store.purge()
+    assert await store.abandoned(8) == []
+    assert not path.exists(), "nothing was stored"
+    for number in range(600):
+        await store.put(replace(ONE, id=f"resp_{number}", request=b"x" * 100, work=b""), LEASE_S)
+        clock.now_s += 0.01
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    await store.purge()
+    left = [number for number in range(600) if await store.get("ann", f"resp_{number}") is not None]
+    assert left == list(range(590, 600))
+    clock.now_s += 101
+    assert await store.get("ann", "resp_599") is None
+    await store.purge()
+    clock.now_s -= 101
+    assert await store.get("ann", "resp_599") is None
+    assert not await store.claim("ann", "resp_599", LEASE_S)
+    await store.close()
+
+
+@needs_redis
+async def test_redis_deletes_what_is_too_old(redis: RedisProcess) -> None:
+    store = RedisStore(redis.url, ttl_s=0.05)
+    await store.put(ONE, 0.0)
+    async with asyncio.timeout(20):
+        while await store.get(*ONE.name) is not None:  # noqa: ASYNC110 - the server's clock
+            await asyncio.sleep(0.01)
+    assert await store.abandoned(8) == [ONE.name]
+    assert not await store.claim(*ONE.name, LEASE_S)
+    assert await store.abandoned(8) == [], "the name went with the claim"
+    await store.close()
+
+
+async def test_a_store_that_fails_is_a_503(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "other.db").write_text("no database, but long enough to be read as one" * 10)
+    for url in (f"sqlite:///{tmp_path}/file/x.db", f"sqlite:///{tmp_path}/other.db", "redis://127.0.0.1:1"):
+        store = open_store(url, ttl_s=100, max_bytes=2**20)
+        assert store is not None
+        with pytest.raises(ApiError) as caught:
+            await store.put(ONE, LEASE_S)
+        assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
+        await store.close()
+
+
+def test_a_setting_that_names_no_store_is_refused() -> None:
+    assert open_store("none", ttl_s=1, max_bytes=1) is None
+    for good in ("none", "sqlite", "sqlite:////var/x.db", "redis://host/0", "rediss://host", "unix:///run/redis"):
+        assert check_store_url(good) == good
+    for bad in ("", "memory", "sqlite://", "sqlite:///", "/var/x.db", "postgres://host"):
+        with pytest.raises(ValueError, match="must be"):
+            check_store_url(bad)
+
+
+async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "responses.db"
+    store = SqliteStore(path, ttl_s=100, max_bytes=2**20, clock=clock)
+    await store.put(ONE, 0.0)
+    await store.put(replace(ONE, id="resp_2"), 0.0)
+    await store.delete(*ONE.name)
+    assert await store.abandoned(8) == [("ann", "resp_2")]
+    clock.now_s += 101
+    await store.purge()
+    assert await store.abandoned(8) == []
+    await store.close()
