@@ -36,7 +36,11 @@ class Answered:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
-    return str(tokenizer.apply_chat_template(list(example.messages), tokenize=False, add_generation_prompt=True))
+    return str(
+        tokenizer.apply_chat_template(
+            list(example.messages), tools=list(example.tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    )
 
 
 def fact_distance(tokenizer: PreTrainedTokenizerBase, example: Example) -> int:
