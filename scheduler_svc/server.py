@@ -41,12 +41,9 @@ def _cache_secret(settings: SchedulerSettings) -> bytes:
     return b"" if settings.etcd else own_secret()
 
 
-async def serve(
-    settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
-) -> None:
-    """Run the scheduler until `stop` is set. Raises CannotStart if the policies or the keys cannot be used."""
-    keys = open_keys(settings.keys_file)
-    config = SchedulerConfig(
+def config_of(settings: SchedulerSettings) -> SchedulerConfig:
+    """The core's part of the settings."""
+    return SchedulerConfig(
         window=settings.window,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
@@ -62,7 +59,15 @@ async def serve(
         running_timeout_s=settings.running_timeout_s,
         no_worker_timeout_s=settings.no_worker_timeout_s,
         allow_mixed_dtypes=settings.allow_mixed_dtypes,
+        cache_scope=settings.cache_scope,
     )
+
+
+async def serve(
+    settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
+) -> None:
+    """Run the scheduler until `stop` is set. Raises CannotStart if the policies or the keys cannot be used."""
+    keys = open_keys(settings.keys_file)
     overrides = {kind: getattr(settings, kind) for kind in KINDS}
     try:
         choice = choose(settings.preset, overrides, settings.policy_options)
@@ -75,7 +80,7 @@ async def serve(
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
     core = SchedulerCore(
-        config,
+        config_of(settings),
         policies,
         lambda: build(choose()),
         epoch,
