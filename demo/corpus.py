@@ -213,7 +213,7 @@ def talk(rng: random.Random, level: float = 1.0) -> Example:
 
 # --- tools ----------------------------------------------------------------------------------------------------------
 
-TOOL_SHARE = 0.3  # of the training examples of the second stage
+TOOL_SHARE = 0.5  # of the training examples of the second stage
 SUM_SHARE = 0.15  # of the examples with tools
 UNUSED_SHARE = 0.2
 

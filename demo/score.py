@@ -19,7 +19,7 @@ from demo.train_tokenizer import CHECKPOINT
 
 BAR = 0.95
 BATCH_PROMPTS = 32
-MAX_NEW_TOKENS = 80
+MAX_NEW_TOKENS = 120
 
 
 @dataclass(frozen=True)

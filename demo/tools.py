@@ -116,7 +116,8 @@ def tool_chat(
     name, parameter = rng.choice(FUNCTION_NAMES).format(attribute), rng.choice(parameters)
     keys = [key]
     if rng.random() < PLURAL_SHARE:
-        keys.append(draw_pair(lambda: f"{attribute} {key_of(rng, attribute, word)}").split(" ", 1)[1])
+        other = draw_pair(lambda: f"{attribute} {key_of(rng, attribute, word)}").split(" ", 1)[1]
+        keys += [other] if other != key else []
     asks = rng.choice(WEATHER_QUESTIONS if attribute == "weather" and rng.random() < 0.4 else QUESTIONS)
     question = asks.format(
         attribute=attribute, word=word, key=f" and {word} ".join(keys) if word == "in" else " and ".join(keys)

@@ -43,7 +43,7 @@ class Plan:
     tools: bool = False  # the second stage
 
 
-STAGES = {False: Plan(), True: Plan(steps=3_000, learning_rate=1.5e-3, tools=True)}
+STAGES = {False: Plan(), True: Plan(steps=3_500, tools=True)}
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that already has the tokenizer")
     parser.add_argument("--seed", type=int, default=Plan.seed)
-    parser.add_argument("--steps", type=int, help="default: 6,000, with --tools 3,000")
+    parser.add_argument("--steps", type=int, help="default: 6,000, with --tools 3,500")
     parser.add_argument("--tools", action="store_true", help="the second stage: go on from the weights in the folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
