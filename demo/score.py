@@ -19,7 +19,7 @@ from demo.train_tokenizer import CHECKPOINT
 
 BAR = 0.95
 BATCH_PROMPTS = 32
-MAX_NEW_TOKENS = 80
+MAX_NEW_TOKENS = 120
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class Answered:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
-    return str(tokenizer.apply_chat_template(list(example.messages), tokenize=False, add_generation_prompt=True))
+    return str(
+        tokenizer.apply_chat_template(
+            list(example.messages), tools=list(example.tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    )
 
 
 def fact_distance(tokenizer: PreTrainedTokenizerBase, example: Example) -> int:

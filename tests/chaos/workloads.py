@@ -83,6 +83,20 @@ def _streaming() -> list[Question]:
     ]
 
 
+def _tools() -> list[Question]:
+    """Calls of functions, whose arguments have more than there is room for."""
+    names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": names}} for name in ("invite", "forget")]
+    chat = {"messages": MESSAGES, "max_tokens": 200, "stream": True, "tools": tools, "tool_choice": "required"}
+    named = {"type": "function", "function": {"name": "forget"}}
+    return [
+        Question("tools", CHAT, chat | {"temperature": 0}),
+        *(Question("tools", CHAT, chat | {"seed": seed}) for seed in (3, 4)),
+        Question("tools", CHAT, chat | {"seed": 5, "tool_choice": named}),
+        Question("tools", CHAT, chat | {"seed": 6, "n": 2}),
+    ]
+
+
 def _grpc() -> list[Question]:
     prompts = [question.body["prompt"] for question in _greedy("grpc", 3, 30, 1)]
     return [
@@ -124,6 +138,7 @@ WORKLOADS: dict[str, Workload] = {
     "n=4": Workload(_greedy("n=4", 3, 40, 160, n=4, temperature=1.0, seed=3), _all_have(10)),
     "seeded": Workload(_greedy("seeded", 6, 12, 250, temperature=1.0, top_p=0.95, seed=11), _all_have(20)),
     "streaming": Workload(_streaming(), _all_have(10)),
+    "tools": Workload(_tools(), _all_have(10)),
     "grpc": Workload(_grpc(), _all_have(10)),
     "swapped": Workload(_greedy("swapped", 16, 60, 280), _is_swapped),
 }

@@ -104,6 +104,9 @@ def _knowledge(answer: Answer) -> dict[str, Any]:
         if isinstance(usage, dict):
             usage.pop("prompt_tokens_details", None)  # what was found in the cache is no part of the answer
     known["heads"] = len(known["heads"])
+    for calls in known["calls"].values():
+        for call in calls.values():
+            call["id"] = bool(call["id"])  # made from the answer's id, as that is from the idempotency key
     return known
 
 

@@ -38,6 +38,7 @@ class Told:
     """What a client knows after some events, however they were cut."""
 
     texts: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict)  # by choice and call
     reasons: dict[int, list[str]] = field(default_factory=dict)
     roles: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
@@ -57,12 +58,21 @@ def told(events: Iterable[Event]) -> Told:
             known.rest.append(data["usage"])
         for choice in data["choices"]:
             index, delta = choice["index"], choice.get("delta", {})
-            text = choice["text"] if "text" in choice else delta["content"]
-            known.texts[index] = known.texts.get(index, "") + text
+            text = choice["text"] if "text" in choice else delta.get("content")
+            known.texts[index] = known.texts.get(index, "") + (text or "")
+            for part in delta.get("tool_calls", ()):
+                _add_part(known.calls.setdefault(index, {}).setdefault(part["index"], {}), part)
             known.roles[index] = known.roles.get(index, 0) + ("role" in delta)
             known.reasons.setdefault(index, []).extend([choice["finish_reason"]] * bool(choice["finish_reason"]))
             known.logprobs.setdefault(index, []).extend(_entries(choice["logprobs"]))
     return known
+
+
+def _add_part(call: dict[str, str], part: dict[str, Any]) -> None:
+    assert "id" not in call or "id" not in part, f"the id of a call came twice: {call}, {part}"
+    call |= {"id": part["id"]} if "id" in part else {}
+    for name, text in part["function"].items():
+        call[name] = call.get(name, "") + text
 
 
 def _entries(logprobs: Any) -> list[Any]:
