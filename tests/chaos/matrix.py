@@ -56,9 +56,8 @@ class Outcome:
 
 
 def new_stack(folder: Path) -> Stack:
-    return Stack(
-        folder, worker_flags=WORKER_FLAGS, scheduler_flags=SCHEDULER_FLAGS, gateway_flags=GATEWAY_FLAGS, proxied=True
-    )
+    flags = [*GATEWAY_FLAGS, "--response-store", f"sqlite:///{folder}/responses.db"]  # shared, as gateways must
+    return Stack(folder, worker_flags=WORKER_FLAGS, scheduler_flags=SCHEDULER_FLAGS, gateway_flags=flags, proxied=True)
 
 
 class Matrix:

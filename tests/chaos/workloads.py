@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support.asking import GRPC, Answer, Question
+from tests.support.asking import GRPC, RESPONSES, Answer, Question
+from tests.support.asking import MESSAGES as PATH_OF_MESSAGES
 from tests.support.stack import Stack
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -97,6 +98,23 @@ def _tools() -> list[Question]:
     ]
 
 
+def _responses() -> list[Question]:
+    """A client goes on behind the last event that it has."""
+    common: dict[str, Any] = {"max_output_tokens": 800, "ignore_eos": True, "stream": True}
+    asked = [{"input": "Tell me of a fox.", "temperature": 0}, {"input": "One day", "seed": 3}]
+    asked.append({"input": "A hen", "seed": 4, "background": True})
+    return [Question("responses", RESPONSES, common | one) for one in asked]
+
+
+def _messages() -> list[Question]:
+    """A client whose stream breaks begins again, and is told the same."""
+    names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
+    tools = [{"name": "invite", "input_schema": names}]
+    common = {"model": "paceline-demo", "messages": MESSAGES, "max_tokens": 400, "stream": True}
+    called = common | {"tools": tools, "tool_choice": {"type": "any"}}
+    return [Question("messages", PATH_OF_MESSAGES, called | {"seed": seed}) for seed in (3, 4, 5)]
+
+
 def _grpc() -> list[Question]:
     prompts = [question.body["prompt"] for question in _greedy("grpc", 3, 30, 1)]
     return [
@@ -139,6 +157,8 @@ WORKLOADS: dict[str, Workload] = {
     "seeded": Workload(_greedy("seeded", 6, 12, 250, temperature=1.0, top_p=0.95, seed=11), _all_have(20)),
     "streaming": Workload(_streaming(), _all_have(10)),
     "tools": Workload(_tools(), _all_have(10)),
+    "responses": Workload(_responses(), _all_have(10)),
+    "messages": Workload(_messages(), _all_have(10)),
     "grpc": Workload(_grpc(), _all_have(10)),
     "swapped": Workload(_greedy("swapped", 16, 60, 280), _is_swapped),
 }

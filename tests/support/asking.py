@@ -18,6 +18,8 @@ from tests.support.sse import Event, alike, told
 ATTEMPTS = 200
 PAUSE_S = 0.2
 GRPC = "grpc"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+LAST_TYPES = ("response.completed", "response.incomplete", "message_stop")
 
 
 class Gateway(NamedTuple):
@@ -135,9 +137,8 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
         asked_s = clock()
         kind: Cause = "sent"
         try:
-            async with http.stream(
-                "POST", gateway.url + question.path, json=question.body, headers=headers
-            ) as response:
+            method, path, body = _next_request(answer)
+            async with http.stream(method, gateway.url + path, json=body, headers=headers) as response:
                 if response.status_code == 200:
                     why = await _read(response, answer, headers)
                 else:
@@ -153,6 +154,18 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
         await asyncio.sleep(PAUSE_S)
 
 
+def _next_request(answer: Answer) -> tuple[str, str, dict[str, Any] | None]:
+    """How to go on: method, path and body."""
+    question = answer.question
+    if question.path == RESPONSES and answer.events:
+        first, last = (json.loads(answer.events[index].data) for index in (0, -1))
+        query = f"stream=true&starting_after={last['sequence_number']}"
+        return "GET", f"{RESPONSES}/{first['response']['id']}?{query}", None
+    if question.path == MESSAGES:
+        answer.events.clear()  # its events have no ids: it begins again, and must say the same
+    return "POST", question.path, question.body
+
+
 async def _read(response: httpx.Response, answer: Answer, headers: dict[str, str]) -> str:
     """Until the end, or until it breaks: then it says why."""
     if not answer.question.body.get("stream"):
@@ -165,11 +178,16 @@ async def _read(response: httpx.Response, answer: Answer, headers: dict[str, str
             name, _, fields[name] = line.partition(": ")
             continue
         event, fields = Event(fields.get("id", ""), fields["data"]), {}
-        if event.data != "[DONE]" and "error" in json.loads(event.data):
+        data = {} if event.data == "[DONE]" else json.loads(event.data)
+        kind = data.get("type")
+        if kind == "error" or (kind is None and "error" in data):
             return event.data
+        if kind == "ping":
+            continue
         answer.add(event)
-        headers["Last-Event-ID"] = event.id
-        if event.data == "[DONE]":
+        if kind is None:
+            headers["Last-Event-ID"] = event.id
+        if event.data == "[DONE]" or kind in LAST_TYPES:
             answer.is_done = True
             return ""
         if answer.question.cancel_after is not None and len(answer.events) >= answer.question.cancel_after:

@@ -44,6 +44,7 @@ class Told:
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
     rest: list[Any] = field(default_factory=list)
     heads: set[tuple[Any, ...]] = field(default_factory=set)
+    num_typed: int = 0  # events of the Responses API
 
 
 def told(events: Iterable[Event]) -> Told:
@@ -53,6 +54,9 @@ def told(events: Iterable[Event]) -> Told:
             known.rest.append("done")
             continue
         data = json.loads(event.data)
+        if "choices" not in data:
+            _read_typed(known, data)
+            continue
         known.heads.add((data["id"], data["created"], data["model"], data["object"]))
         if not data["choices"]:
             known.rest.append(data["usage"])
@@ -73,6 +77,24 @@ def _add_part(call: dict[str, str], part: dict[str, Any]) -> None:
     call |= {"id": part["id"]} if "id" in part else {}
     for name, text in part["function"].items():
         call[name] = call.get(name, "") + text
+
+
+def _read_typed(known: Told, data: dict[str, Any]) -> None:
+    """An event of the Responses API, whose numbers must follow each other, or of Anthropic's messages."""
+    if "sequence_number" in data:
+        assert data["sequence_number"] == known.num_typed, f"event {data} instead of number {known.num_typed}"
+        known.num_typed += 1
+    match data["type"]:
+        case "response.output_text.delta":
+            known.texts[data["output_index"]] = known.texts.get(data["output_index"], "") + data["delta"]
+        case "response.completed" | "response.incomplete":
+            whole = data["response"]
+            known.rest += [whole["status"], whole["usage"]["output_tokens"], len(whole["output"])]
+        case "content_block_delta":
+            text = data["delta"].get("text") or data["delta"].get("partial_json", "")
+            known.texts[data["index"]] = known.texts.get(data["index"], "") + text
+        case "message_delta":
+            known.rest += [data["delta"]["stop_reason"], data["usage"]["output_tokens"]]
 
 
 def _entries(logprobs: Any) -> list[Any]:
