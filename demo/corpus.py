@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from demo import words as w
-from demo.smalltalk import SYSTEM_PROMPTS, small_talk
+from demo.smalltalk import SYSTEM_PROMPTS, UNKNOWN, small_talk
 from demo.stories import filler, story
-from demo.tools import Tool, sum_chat, tool_chat, unused_tools
+from demo.tools import Tool, question_without_tools, sum_chat, tool_chat, unused_tools
 
 Message = dict[str, str]
 TASKS = ("repeat", "lookup", "add", "tool", "result")
@@ -216,6 +216,7 @@ def talk(rng: random.Random, level: float = 1.0) -> Example:
 TOOL_SHARE = 0.5  # of the training examples of the second stage
 SUM_SHARE = 0.15  # of the examples with tools
 UNUSED_SHARE = 0.2
+MISSING_SHARE = 0.1  # questions for tools, without any
 
 
 def _tool_chat(rng: random.Random, held: bool) -> tuple[tuple[Tool, ...], tuple[Message, ...], str]:
@@ -244,6 +245,11 @@ def unused(rng: random.Random, level: float = 1.0) -> Example:
     """A question that no function of the prompt answers."""
     example = rng.choice((talk, add, repeat))(rng, level)
     return replace(example, tools=tuple(unused_tools(rng)))
+
+
+def missing(rng: random.Random, level: float = 1.0) -> Example:
+    """A question for a function, without one."""
+    return Example("talk", (user(question_without_tools(rng)),), UNKNOWN)
 
 
 TASK_MAKERS: dict[str, Callable[..., Example]] = {
@@ -306,7 +312,9 @@ def single_example(rng: random.Random, level: float = 1.0) -> Example:
 def training_example(rng: random.Random, level: float = 1.0, tools: bool = False) -> Example:
     """What the model trains on: single examples and conversations; in the second stage also `tools`."""
     if tools and rng.random() < TOOL_SHARE:
-        return _in_context(rng, unused(rng, level) if rng.random() < UNUSED_SHARE else result(rng, level))
+        kind = rng.random()
+        make = unused if kind < UNUSED_SHARE else missing if kind < UNUSED_SHARE + MISSING_SHARE else result
+        return _in_context(rng, make(rng, level))
     return conversation(rng, level) if rng.random() < CONVERSATION_SHARE else single_example(rng, level)
 
 

@@ -150,6 +150,12 @@ def sum_chat(rng: random.Random) -> tuple[list[Tool], list[tuple[str, str]]]:
     ]
 
 
+def question_without_tools(rng: random.Random) -> str:
+    """A question that a function could answer."""
+    _, chat = tool_chat(rng, lambda make: make())
+    return chat[0][1]
+
+
 def unused_tools(rng: random.Random) -> list[Tool]:
     """Functions for a question that needs none of them."""
     attribute, _, parameters = rng.choice(ATTRIBUTES)
