@@ -73,6 +73,6 @@ async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) ->
             assert (mine.token_ids, mine.finish_reason) == (whole.token_ids, whole.finish_reason)
             assert mine.usage.completion_tokens == len(mine.token_ids) == NUM_TOKENS
             assert [token.logprob for token in mine.logprobs] == pytest.approx(
-                [token.logprob for token in whole.logprobs], abs=1e-4
+                [token.logprob for token in whole.logprobs], rel=1e-4, abs=1e-4
             )
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)

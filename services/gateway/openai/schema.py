@@ -28,7 +28,7 @@ from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api
 from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.fields.replies import ToolUse
 from services.gateway.fields.template import TemplateInput, template_input
-from services.gateway.fields.tools import Tool, ToolChoice, check_tools
+from services.gateway.fields.tools import NamedChoice, Tool, ToolChoice, check_tools
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.format import Shown
 from services.gateway.openai.structured import ResponseFormat, StructuredOutputs
@@ -268,7 +268,8 @@ class ChatRequest(SamplingFields):
 
     def tool_use(self) -> ToolUse:
         """The tools, and which calls the answer must have."""
-        return ToolUse(self.tools or (), self.tool_choice, self.parallel_tool_calls is not False)
+        is_named = isinstance(self.tool_choice, NamedChoice)  # which stands for one call, as in vLLM
+        return ToolUse(self.tools or (), self.tool_choice, self.parallel_tool_calls is not False and not is_named)
 
     def for_template(self) -> TemplateInput:
         """What the chat template gets. Raises ApiError 400."""

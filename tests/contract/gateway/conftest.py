@@ -6,8 +6,11 @@ All tests of a module run in one event loop, as the gateway that they share does
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+import structlog
 from openai import AsyncOpenAI
 
 from paceline.v1 import common_pb2
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
+from services.runtime.logs import configure_logging
 from services.runtime.service import Addresses
 from tests.contract.gateway.fake_scheduler import FakeScheduler, hash_token
 
@@ -51,6 +56,27 @@ class Running:
 
 
 Start = Callable[..., Awaitable[Running]]
+
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """Gives the lines about finished and refused requests so far."""
+    root = logging.getLogger()
+    before, written = (root.handlers, root.level), io.StringIO()
+    configure_logging("gateway", "info", "json", stream=written)
+
+    def read() -> list[dict[str, Any]]:
+        told = [json.loads(line) for line in written.getvalue().splitlines()]
+        return [line for line in told if line["message"].startswith("request ")]
+
+    yield read
+    structlog.reset_defaults()
+    root.handlers, level = before
+    root.setLevel(level)
+    logging.captureWarnings(False)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.runtime.logs import configure_logging
-from tests.contract.gateway.conftest import MODEL, Running, Start
+from tests.contract.gateway.conftest import MODEL, Lines, Running, Start
 from tests.contract.gateway.test_keys import Keys, bearer
 
 PATH = "/v1/completions"
@@ -130,13 +128,9 @@ async def test_keys_bound_what_headers_may_say(start: Start, tmp_path: Path) -> 
         assert answer.status_code == status
 
 
-async def test_the_trace_of_the_client_is_on_the_lines_of_its_request(
-    running: Running, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logging("gateway", "info", "json")
+async def test_the_trace_of_the_client_is_on_the_lines_of_its_request(running: Running, lines: Lines) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     await asked(running, {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-request-id": "traced"})
     await asked(running, {"traceparent": "00-nonsense", "x-request-id": "untraced"})
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    traces = {line["request_id"]: line.get("trace_id") for line in lines if line["message"] == "request finished"}
+    traces = {line["request_id"]: line.get("trace_id") for line in lines() if line["message"] == "request finished"}
     assert traces == {"traced": trace, "untraced": None}

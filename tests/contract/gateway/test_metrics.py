@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import logging
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc.aio
 import pytest
-import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from services.runtime.logs import configure_logging
-from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
+from tests.contract.gateway.conftest import MODEL, Lines, Running, Start, eventually, until
 from tests.support.fake_session import ERROR
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [7, 8, 9, 10], "max_tokens": 6, "ignore_eos": True}
-Lines = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture
-def lines() -> Iterator[Lines]:
-    """Gives the lines about finished and refused requests so far."""
-    root = logging.getLogger()
-    before, written = (root.handlers, root.level), io.StringIO()
-    configure_logging("gateway", "info", "json", stream=written)
-
-    def read() -> list[dict[str, Any]]:
-        told = [json.loads(line) for line in written.getvalue().splitlines()]
-        return [line for line in told if line["message"].startswith("request ")]
-
-    yield read
-    structlog.reset_defaults()
-    root.handlers, level = before
-    root.setLevel(level)
-    logging.captureWarnings(False)
 
 
 async def samples(running: Running) -> dict[tuple[str, ...], float]:

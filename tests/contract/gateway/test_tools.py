@@ -185,7 +185,7 @@ async def test_forced_calls_bring_a_grammar_and_other_requests_none(start: Start
 
 
 async def test_what_is_wrong_is_named(start: Start) -> None:
-    running = await start()
+    running = await start(settings={"chat_template": TEMPLATE})  # it shows no format of calls
     assert await refused(running) == ("tools", (await refused(running))[1])
     assert "--tool-call-parser" in (await refused(running))[1]
     assert (await refused(running, tool_choice="any"))[0] == "tool_choice"
