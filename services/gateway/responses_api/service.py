@@ -203,6 +203,8 @@ class Responses:
 
     def _run(self, response: RunningResponse, reading: Reading) -> None:
         response.task = asyncio.create_task(self._generate(response, reading))
+        # A task that is cancelled before its first step runs no `finally` of its own.
+        response.task.add_done_callback(lambda _: self._give_up(response, reading))
 
     async def _generate(self, response: RunningResponse, reading: Reading) -> None:
         reader = PieceReader(reading.generations[0])

@@ -6,13 +6,17 @@ import asyncio
 import json
 import sqlite3
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.access.caller import ANYONE
+from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
+from services.gateway.responses_api.service import Responses
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 from tests.contract.gateway.test_tools import CITY, HERMES, PARIS, THINKS, TOKENIZER, TWO_CALLS, says
 from tests.support.redis_server import RedisProcess, needs_redis
@@ -282,6 +286,35 @@ async def test_background_responses_are_polled_and_cancelled(start: Start, store
     assert (await running.openai.responses.retrieve(response_id)).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match="background"):
         await running.openai.responses.cancel((await create(running)).id)
+
+
+async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_last_event(
+    start: Start, stored: dict[str, Any]
+) -> None:
+    first, second = await start(settings=stored, step_s=0.005), await start(settings=stored)
+    stream = await create(first, background=True, stream=True, max_output_tokens=500)
+    seen = [await anext(stream) for _ in range(20)]
+    await stream.close()
+    await second.openai.responses.cancel(response_id := seen[0].response.id)
+    await until(lambda: first.scheduler.num_running == 0)
+    for running in (first, second):  # the store has no output
+        rest = await running.openai.responses.retrieve(response_id, stream=True, starting_after=19)
+        [last] = [event async for event in rest]
+        assert (last.type, last.response.status, last.sequence_number) == ("response.incomplete", "cancelled", 20)
+
+
+async def test_a_response_that_ends_before_its_first_step_frees_what_it_took() -> None:
+    closed: list[bool] = []
+    reading = SimpleNamespace(generations=[None], close=lambda: closed.append(True))
+    responses = Responses(cast(Any, SimpleNamespace(open=lambda *_: reading)), None)
+    response = RunningResponse(("", "resp_1"), {}, is_stored=False)
+    assert await responses.begin(response, [], ANYONE, None)
+    response.abandon()
+    await asyncio.wait([cast(Any, response.task)])
+    await asyncio.sleep(0)
+    assert closed
+    assert response.is_over
+    assert responses.running("", "resp_1") is None
 
 
 async def test_a_background_response_goes_on_without_its_client(start: Start, stored: dict[str, Any]) -> None:
