@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +19,8 @@ from services.gateway.access.caller import ANYONE
 from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
 from services.gateway.responses_api.service import Responses
+from services.gateway.store.records import StoredResponse
+from services.gateway.store.sqlite_store import SqliteStore
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 from tests.contract.gateway.test_tools import CITY, HERMES, PARIS, THINKS, TOKENIZER, TWO_CALLS, says
 from tests.support.redis_server import RedisProcess, needs_redis
@@ -334,6 +338,31 @@ async def test_a_drained_gateway_leaves_its_responses_to_another(start: Start, s
     await first.task
     finished = await done(second, response.id)
     assert (finished.status, finished.usage.output_tokens) == ("incomplete", 8)
+
+
+async def test_many_responses_of_other_models_keep_none_from_being_taken_over(
+    start: Start, stored: dict[str, Any]
+) -> None:
+    first = await start(settings=stored | {"drain_s": 0.0})
+    first.scheduler.paused = True
+    response = await create(first, background=True)
+    first.stop.set()
+    await first.task
+    path = Path(stored["response_store"].removeprefix("sqlite:///"))
+    an_hour_ago = time.time() - 3600
+    store = SqliteStore(path, ttl_s=7200, max_bytes=2**20, clock=lambda: an_hour_ago)
+    for i in range(70):
+        assert await store.put(StoredResponse("", f"resp_{i}", "other", 0, True, b"", b"{}", b"{}"), 0.0)
+    await store.close()
+    second = await start(settings=stored)
+
+    def is_done() -> bool:  # no client asks for it
+        with closing(sqlite3.connect(path)) as database:
+            sql = "SELECT status FROM responses WHERE id = ?"
+            return bool(database.execute(sql, (response.id,)).fetchone() == ("incomplete",))
+
+    await until(is_done)
+    assert len(second.scheduler.submissions) == 1
 
 
 async def test_a_conversation_goes_on(start: Start, stored: dict[str, Any]) -> None:
