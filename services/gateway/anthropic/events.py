@@ -130,6 +130,8 @@ class BlockEvents:
 
     def _events(self, delta: MessageDelta) -> list[bytes]:
         events: list[bytes] = []
+        if delta.continued:  # first: content behind the call closes its block
+            events.append(self._delta("input_json_delta", partial_json=delta.continued))
         if delta.reasoning:
             events += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._delta("thinking_delta", thinking=delta.reasoning))
@@ -137,8 +139,9 @@ class BlockEvents:
             events += self._begin("text", {"type": "text", "text": "", "citations": None})
             events.append(self._delta("text_delta", text=delta.content))
         for call in delta.calls:
-            if call.name is not None:
-                events += [*self._close(), *self._begin("tool_use", self._reader.call_block(call))]
+            if call.name is None:
+                continue
+            events += [*self._close(), *self._begin("tool_use", self._reader.call_block(call))]
             if call.arguments:
                 events.append(self._delta("input_json_delta", partial_json=call.arguments))
         return events

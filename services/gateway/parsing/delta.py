@@ -17,11 +17,19 @@ class CallDelta:
 
 @dataclass(slots=True)
 class MessageDelta:
-    """A part of a message. Parts of one call follow each other, so each call has one entry in `calls`."""
+    """A part of a message. Parts of one call follow each other, so each call has one entry in `calls`.
+
+    `continued` comes before all else, and new calls come last.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+
+    @property
+    def continued(self) -> str:
+        """More arguments of the call that an earlier part has begun."""
+        return "".join(call.arguments for call in self.calls if call.name is None)
 
     def begin_call(self, index: int, name: str) -> None:
         """A call begins."""

@@ -189,9 +189,14 @@ class JsonCall:
         """The string that this character ends, or None."""
         if char == '"' and not self._escaped:
             try:
-                return str(json.loads(f'"{"".join(self._raw)}"', strict=False))
+                return _without_surrogates(json.loads(f'"{"".join(self._raw)}"', strict=False))
             except ValueError:  # an escape that JSON does not have
                 return "".join(self._raw)
         self._escaped = char == "\\" and not self._escaped
         self._raw.append(char)
         return None
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with a replacement character for each half of a surrogate pair: no answer can be written with a half."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -100,16 +100,20 @@ class ResponseEvents(_Reader):
                 break
             await response.change()
         if response.outcome is not None:
-            last = writer.end(response.outcome)
+            last = writer.end(response.outcome, self._after)
         else:
             assert response.broken is not None
             last = writer.error(response.broken.code, response.broken.message)
         # An error has no number in the response itself, so no client has seen it.
-        await self._emit(raw_send, last, is_error=response.outcome is None)
+        is_cut = response.outcome is None or response.outcome.status == "cancelled"
+        await self._emit(raw_send, last, with_last=is_cut)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _emit(self, send: Send, events: list[bytes], *, is_error: bool = False) -> None:
-        left_out = 0 if is_error else max(0, self._after + 1 - self._num_written)
+    async def _emit(self, send: Send, events: list[bytes], *, with_last: bool = False) -> None:
+        """Send the events that the client does not have. `with_last`: the last one in any case."""
+        left_out = max(0, self._after + 1 - self._num_written)
+        if with_last:
+            left_out = min(left_out, len(events) - 1)
         self._num_written += len(events)
         if body := b"".join(events[left_out:]):
             await send({"type": "http.response.body", "body": body, "more_body": True})

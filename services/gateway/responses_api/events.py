@@ -48,12 +48,17 @@ class EventWriter:
             self._delta(piece)
         return self._take()
 
-    def end(self, outcome: Outcome) -> list[bytes]:
-        """The last events."""
+    def end(self, outcome: Outcome, after: int = -1) -> list[bytes]:
+        """The last events. `after`: the number of the last event that the client has. If the response was cancelled,
+        that may be above the numbers here, because the store has no output of a response that another gateway cancels.
+        The very last event then follows `after`.
+        """
         if not self.output and outcome.status in ("completed", "incomplete"):
             self._open("text", OutputPiece("text", ""))  # clients expect a message
         self._close("completed" if outcome.status == "completed" else "incomplete")
         name = _TERMINAL.get(outcome.status, "response.incomplete")
+        if outcome.status == "cancelled":
+            self._number = max(self._number, after + 1)
         self._event(name, response=self.response(outcome.status, outcome))
         return self._take()
 

@@ -96,13 +96,16 @@ class PieceReader:
         return Outcome("completed", used)
 
     def _add(self, delta: MessageDelta) -> None:
+        if delta.continued:  # first: content behind the call is another item
+            self.pieces.append(OutputPiece("arguments", delta.continued))
         if delta.reasoning:
             self.pieces.append(OutputPiece("reasoning", delta.reasoning))
         if delta.content:
             self.pieces.append(OutputPiece("text", delta.content, self._take_logprobs()))
         for call in delta.calls:
-            if call.name is not None:
-                self.pieces.append(OutputPiece("name", call.name, call_id=self._call_id(call.index)))
+            if call.name is None:
+                continue
+            self.pieces.append(OutputPiece("name", call.name, call_id=self._call_id(call.index)))
             if call.arguments:
                 self.pieces.append(OutputPiece("arguments", call.arguments))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -50,6 +50,7 @@ class Responses:
         self._store = store
         self.grace_s = grace_s
         self._live: dict[ResponseName, RunningResponse] = {}
+        self._num_skipped = 0  # abandoned responses that were looked at before, and are left to other gateways
 
     @property
     def has_store(self) -> bool:
@@ -203,6 +204,8 @@ class Responses:
 
     def _run(self, response: RunningResponse, reading: Reading) -> None:
         response.task = asyncio.create_task(self._generate(response, reading))
+        # A task that is cancelled before its first step runs no `finally` of its own.
+        response.task.add_done_callback(lambda _: self._give_up(response, reading))
 
     async def _generate(self, response: RunningResponse, reading: Reading) -> None:
         reader = PieceReader(reading.generations[0])
@@ -301,23 +304,26 @@ class Responses:
 
     async def watch(self) -> NoReturn:
         """Renew leases, end what was cancelled elsewhere, take over what was abandoned. Runs until cancelled."""
-        purged_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            # Apart: a response with a long prompt takes seconds to take over, and leases must be renewed meanwhile.
+            group.create_task(self._repeat(self._renew, _TICK_S))
+            group.create_task(self._repeat(self._take_over_some, _TICK_S))
+            group.create_task(self._repeat(lambda: self.store.purge(), _PURGE_S))
+        raise AssertionError("the tasks above do not end")
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], every_s: float) -> NoReturn:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(every_s)
             if self._store is None:
                 continue
             try:
-                await self.tick()
-                if time.monotonic() - purged_s >= _PURGE_S:
-                    purged_s = time.monotonic()
-                    await self._store.purge()
+                await work()
             except ApiError as error:
                 _log.warning("the work on stored responses has to wait", error=error.message)
             except Exception as error:  # a record that cannot be read must not end the gateway
                 _log.error("the work on stored responses failed", exc_info=error)
 
-    async def tick(self) -> None:
-        """One round of `watch`."""
+    async def _renew(self) -> None:
         stored = {name: live for name, live in self._live.items() if live.is_stored and live.task is not None}
         if stored:
             progress = {name: (len(live.token_ids), _unsaved(live)) for name, live in stored.items()}
@@ -327,13 +333,19 @@ class Responses:
             for name in ended_names:
                 if (live := self._live.get(name)) is not None and not live.is_over:
                     live.abandon()
+
+    async def _take_over_some(self) -> None:
         if self.gateway.draining or not self.gateway.ready or self.gateway.refusal_if_full() is not None:
             return
         num_taken_over = 0
-        for name in await self.store.abandoned(_LOOKED_AT):
+        names = await self.store.abandoned(_LOOKED_AT, self._num_skipped)
+        for name in names:
             num_taken_over += await self._take_over(name)
             if num_taken_over == _TAKEN_OVER:
                 return
+        # All of these may be of other models or of removed keys. Then the others come next time.
+        is_last = len(names) < _LOOKED_AT
+        self._num_skipped = 0 if is_last else self._num_skipped + len(names) - num_taken_over
 
     async def _take_over(self, name: ResponseName) -> bool:
         """False if this gateway does not generate the response."""

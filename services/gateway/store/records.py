@@ -86,8 +86,9 @@ class ResponseStore(Protocol):
         """Delete a response. False if this owner has none of this id."""
         ...
 
-    async def abandoned(self, most: int) -> list[ResponseName]:
-        """Background responses in progress with a lease that is over, the oldest lease first."""
+    async def abandoned(self, most: int, skip: int = 0) -> list[ResponseName]:
+        """Background responses in progress with a lease that is over, the oldest lease first, without the first
+        `skip`."""
         ...
 
     async def purge(self) -> None:

@@ -121,8 +121,8 @@ class RedisStore:
     async def delete(self, owner: str, response_id: str) -> bool:
         return bool(await self._script(_DELETE, (owner, response_id)))
 
-    async def abandoned(self, most: int) -> list[ResponseName]:
-        over = self._redis.zrangebyscore(_LEASES, "-inf", self._clock(), start=0, num=most)
+    async def abandoned(self, most: int, skip: int = 0) -> list[ResponseName]:
+        over = self._redis.zrangebyscore(_LEASES, "-inf", self._clock(), start=skip, num=most)
         members: list[bytes] = await self._ask(over)
         names = [tuple(member.decode().split(":", 1)) for member in members]
         return [(owner, response_id) for owner, response_id in names]

@@ -127,12 +127,15 @@ class SqliteStore:
         sql = "DELETE FROM responses WHERE owner = ? AND id = ?"
         return await self._run(lambda db: db.execute(sql, (owner, response_id)).rowcount > 0)
 
-    async def abandoned(self, most: int) -> list[ResponseName]:
+    async def abandoned(self, most: int, skip: int = 0) -> list[ResponseName]:
         if self._opened is None and not self._path.exists():  # nothing was ever stored
             return []
         now_s = self._clock()
-        sql = "SELECT owner, id FROM progress WHERE background AND lease_until_s <= ? ORDER BY lease_until_s LIMIT ?"
-        return await self._run(lambda db: db.execute(sql, (now_s, most)).fetchall())
+        sql = (
+            "SELECT owner, id FROM progress WHERE background AND lease_until_s <= ? ORDER BY lease_until_s "
+            "LIMIT ? OFFSET ?"
+        )
+        return await self._run(lambda db: db.execute(sql, (now_s, most, skip)).fetchall())
 
     async def purge(self) -> None:
         if self._opened is None and not self._path.exists():

@@ -218,6 +218,7 @@ async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Cloc
     await store.put(replace(ONE, id="resp_2"), 0.0)
     await store.delete(*ONE.name)
     assert await store.abandoned(8) == [("ann", "resp_2")]
+    assert await store.abandoned(8, 1) == []
     clock.now_s += 101
     await store.purge()
     assert await store.abandoned(8) == []

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
 from paceline.v1 import common_pb2, inference_pb2
+from services.gateway.access.caller import ANYONE
+from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
+from services.gateway.responses_api.service import Responses
+from services.gateway.store.records import StoredResponse
+from services.gateway.store.sqlite_store import SqliteStore
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 from tests.contract.gateway.test_tools import CITY, HERMES, PARIS, THINKS, TOKENIZER, TWO_CALLS, says
 from tests.support.redis_server import RedisProcess, needs_redis
@@ -284,6 +292,35 @@ async def test_background_responses_are_polled_and_cancelled(start: Start, store
         await running.openai.responses.cancel((await create(running)).id)
 
 
+async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_last_event(
+    start: Start, stored: dict[str, Any]
+) -> None:
+    first, second = await start(settings=stored, step_s=0.005), await start(settings=stored)
+    stream = await create(first, background=True, stream=True, max_output_tokens=500)
+    seen = [await anext(stream) for _ in range(20)]
+    await stream.close()
+    await second.openai.responses.cancel(response_id := seen[0].response.id)
+    await until(lambda: first.scheduler.num_running == 0)
+    for running in (first, second):  # the store has no output
+        rest = await running.openai.responses.retrieve(response_id, stream=True, starting_after=19)
+        [last] = [event async for event in rest]
+        assert (last.type, last.response.status, last.sequence_number) == ("response.incomplete", "cancelled", 20)
+
+
+async def test_a_response_that_ends_before_its_first_step_frees_what_it_took() -> None:
+    closed: list[bool] = []
+    reading = SimpleNamespace(generations=[None], close=lambda: closed.append(True))
+    responses = Responses(cast(Any, SimpleNamespace(open=lambda *_: reading)), None)
+    response = RunningResponse(("", "resp_1"), {}, is_stored=False)
+    assert await responses.begin(response, [], ANYONE, None)
+    response.abandon()
+    await asyncio.wait([cast(Any, response.task)])
+    await asyncio.sleep(0)
+    assert closed
+    assert response.is_over
+    assert responses.running("", "resp_1") is None
+
+
 async def test_a_background_response_goes_on_without_its_client(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored | {"resume_grace_s": 0.0}, step_s=0.005)
     stream = await create(running, background=True, stream=True, max_output_tokens=60)
@@ -301,6 +338,31 @@ async def test_a_drained_gateway_leaves_its_responses_to_another(start: Start, s
     await first.task
     finished = await done(second, response.id)
     assert (finished.status, finished.usage.output_tokens) == ("incomplete", 8)
+
+
+async def test_many_responses_of_other_models_keep_none_from_being_taken_over(
+    start: Start, stored: dict[str, Any]
+) -> None:
+    first = await start(settings=stored | {"drain_s": 0.0})
+    first.scheduler.paused = True
+    response = await create(first, background=True)
+    first.stop.set()
+    await first.task
+    path = Path(stored["response_store"].removeprefix("sqlite:///"))
+    an_hour_ago = time.time() - 3600
+    store = SqliteStore(path, ttl_s=7200, max_bytes=2**20, clock=lambda: an_hour_ago)
+    for i in range(70):
+        assert await store.put(StoredResponse("", f"resp_{i}", "other", 0, True, b"", b"{}", b"{}"), 0.0)
+    await store.close()
+    second = await start(settings=stored)
+
+    def is_done() -> bool:  # no client asks for it
+        with closing(sqlite3.connect(path)) as database:
+            sql = "SELECT status FROM responses WHERE id = ?"
+            return bool(database.execute(sql, (response.id,)).fetchone() == ("incomplete",))
+
+    await until(is_done)
+    assert len(second.scheduler.submissions) == 1
 
 
 async def test_a_conversation_goes_on(start: Start, stored: dict[str, Any]) -> None:

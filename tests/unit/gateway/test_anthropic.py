@@ -84,6 +84,13 @@ def test_however_the_text_arrives_the_blocks_are_the_same(text: str, cuts: list[
     assert [block["type"] for block in blocks][:1] == [block["type"] for block in whole][:1]
 
 
+def test_content_in_the_piece_that_ends_a_call_is_a_block_of_its_own() -> None:
+    begun, rest = CALL[: CALL.index(": [")], CALL[CALL.index(": [") :]
+    call, text = streamed(f"{begun}{rest} Done", [len(begun)])
+    assert (call["type"], call["input"]) == ("tool_use", {"a": [1, "é"]})
+    assert (text["type"], text["text"]) == ("text", "Done")
+
+
 def test_a_turn_with_results_of_tools_is_several_messages() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}

@@ -78,6 +78,9 @@ EXAMPLES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", "{}")]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    # Half of a surrogate pair cannot be written as UTF-8.
+    ("hermes", r'<tool_call>{"name": "f\ud83d", "arguments": "\udfff"}</tool_call>', "", [("f\ufffd", "\ufffd")]),
+    ("hermes", r'<tool_call>{"name": "f\ud83d\ude00"}</tool_call>', "", [("f\U0001f600", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}, "id": "x"}</tool_call> so', "so", [("f", '{"a": 1}')]),
     ("hermes", "a <tool_call> of no JSON", "a <tool_call> of no JSON", []),
