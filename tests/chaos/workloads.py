@@ -85,7 +85,7 @@ def _streaming() -> list[Question]:
 
 
 def _tools() -> list[Question]:
-    """Calls of functions, whose arguments have more than there is room for."""
+    """Calls of functions with more arguments than there is room for."""
     names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
     tools = [{"type": "function", "function": {"name": name, "parameters": names}} for name in ("invite", "forget")]
     chat = {"messages": MESSAGES, "max_tokens": 200, "stream": True, "tools": tools, "tool_choice": "required"}
@@ -107,7 +107,7 @@ def _responses() -> list[Question]:
 
 
 def _messages() -> list[Question]:
-    """A client whose stream breaks begins again, and is told the same."""
+    """After a break, a client begins again and is told the same."""
     names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
     tools = [{"name": "invite", "input_schema": names}]
     common = {"model": "paceline-demo", "messages": MESSAGES, "max_tokens": 400, "stream": True}

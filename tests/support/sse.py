@@ -80,7 +80,7 @@ def _add_part(call: dict[str, str], part: dict[str, Any]) -> None:
 
 
 def _read_typed(known: Told, data: dict[str, Any]) -> None:
-    """An event of the Responses API, whose numbers must follow each other, or of Anthropic's messages."""
+    """An event of the Responses API (with the next number), or of Anthropic's messages."""
     if "sequence_number" in data:
         assert data["sequence_number"] == known.num_typed, f"event {data} instead of number {known.num_typed}"
         known.num_typed += 1
