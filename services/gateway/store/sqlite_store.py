@@ -54,6 +54,7 @@ class SqliteStore:
         # One thread: SQLite would let two threads of a process wait for each other's locks.
         self._thread = ThreadPoolExecutor(1, "response-store")
         self._opened: sqlite3.Connection | None = None
+        self._locked_s = 0.0  # when a write last waited in vain for another process, by time.monotonic
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
         now_s = self._clock()
@@ -79,7 +80,8 @@ class SqliteStore:
             f"SELECT {_COLUMNS}, coalesce(tokens, x'') FROM responses LEFT JOIN "
             "(SELECT owner, id, tokens FROM progress) USING (owner, id) WHERE owner = ? AND id = ? AND expires_s > ?"
         )
-        row = await self._run(lambda db: db.execute(sql, (owner, response_id, self._clock())).fetchone())
+        values = owner, response_id, self._clock()
+        row = await self._run(lambda db: db.execute(sql, values).fetchone(), reads=True)
         if row is None:
             return None
         owner, id_, model, created_s, background, *texts = row
@@ -135,7 +137,7 @@ class SqliteStore:
             "SELECT owner, id FROM progress WHERE background AND lease_until_s <= ? ORDER BY lease_until_s "
             "LIMIT ? OFFSET ?"
         )
-        return await self._run(lambda db: db.execute(sql, (now_s, most, skip)).fetchall())
+        return await self._run(lambda db: db.execute(sql, (now_s, most, skip)).fetchall(), reads=True)
 
     async def purge(self) -> None:
         if self._opened is None and not self._path.exists():
@@ -166,13 +168,24 @@ class SqliteStore:
         await asyncio.get_running_loop().run_in_executor(self._thread, close)
         self._thread.shutdown(wait=False)
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run a transaction in the store's thread."""
+    async def _run(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
+        """Run a transaction in the store's thread. `reads`: it writes nothing, so another process's lock cannot delay
+        it."""
+        asked_s = time.monotonic()
 
         def run() -> T:
-            db = self._connection()
-            with db:  # commits, or rolls back
-                return work(db)
+            # Writes that came while one waited in vain for the lock fail with it. Otherwise each would wait after the
+            # other, and a hundred requests would hang for minutes.
+            if not reads and asked_s < self._locked_s:
+                raise sqlite3.OperationalError("database is locked")
+            try:
+                db = self._connection()
+                with db:  # commits, or rolls back
+                    return work(db)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                    self._locked_s = time.monotonic()
+                raise
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import stat
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.errors import ApiError
+from services.gateway.store import sqlite_store
 from services.gateway.store.opening import open_store
 from services.gateway.store.records import ResponseStore, StoredResponse
 from services.gateway.store.redis_store import RedisStore
@@ -200,6 +203,21 @@ async def test_a_store_that_fails_is_a_503(tmp_path: Path) -> None:
             await store.put(ONE, LEASE_S)
         assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
         await store.close()
+
+
+async def test_a_locked_file_delays_no_request_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_store, "_BUSY_S", 0.5)
+    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=2**20)
+    assert await store.put(ONE, LEASE_S)
+    with closing(sqlite3.connect(tmp_path / "responses.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        writes = [store.put(replace(ONE, id=f"resp_{i}"), LEASE_S) for i in range(20)]
+        async with asyncio.timeout(5):
+            *failed, found = await asyncio.gather(*writes, store.get(*ONE.name), return_exceptions=True)
+        assert all(isinstance(error, ApiError) and error.status == 503 for error in failed)
+        assert found == ONE, "a read needs no lock"
+    assert await store.put(replace(ONE, id="resp_x"), LEASE_S)
+    await store.close()
 
 
 def test_a_setting_that_names_no_store_is_refused() -> None:
