@@ -205,7 +205,7 @@ async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[Samp
             async for piece in _read(generation):
                 await arrived.put(piece)
             await arrived.put(None)
-        except ApiError as error:
+        except Exception as error:  # also a bug, for which the reader would wait forever
             await arrived.put(error)
 
     tasks = [asyncio.create_task(read(generation)) for generation in generations]

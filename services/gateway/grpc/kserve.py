@@ -20,6 +20,9 @@ from services.gateway.grpc.engine_requests import EngineRequest
 from services.gateway.grpc.kserve_tensors import INPUTS, OUTPUTS, Inputs, read_inputs, response
 from services.gateway.grpc.status import abort, status_message
 from services.gateway.openai import schema
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
@@ -109,10 +112,11 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
                     async for part in parts:
                         await responses.put(pb.ModelStreamInferResponse(infer_response=part))
             except ApiError as error:
-                failed = pb.ModelInferResponse(id=request_id)
-                failed.parameters["triton_final_response"].bool_param = True
-                message = status_message(error)
-                await responses.put(pb.ModelStreamInferResponse(error_message=message, infer_response=failed))
+                await responses.put(_failed(request_id, error))
+            except Exception as error:  # a bug: the stream goes on, and its client waits for each answer
+                _log.error("a request of a stream failed", id=request_id[:128], exc_info=error)
+                bug = ApiError(500, "internal error; the log has the details", code="internal_error")
+                await responses.put(_failed(request_id, bug))
             finally:
                 slots.release()
 
@@ -192,3 +196,9 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
             metadata=body.metadata(),
             named_tenant=body.named_tenant,
         )
+
+
+def _failed(request_id: str, error: ApiError) -> pb.ModelStreamInferResponse:
+    failed = pb.ModelInferResponse(id=request_id)
+    failed.parameters["triton_final_response"].bool_param = True
+    return pb.ModelStreamInferResponse(error_message=status_message(error), infer_response=failed)

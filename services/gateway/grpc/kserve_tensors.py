@@ -31,6 +31,7 @@ INPUTS = (
 )
 OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("finish_reason", "BYTES", (1,)))
 _OUTPUT_NAMES = frozenset(name for name, _, _ in OUTPUTS)
+_NUMBERS = ("int64_param", "uint64_param", "double_param")  # kinds of parameters
 # Of tritonclient's own arguments.
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -181,6 +182,8 @@ def _parameters(text: str, given: Mapping[str, pb.InferParameter]) -> dict[str, 
             raise invalid("parameters", f"parameters: {name[:80]!r} has no value")
         value = getattr(parameter, kind)
         if name == "timeout":  # tritonclient's: microseconds
+            if kind not in _NUMBERS:
+                raise invalid("timeout", "timeout must be a number of microseconds")
             name, value = "deadline_s", value / 1e6
         elif name == "priority" and kind in ("uint64_param", "int64_param"):
             value = -float(value)  # Triton's: a smaller number is more urgent

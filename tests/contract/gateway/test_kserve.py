@@ -13,6 +13,7 @@ import pytest
 
 from paceline.third_party import kserve_inference_pb2 as pb
 from paceline.third_party.kserve_inference_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway.grpc import kserve
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 
 
@@ -116,6 +117,16 @@ async def test_an_error_ends_its_request_and_not_the_stream(running: Running) ->
     assert outputs(good.infer_response)["finish_reason"] == "length"
 
 
+async def test_a_bug_ends_its_request_and_not_the_stream(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(kserve, "read_inputs", fail)
+    [failed] = await stream(running, request(TEXT, SHORT))
+    assert "internal error" in failed.error_message
+    assert failed.infer_response.id == "q"
+
+
 async def test_a_client_that_leaves_ends_its_requests(start: Start) -> None:
     running = await start(step_s=0.01)
     call = stub(running).ModelStreamInfer()
@@ -190,6 +201,7 @@ async def test_what_a_client_asks_of_the_server(running: Running) -> None:
         (request(TEXT, parameters(top_p=2)), "top_p"),
         (request(TEXT, parameters(top_k="a")), "top_k"),
         (request(TEXT, SHORT, parameters={"max_tokens": pb.InferParameter(int64_param=3)}), "given twice"),
+        (request(TEXT, parameters={"timeout": pb.InferParameter(string_param="5")}), "timeout"),
         (request(TEXT, outputs=[{"name": "x"}]), "'x'"),
     ],
 )
