@@ -29,6 +29,7 @@ from services.gateway.grpc.status import abort, unimplemented
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 _NOT_SUPPORTED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
+MAX_ABORTED = 16384  # ids in one Abort
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 _Context = grpc.aio.ServicerContext[object, object]
 _GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -69,6 +70,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Unknown ids are ignored, and those of other API keys' requests: the requests may have ended."""
         try:
             caller = self._engine.caller(context)
+            if (count := len(request.request_ids)) > MAX_ABORTED:  # no other request is served meanwhile
+                raise invalid("request_ids", f"request_ids has {count} ids; at most {MAX_ABORTED} are possible")
         except ApiError as error:
             await abort(context, error)
         for request_id in request.request_ids:

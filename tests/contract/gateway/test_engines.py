@@ -203,6 +203,13 @@ async def test_an_abort_ends_the_answer_with_its_reason(start: Start) -> None:
     await until(lambda: not running.scheduler.num_running)
 
 
+async def test_an_abort_of_very_many_ids_is_refused(running: Running) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub(VllmEngineStub, running).Abort(vllm.AbortRequest(request_ids=[""] * 20_000))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "request_ids" in (caught.value.details() or "")
+
+
 async def test_a_router_that_leaves_ends_its_request(start: Start) -> None:
     running = await start(step_s=0.01)
     engine = stub(VllmEngineStub, running)
