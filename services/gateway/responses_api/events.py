@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.responses_api.pieces import Outcome, OutputPiece, merged
+from services.gateway.responses_api.pieces import Logprob, Outcome, OutputPiece, merged
 
 _TERMINAL = {"completed": "response.completed", "failed": "response.failed"}
 
@@ -27,7 +27,7 @@ class EventWriter:
         self.output: list[dict[str, Any]] = []  # items, the last one perhaps unfinished
         self._kind = ""  # of the last piece of the open item; "": no item is open
         self._text: list[str] = []  # of the open item
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[Logprob] = []
 
     def begin(self) -> list[bytes]:
         """The events before the output."""
@@ -159,7 +159,7 @@ def item_name(prefix: str, response_id: str, index: int) -> str:
     return f"{prefix}_{sha256(f'{prefix} {response_id} {index}'.encode()).hexdigest()[:32]}"
 
 
-def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: list[Logprob]) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

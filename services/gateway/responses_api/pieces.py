@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+import orjson
+
 from paceline.v1 import common_pb2
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken
@@ -22,6 +24,8 @@ from services.gateway.store.records import Status
 
 # A call begins with a `name`, and `arguments` follow.
 Kind = Literal["text", "reasoning", "name", "arguments"]
+# A token with its log probabilities: as JSON, if it comes from the store.
+Logprob = dict[str, Any] | orjson.Fragment
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 # Tokens that have arrived are read without a wait, so other requests get a turn after this many.
 _TURN = 64
@@ -33,7 +37,7 @@ class OutputPiece(NamedTuple):
 
     kind: Kind
     text: str
-    logprobs: Sequence[dict[str, Any]] = ()
+    logprobs: Sequence[Logprob] = ()
     call_id: str = ""
 
 
@@ -114,10 +118,10 @@ class PieceReader:
         assert job.reply is not None
         return call_id(job.reply, job.metadata.answer_id, 0, index)
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[Logprob]:
         if self._format is None:
             return []
-        shaped: list[dict[str, Any]] = self._format.shape(self._scored)["content"]
+        shaped: list[Logprob] = self._format.shape(self._scored)["content"]
         self._scored.clear()
         return shaped
 

@@ -96,9 +96,9 @@ def dump_result(pieces: Sequence[OutputPiece], outcome: Outcome) -> bytes:
 
 
 def load_result(record: StoredResponse) -> tuple[list[OutputPiece], Outcome]:
-    """What dump_result() was given."""
+    """What dump_result() was given, with log probabilities as JSON."""
     result = orjson.loads(record.result)
-    return [OutputPiece(_KINDS[letter], *rest) for letter, *rest in result["pieces"]], Outcome(**result["outcome"])
+    return [_piece(*row) for row in result["pieces"]], Outcome(**result["outcome"])
 
 
 def ended_response(record: StoredResponse) -> dict[str, Any]:
@@ -109,4 +109,12 @@ def ended_response(record: StoredResponse) -> dict[str, Any]:
 def _row(piece: OutputPiece) -> list[Any]:
     if piece.call_id:
         return [_LETTERS[piece.kind], piece.text, [], piece.call_id]
-    return [_LETTERS[piece.kind], piece.text, *([piece.logprobs] if piece.logprobs else ())]
+    if piece.logprobs:
+        return [_LETTERS[piece.kind], piece.text, [orjson.dumps(entry).decode() for entry in piece.logprobs]]
+    return [_LETTERS[piece.kind], piece.text]
+
+
+def _piece(letter: str, text: str, logprobs: Sequence[str] = (), call_id: str = "") -> OutputPiece:
+    # Log probabilities are written as they were stored. Each token may have 21 objects, and to decode those of a long
+    # output takes seconds, in which no other request is served.
+    return OutputPiece(_KINDS[letter], text, [orjson.Fragment(entry) for entry in logprobs], call_id)

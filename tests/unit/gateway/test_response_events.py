@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,6 +119,8 @@ def test_the_response_is_what_its_events_say(parts: list[tuple[Kind, str]]) -> N
     loaded, outcome = load_result(type(record)(**{**_fields(record), "result": dump_result(pieces, DONE)}))
     assert outcome == DONE
     assert events_of(loaded) == events
+    entries = [entry for piece in loaded for entry in piece.logprobs]
+    assert all(isinstance(entry, orjson.Fragment) for entry in entries), "they are not decoded"
     assert "".join(piece.text for piece in merged(pieces)) == "".join(piece.text for piece in pieces)
 
 
