@@ -72,7 +72,8 @@ async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) ->
         for mine, whole in zip(await serving, right, strict=True):
             assert (mine.token_ids, mine.finish_reason) == (whole.token_ids, whole.finish_reason)
             assert mine.usage.completion_tokens == len(mine.token_ids) == NUM_TOKENS
-            assert [token.logprob for token in mine.logprobs] == pytest.approx(
-                [token.logprob for token in whole.logprobs], rel=1e-4, abs=1e-4
-            )
+            told, expected = ([token.logprob for token in answer.logprobs] for answer in (mine, whole))
+            # What was recomputed differs in its last bits, and each token builds on all those before it.
+            assert told[:300] == pytest.approx(expected[:300], abs=1e-4)
+            assert told == pytest.approx(expected, abs=5e-4)
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
