@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import orjson
 import structlog
-from structlog.contextvars import bind_contextvars, merge_contextvars, unbind_contextvars
+from structlog.contextvars import bind_contextvars, get_contextvars, merge_contextvars, unbind_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # Libraries with log lines at INFO that repeat our own, or that are of no use.
@@ -69,6 +69,12 @@ def bind_request_id(request_id: str | None) -> None:
         unbind_contextvars("request_id")
     else:
         bind_contextvars(request_id=request_id)
+
+
+def current_trace_id() -> str:
+    """The id that bind_trace_id() has bound; empty if there is none."""
+    trace_id: str = get_contextvars().get("trace_id", "")
+    return trace_id
 
 
 def bind_trace_id(trace_id: str) -> None:

@@ -20,12 +20,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Histogram
 
-from services.runtime.logs import bind_request_id, get_logger
+from services.runtime.logs import bind_request_id, bind_trace_id, get_logger
 from services.runtime.message_gate import MessageGate
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import is_loopback
 from services.runtime.tls.files import TlsFiles
+from services.runtime.trace_context import TRACEPARENT, trace_id
 
 log = get_logger(__name__)
 
@@ -220,8 +221,8 @@ class GrpcServer:
 
 
 class CallInterceptor(_Interceptor):
-    """Counts and times calls, binds `x-request-id` to the log, and maps invalid messages to INVALID_ARGUMENT and
-    unexpected exceptions to INTERNAL."""
+    """Counts and times calls, binds `x-request-id` and the client's trace to the log, and maps invalid messages to
+    INVALID_ARGUMENT and unexpected exceptions to INTERNAL."""
 
     def __init__(self, gate: MessageGate | None = None) -> None:
         self._gate = gate
@@ -235,9 +236,11 @@ class CallInterceptor(_Interceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        request_id = dict(handler_call_details.invocation_metadata or ()).get("x-request-id")
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        request_id = metadata.get("x-request-id")
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
+        bind_trace_id(trace_id(metadata.get(TRACEPARENT, "")))
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         streaming, decode, gate = handler.request_streaming, handler.request_deserializer, None
         if streaming:

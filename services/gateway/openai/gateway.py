@@ -28,6 +28,7 @@ from services.gateway.outcome import SequenceOutcome
 from services.gateway.parsing.formats import ModelFormats
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
+from services.runtime.logs import current_trace_id
 
 
 @dataclass(slots=True)
@@ -178,6 +179,7 @@ class Gateway:
         first, on_outcome = None, _both(self.log.entry(len(jobs), caller.owner), charge)
         try:
             for job in jobs:
+                job.metadata.trace_id = current_trace_id()
                 first = first if job.sample else None
                 runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
                 first = first or runs[-1]

@@ -236,6 +236,19 @@ async def test_priorities_have_a_ceiling(start: Start, keys: Keys) -> None:
     assert (await over_grpc(running, bearer(secret), priority=3.0))[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
+async def test_a_goal_or_deadline_counts_for_the_queue_from_the_keys_limit_on(start: Start, keys: Keys) -> None:
+    usual, strict, free = keys.add("a"), keys.add("b", min_slo_s=30.0), keys.add("c", min_slo_s=0.0)
+    running = await launch(start, keys)
+    for secret in (usual, strict, free):
+        assert (await post(running, secret, ttft_slo_s=0.01, deadline_s=60.0)).status_code == 200
+        headers = bearer(secret, **{"x-llm-d-slo-ttft-ms": "10"})
+        assert (await running.http.post(PATH, json=BODY, headers=headers)).status_code == 200
+        assert (await over_grpc(running, bearer(secret), ttft_slo_s=0.01))[0] is SERVED
+    submitted = running.scheduler.submissions
+    assert [(one.owner, one.min_slo_s) for one in submitted] == [("a", 1.0)] * 3 + [("b", 30.0)] * 3 + [("c", 0.0)] * 3
+    assert {round(one.ttft_slo_s, 2) for one in submitted} == {0.01}, "whether the goal is met is measured as before"
+
+
 async def test_requests_at_a_time(start: Start, keys: Keys) -> None:
     secret, other = keys.add("a", max_requests=1), keys.add("b", max_requests=1)
     running = await launch(start, keys)
