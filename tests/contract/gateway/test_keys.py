@@ -143,6 +143,24 @@ async def test_health_is_open_and_metrics_are_not(start: Start, keys: Keys) -> N
     assert (await opened.http.get("/metrics")).status_code == 200
 
 
+async def test_the_load_of_other_keys_is_not_shown(start: Start, keys: Keys) -> None:
+    mine, theirs, metrics, boss = keys.add("a"), keys.add("b"), keys.add("m", metrics=True), keys.add("z", admin=True)
+    running = await launch(start, keys)
+
+    async def loads() -> list[int]:
+        secrets = (mine, theirs, metrics, boss)
+        return [(await running.http.get("/load", headers=bearer(one))).json()["server_load"] for one in secrets]
+
+    running.scheduler.paused = True
+    tasks = [asyncio.create_task(post(running, mine, n=2)), asyncio.create_task(post(running, theirs))]
+    await until(lambda: running.scheduler.num_running == 3)
+    assert await loads() == [2, 1, 3, 3]
+    running.scheduler.paused = False
+    assert [(await task).status_code for task in tasks] == [200, 200]
+    await until(lambda: running.scheduler.num_running == 0)
+    assert await loads() == [0, 0, 0, 0]
+
+
 async def test_browsers_ask_first_without_a_key(start: Start, keys: Keys) -> None:
     secret = keys.add("a")
     running = await launch(start, keys, {"allowed_origins": "http://page"})
