@@ -170,10 +170,9 @@ def _make_grpc_server(
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
-        # --insecure opens the API, and not the prompts of all users.
-        [AdminGate(keys, admin=KV_EVENT_METHODS)],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
-        first=[KeyGate(gateway.access)],
+        # --insecure opens the API, and not the prompts of all users.
+        first=[KeyGate(gateway.access), AdminGate(keys, admin=KV_EVENT_METHODS)],
         tls=tls,
     )
     front = InferenceService(gateway)

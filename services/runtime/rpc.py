@@ -22,6 +22,7 @@ from prometheus_client import Counter, Histogram
 
 from services.runtime.logs import bind_request_id, bind_trace_id, get_logger
 from services.runtime.message_gate import MessageGate
+from services.runtime.open_streams import OpenStreams, TooManyStreams
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import is_loopback
@@ -226,6 +227,7 @@ class CallInterceptor(_Interceptor):
 
     def __init__(self, gate: MessageGate | None = None) -> None:
         self._gate = gate
+        self._streams = OpenStreams()  # of methods that everyone may call
 
     async def intercept_service(
         self,
@@ -242,6 +244,8 @@ class CallInterceptor(_Interceptor):
             bind_request_id(request_id[:128])
         bind_trace_id(trace_id(metadata.get(TRACEPARENT, "")))
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if method.startswith("/grpc.") and handler.response_streaming:
+            behaviour = _limited(behaviour, self._streams)
         streaming, decode, gate = handler.request_streaming, handler.request_deserializer, None
         if streaming:
             watched = _watched(behaviour, method)
@@ -254,9 +258,25 @@ class CallInterceptor(_Interceptor):
         return make(watched, decode, handler.response_serializer)
 
 
-def make_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler with another behaviour for the same method."""
-    make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+def _limited(behaviour: Any, streams: OpenStreams) -> Any:
+    """The same answers while there are not too many streams."""
+
+    async def call(request: Any, context: Any) -> AsyncGenerator[Any]:
+        try:
+            with streams.hold(context.peer()):
+                async with aclosing(behaviour(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+        except TooManyStreams as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    return call
+
+
+def make_unread_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler with another behaviour for the same method. gRPC reads no message before the behaviour does, as for a
+    method that takes a stream: a single request is to be read by `context.read()`."""
+    make = _MAKE_HANDLER[True, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
