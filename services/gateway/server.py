@@ -50,11 +50,11 @@ from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
+from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.keys.admin_gate import AdminGate
 from services.runtime.keys.listen import safe_host
 from services.runtime.keys.source import KeySource, open_keys
 from services.runtime.logs import get_logger
-from services.runtime.message_gate import MessageGate
 from services.runtime.model.hub import NoSuchModel
 from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options

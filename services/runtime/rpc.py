@@ -20,14 +20,13 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Histogram
 
-from services.runtime.logs import bind_request_id, bind_trace_id, get_logger
-from services.runtime.message_gate import MessageGate
-from services.runtime.open_streams import OpenStreams, TooManyStreams
+from services.runtime.grpc_limits.message_gate import MessageGate
+from services.runtime.grpc_limits.open_streams import OpenStreams, TooManyStreams
+from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, get_logger, trace_id
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import is_loopback
 from services.runtime.tls.files import TlsFiles
-from services.runtime.trace_context import TRACEPARENT, trace_id
 
 log = get_logger(__name__)
 

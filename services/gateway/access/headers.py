@@ -10,7 +10,7 @@ from typing import Protocol
 from paceline.request_fields import METADATA
 from paceline.v1 import inference_pb2
 from services.gateway.errors import invalid
-from services.runtime.trace_context import TRACEPARENT
+from services.runtime.logs import TRACEPARENT
 
 SESSION_ID = "x-session-id"
 SLO_TTFT = "x-llm-d-slo-ttft-ms"

@@ -23,8 +23,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
+from services.runtime.grpc_limits.open_streams import MAX_STREAMS_PER_PEER
 from services.runtime.logs import configure_logging
-from services.runtime.open_streams import MAX_STREAMS_PER_PEER
 from services.runtime.rpc import MAX_MESSAGE_BYTES, GrpcServer, open_channel, transport_options
 from tests.support.untyped_grpc import EOF, untyped
 from tests.unit.runtime import peers
