@@ -25,11 +25,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--key", help="name of its API key, if several keys have requests of this id")
     add_flags(parser, "scheduler")
     arguments = parser.parse_args(argv)
-    try:
-        request = ExplainRequest(request_id=arguments.request_id, tenant=arguments.tenant, key=arguments.key)
-    except ValueError:
-        given = (arguments.request_id, arguments.tenant, arguments.key)
-        return usage_error(PROG, f"request_id, --tenant, --key: {given!r} are not UTF-8")
+    request = ExplainRequest()
+    for name, given in (("request_id", arguments.request_id), ("tenant", arguments.tenant), ("key", arguments.key)):
+        try:
+            if given is not None:
+                setattr(request, name, given)
+        except ValueError:
+            return usage_error(PROG, f"{name}: {given!r} is no UTF-8")
     return call(PROG, arguments, "scheduler", lambda channel: _show(channel, request))
 
 
