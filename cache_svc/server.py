@@ -208,7 +208,7 @@ async def serve(
     REGISTRY.register(collector)
     metrics = None
     gate = AdminGate(keys, admin=ADMIN_METHODS, insecure=settings.insecure)
-    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), [gate], tls=tls)
+    server = GrpcServer(settings.host, settings.port, link_options(settings.ping_timeout_s), first=[gate], tls=tls)
     servicer = CacheServicer(core, settings.heartbeat_timeout_s)
     server.add(SERVICE_NAME, lambda target: cache_pb2_grpc.add_CacheServiceServicer_to_server(servicer, target))
     admin = CacheAdmin(core)

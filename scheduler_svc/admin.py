@@ -22,6 +22,7 @@ from paceline.v1.admin_pb2 import (
     SetPolicyResponse,
 )
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
+from scheduler_svc.core.output.timeline import SeveralOwners
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.policies.presets import DEFAULT, PRESETS, PolicySet
@@ -32,6 +33,7 @@ log = get_logger(__name__)
 
 MAX_WORDS = 2000
 MAX_SEQUENCES = 64  # sequences of one request that are explained at once
+MAX_OWNERS = 8  # of the requests of one id that are named
 MAX_EXPLANATIONS = 10_000  # after this many, no further sequence is explained; about 150 bytes each
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -90,7 +92,16 @@ class Admin(AdminServiceServicer):
         return SetPolicyResponse(choice=self._message())
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        found = self.core.timeline.find(request.request_id)
+        tenant = request.tenant if request.HasField("tenant") else None
+        key = request.key if request.HasField("key") else None
+        try:
+            found = self.core.timeline.find(request.request_id, tenant, key)
+        except SeveralOwners as several:
+            owners = ", ".join(f"tenant {tenant!r} and key {key!r}" for tenant, key in several.owners[:MAX_OWNERS])
+            message = (
+                f"request_id: {request.request_id[:200]!r} is of several requests; name the tenant or key: {owners}"
+            )
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _encodable(message))
         if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
@@ -105,6 +106,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     num_retried=len(failure.requests),
                     retried=failure.requests[:MAX_NAMED],
                     quarantined=failure.poisoned or None,
+                    trace_ids=failure.traces[:MAX_NAMED] or None,
                 )
             for worker, reason in outbox.lost_workers:
                 log.warning("worker lost", worker=worker, reason=reason)
@@ -165,6 +167,8 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 watch.heard(time.monotonic())
                 if session_id not in self.core.sessions:
                     return  # the peer was silent for too long
+                if message.submissions and log.isEnabledFor(logging.DEBUG):
+                    _log_submissions(message)
                 self.event(self.core.session_message, session_id, message, time.monotonic())
 
         def give_up(reason: str) -> None:
@@ -362,3 +366,15 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
             outgoing.close()
             self._cache = None
             self.event(self.core.cache_lost)
+
+
+def _log_submissions(message: SessionRequest) -> None:
+    for submission in message.submissions:
+        log.debug(
+            "request submitted",
+            request_id=submission.request_id,
+            id=submission.answer_id or None,
+            tenant=submission.tenant or None,
+            key=submission.owner or None,
+            trace_id=submission.trace_id or None,
+        )

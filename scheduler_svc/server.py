@@ -92,8 +92,8 @@ async def serve(
     server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election, tls)
     admin = Admin(core, choice)
     gate = AdminGate(keys, admin=ADMIN_METHODS, keyed=KEYED_METHODS, insecure=settings.insecure)
-    interceptors = [StandbyGate(election), gate] if election else [gate]
-    grpc_server = GrpcServer(settings.host, settings.port, transport, interceptors, tls=tls)
+    interceptors = [StandbyGate(election)] if election else []
+    grpc_server = GrpcServer(settings.host, settings.port, transport, interceptors, first=[gate], tls=tls)
     grpc_server.add(
         "paceline.v1.InferenceService", lambda s: inference_pb2_grpc.add_InferenceServiceServicer_to_server(server, s)
     )

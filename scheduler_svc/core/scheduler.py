@@ -6,7 +6,7 @@ messages gather until `poll` returns them. The same events give the same message
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from paceline.v1.cache_pb2 import CacheServiceLinkResponse
 from paceline.v1.common_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR
@@ -44,6 +44,7 @@ from scheduler_svc.core.output.sessions import Publisher, Session
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.phases import Phase
+from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.status import StatusReport
 from scheduler_svc.core.step.decide import Decider
 from scheduler_svc.core.step.emit import Emitter
@@ -318,7 +319,8 @@ class SchedulerCore:
             retried = [request.request_id for request in blamed if request is not poisoned]
             self.counters.failures += 1
             self.counters.retried += len(retried)
-            self._outbox.failures.append(Failure(worker.id, why, retried, poisoned.request_id if poisoned else ""))
+            name = poisoned.request_id if poisoned else ""
+            self._outbox.failures.append(Failure(worker.id, why, retried, name, _traces(blamed)))
         self._workers_changed()
 
     def _workers_changed(self) -> None:
@@ -399,7 +401,7 @@ class SchedulerCore:
         for request, why in self._retry_groups.find_poisoned():
             if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
                 self.life.fail_poisoned(request, why)
-                self._outbox.failures.append(Failure(0, why, [], request.request_id))
+                self._outbox.failures.append(Failure(0, why, [], request.request_id, _traces([request])))
 
     def load(self, now_s: float) -> SchedulerLoad:
         """The load of all workers. Changes nothing."""
@@ -436,3 +438,7 @@ class SchedulerCore:
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"one of steps {first} to {last}"
+
+
+def _traces(requests: Iterable[Request]) -> list[str]:
+    return list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))

@@ -44,6 +44,7 @@ class Failure:
     what: str
     requests: list[str]  # ids of the requests in these steps that are retried
     poisoned: str = ""  # id of the request that is not retried
+    traces: list[str] = field(default_factory=list)  # of the clients of all these requests, each once
 
 
 @dataclass(slots=True)

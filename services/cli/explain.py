@@ -21,12 +21,17 @@ TIMEOUT_S = 10.0
 def main(argv: list[str]) -> int:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("request_id", help="an X-Request-ID, or the id of an answer (cmpl-…, chatcmpl-…)")
+    parser.add_argument("--tenant", help="of the request, if several tenants have requests of this id")
+    parser.add_argument("--key", help="name of its API key, if several keys have requests of this id")
     add_flags(parser, "scheduler")
     arguments = parser.parse_args(argv)
-    try:
-        request = ExplainRequest(request_id=arguments.request_id)
-    except ValueError:
-        return usage_error(PROG, f"request_id: {arguments.request_id!r} is no UTF-8")
+    request = ExplainRequest()
+    for name, given in (("request_id", arguments.request_id), ("tenant", arguments.tenant), ("key", arguments.key)):
+        try:
+            if given is not None:
+                setattr(request, name, given)
+        except ValueError:
+            return usage_error(PROG, f"{name}: {given!r} is no UTF-8")
     return call(PROG, arguments, "scheduler", lambda channel: _show(channel, request))
 
 

@@ -12,7 +12,16 @@ from typing import Any
 from rich.table import Table
 
 from services.cli.arguments import Parser, console, plain, usage_error
-from services.runtime.keys.entries import ApiKey, InvalidKeys, entry_text, hash_of, make_key, new_secret, parse_keys
+from services.runtime.keys.entries import (
+    DEFAULT_MIN_SLO_S,
+    ApiKey,
+    InvalidKeys,
+    entry_text,
+    hash_of,
+    make_key,
+    new_secret,
+    parse_keys,
+)
 from services.runtime.keys.source import FILE_ENV
 
 PROG = "paceline keys"
@@ -32,6 +41,12 @@ def parser() -> Parser:
     new.add_argument("--admin", action="store_true", help="it may change policies, pin, reset, explain, watch events")
     new.add_argument("--metrics", action="store_true", help="it may read the gateway's /metrics")
     new.add_argument("--max-priority", type=float, metavar="P", help="highest priority of its requests (default: 0)")
+    new.add_argument(
+        "--min-slo-s",
+        type=float,
+        metavar="S",
+        help=f"shortest deadline and ttft_slo_s that the queue's order counts (default: {DEFAULT_MIN_SLO_S:g})",
+    )
     new.add_argument("--max-requests", type=int, metavar="N", help="requests at a time")
     new.add_argument("--max-tokens-in-flight", type=int, metavar="N", help="tokens of its running requests together")
     new.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens per minute")
@@ -53,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    names = ("tenant", "any_tenant", "admin", "metrics", "max_priority", *_QUOTAS)
+    names = ("tenant", "any_tenant", "admin", "metrics", "max_priority", "min_slo_s", *_QUOTAS)
     given: dict[str, Any] = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     secret = new_secret()
     entry = entry_text(make_key(arguments.name, sha256=hash_of(secret), **given))

@@ -32,6 +32,7 @@ from services.gateway.grpc.vllm_engine import VllmEngine
 from services.gateway.http.body import Bodies, default_max_body_bytes
 from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
+from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.routes import create_app
@@ -49,11 +50,11 @@ from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
+from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.keys.admin_gate import AdminGate
 from services.runtime.keys.listen import safe_host
 from services.runtime.keys.source import KeySource, open_keys
 from services.runtime.logs import get_logger
-from services.runtime.message_gate import MessageGate
 from services.runtime.model.hub import NoSuchModel
 from services.runtime.model.identity import read_identity
 from services.runtime.rpc import GrpcServer, transport_options
@@ -77,6 +78,8 @@ KV_EVENT_METHODS = tuple(
 )
 # A gRPC message takes about this many times its size while it is received: as slices, as bytes, as a message.
 _COPIES = 4
+# What a page's script may read besides the body (CORS): the official clients retry by these headers.
+EXPOSED_HEADERS = ("x-request-id", "request-id", "server-timing", "retry-after", "retry-after-ms", "x-should-retry")
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
 _LOOKAHEAD_BYTES = 16 * 1024
@@ -167,10 +170,9 @@ def _make_grpc_server(
             ("grpc.max_connection_idle_ms", int(1000 * _IDLE_CALLS_S)),
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
-        # --insecure opens the API, and not the prompts of all users.
-        [AdminGate(keys, admin=KV_EVENT_METHODS)],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
-        first=[KeyGate(gateway.access)],
+        # --insecure opens the API, and not the prompts of all users.
+        first=[KeyGate(gateway.access), AdminGate(keys, admin=KV_EVENT_METHODS)],
         tls=tls,
     )
     front = InferenceService(gateway)
@@ -198,14 +200,14 @@ def _make_http_server(
 ) -> HttpServer:
     hosts = AllowedHosts(settings.hosts, settings.host)
     apis = [responses_api(responses), anthropic_api(gateway)]
-    app: ASGIApp = create_app(gateway, hosts, settings.root_path, apis)
+    app: ASGIApp = create_app(gateway, hosts, AllowedOrigins(settings.origins), settings.root_path, apis)
     if settings.origins:
         app = CORSMiddleware(
             app,
             allow_origins=settings.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "server-timing"],
+            expose_headers=EXPOSED_HEADERS,
         )
     return HttpServer(
         app,

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from typing import IO, Any
 
 import orjson
 import structlog
-from structlog.contextvars import bind_contextvars, merge_contextvars, unbind_contextvars
+from structlog.contextvars import bind_contextvars, get_contextvars, merge_contextvars, unbind_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # Libraries with log lines at INFO that repeat our own, or that are of no use.
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "huggingface_hub", "uvicorn.access", "uvicorn.error")
 _FORMATS = ("auto", "human", "json")
+TRACEPARENT = "traceparent"
+# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, parent id, flags. A later version may add
+# fields.
+_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 MAX_VALUE = 20_000  # characters; a foreign error message may have megabytes
 
 
@@ -71,11 +76,26 @@ def bind_request_id(request_id: str | None) -> None:
         bind_contextvars(request_id=request_id)
 
 
-def bind_trace_id(trace_id: str) -> None:
+def trace_id(value: str | bytes) -> str:
+    """The trace id of a `traceparent` header; empty for a malformed one, which a server has to ignore (W3C)."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    match = _TRACEPARENT.fullmatch(text.strip())
+    if match is None or (match[1] == "00" and match[3]):
+        return ""
+    return match[2]
+
+
+def current_trace_id() -> str:
+    """The id that bind_trace_id() has bound; empty if there is none."""
+    bound: str = get_contextvars().get("trace_id", "")
+    return bound
+
+
+def bind_trace_id(bound: str) -> None:
     """Put the client's trace (W3C) on every log line of the current task and the tasks it starts. An empty id removes
     it."""
-    if trace_id:
-        bind_contextvars(trace_id=trace_id)
+    if bound:
+        bind_contextvars(trace_id=bound)
     else:
         unbind_contextvars("trace_id")
 

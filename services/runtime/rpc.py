@@ -20,8 +20,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import Counter, Histogram
 
-from services.runtime.logs import bind_request_id, get_logger
-from services.runtime.message_gate import MessageGate
+from services.runtime.grpc_limits.message_gate import MessageGate
+from services.runtime.grpc_limits.open_streams import OpenStreams, TooManyStreams
+from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, get_logger, trace_id
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import is_loopback
@@ -220,11 +221,12 @@ class GrpcServer:
 
 
 class CallInterceptor(_Interceptor):
-    """Counts and times calls, binds `x-request-id` to the log, and maps invalid messages to INVALID_ARGUMENT and
-    unexpected exceptions to INTERNAL."""
+    """Counts and times calls, binds `x-request-id` and the client's trace to the log, and maps invalid messages to
+    INVALID_ARGUMENT and unexpected exceptions to INTERNAL."""
 
     def __init__(self, gate: MessageGate | None = None) -> None:
         self._gate = gate
+        self._streams = OpenStreams()  # of methods that everyone may call
 
     async def intercept_service(
         self,
@@ -235,10 +237,14 @@ class CallInterceptor(_Interceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        request_id = dict(handler_call_details.invocation_metadata or ()).get("x-request-id")
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        request_id = metadata.get("x-request-id")
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
+        bind_trace_id(trace_id(metadata.get(TRACEPARENT, "")))
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if method.startswith("/grpc.") and handler.response_streaming:
+            behaviour = _limited(behaviour, self._streams)
         streaming, decode, gate = handler.request_streaming, handler.request_deserializer, None
         if streaming:
             watched = _watched(behaviour, method)
@@ -251,9 +257,25 @@ class CallInterceptor(_Interceptor):
         return make(watched, decode, handler.response_serializer)
 
 
-def make_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler with another behaviour for the same method."""
-    make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+def _limited(behaviour: Any, streams: OpenStreams) -> Any:
+    """The same answers while there are not too many streams."""
+
+    async def call(request: Any, context: Any) -> AsyncGenerator[Any]:
+        try:
+            with streams.hold(context.peer()):
+                async with aclosing(behaviour(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+        except TooManyStreams as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    return call
+
+
+def make_unread_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler with another behaviour for the same method. gRPC reads no message before the behaviour does, as for a
+    method that takes a stream: a single request is to be read by `context.read()`."""
+    make = _MAKE_HANDLER[True, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -69,6 +70,7 @@ def secrets(file: KeyFile) -> dict[str, str]:
 def keyed(file: KeyFile, secrets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """All services with one file, as PACELINE_KEYS_FILE gives it to them; two gateways."""
     running = Stack(tmp_path_factory.mktemp("keyed"), environment={"PACELINE_KEYS_FILE": str(file.path)})
+    running.scheduler_flags += ["--log-level", "debug", "--log-format", "json"]
     try:
         running.up().start_gateway("gateway-2")
         yield running
@@ -138,6 +140,35 @@ def test_admin_commands_need_an_admin_key(
     assert "paceline" in run("policy", "get").stdout
     assert run(*explain).returncode == 0
     assert run("policy", "set", "paceline").returncode == 0
+
+
+def test_one_request_id_of_two_keys_never_shows_the_request_of_the_other(
+    keyed: Stack, secrets: dict[str, str], file: KeyFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = set()
+    for name, num_tokens in (("app", 3), ("gone", 5)):
+        with httpx.Client(base_url=keyed.url, trust_env=False, headers=bearer(secrets[name])) as http:
+            asked = http.post(COMPLETION, json=BODY | {"max_tokens": num_tokens}, headers={"x-request-id": "same"})
+        ids.add(asked.json()["id"])
+    assert ids == {"cmpl-same"}, "a client finds its own id in the answer"
+    monkeypatch.setenv("PACELINE_API_KEY", secrets["boss"])
+    for name in ("same", "cmpl-same"):
+        several = paceline(keyed, "explain", name)
+        assert several.returncode == 1
+        assert "tenant 'acme' and key 'app', tenant 'gone' and key 'gone'" in several.stderr
+        assert paceline(keyed, "explain", name, "--tenant", "acme").returncode == 0
+        assert paceline(keyed, "explain", name, "--key", "gone").returncode == 0
+        assert "nothing is known" in paceline(keyed, "explain", name, "--key", "boss").stderr
+
+
+def test_the_trace_of_a_client_is_in_the_schedulers_log(keyed: Stack, secrets: dict[str, str]) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = bearer(secrets["app"], traceparent=f"00-{trace}-00f067aa0ba902b7-01", **{"x-request-id": "traced"})
+    with httpx.Client(base_url=keyed.url, trust_env=False) as http:
+        assert http.post(COMPLETION, json=BODY, headers=headers).status_code == 200
+    lines = [json.loads(line) for line in (keyed.folder / "scheduler.log").read_text().splitlines()]
+    [line] = [line for line in lines if line.get("request_id") == "traced"]
+    assert (line["message"], line["trace_id"], line["key"]) == ("request submitted", trace, "app")
 
 
 async def test_a_killed_gateways_stream_goes_on_at_another_for_its_key_alone(

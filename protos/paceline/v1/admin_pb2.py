@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\"\xde\x01\n\x0cPolicyChoice\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\t\x12\x12\n\npreemption\x18\x05 \x01(\t\x12\x37\n\x07options\x18\x06 \x03(\x0b\x32&.paceline.v1.PolicyChoice.OptionsEntry\x12\x11\n\tplacement\x18\x07 \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x12\n\x10GetPolicyRequest\"\xb1\x02\n\x11GetPolicyResponse\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\x12\x0f\n\x07presets\x18\x02 \x03(\t\x12\x0e\n\x06orders\x18\x03 \x03(\t\x12\x12\n\ncapacities\x18\x04 \x03(\t\x12\x0f\n\x07\x62\x61tches\x18\x05 \x03(\t\x12\x13\n\x0bpreemptions\x18\x06 \x03(\t\x12\x14\n\x0c\x66\x61iled_order\x18\x07 \x01(\t\x12\x12\n\nplacements\x18\x08 \x03(\t\x12,\n\x08\x66\x61ilures\x18\t \x03(\x0b\x32\x1a.paceline.v1.PolicyFailure\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12+\n\x08\x66\x61llback\x18\x0b \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\"P\n\rPolicyFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x12\n\nlast_error\x18\x04 \x01(\t\"=\n\x10SetPolicyRequest\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\">\n\x11SetPolicyResponse\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"X\n\x0f\x45xplainResponse\x12.\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x18.paceline.v1.Explanation\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\"\x9e\x01\n\x0b\x45xplanation\x12\x16\n\x0e\x66irst_decision\x18\x01 \x01(\x04\x12\x15\n\rlast_decision\x18\x02 \x01(\x04\x12\x0e\n\x06\x66rom_s\x18\x03 \x01(\x01\x12\x0c\n\x04to_s\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x0e\n\x06worker\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\">\n\x18GetCacheNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\t\"/\n\x19GetCacheNamespaceResponse\x12\x12\n\ncache_salt\x18\x01 \x01(\t2\xd0\x02\n\x0c\x41\x64minService\x12J\n\tGetPolicy\x12\x1d.paceline.v1.GetPolicyRequest\x1a\x1e.paceline.v1.GetPolicyResponse\x12J\n\tSetPolicy\x12\x1d.paceline.v1.SetPolicyRequest\x1a\x1e.paceline.v1.SetPolicyResponse\x12\x44\n\x07\x45xplain\x12\x1b.paceline.v1.ExplainRequest\x1a\x1c.paceline.v1.ExplainResponse\x12\x62\n\x11GetCacheNamespace\x12%.paceline.v1.GetCacheNamespaceRequest\x1a&.paceline.v1.GetCacheNamespaceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/admin.proto\x12\x0bpaceline.v1\"\xde\x01\n\x0cPolicyChoice\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\t\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\t\x12\x12\n\npreemption\x18\x05 \x01(\t\x12\x37\n\x07options\x18\x06 \x03(\x0b\x32&.paceline.v1.PolicyChoice.OptionsEntry\x12\x11\n\tplacement\x18\x07 \x01(\t\x1a.\n\x0cOptionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x12\n\x10GetPolicyRequest\"\xb1\x02\n\x11GetPolicyResponse\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\x12\x0f\n\x07presets\x18\x02 \x03(\t\x12\x0e\n\x06orders\x18\x03 \x03(\t\x12\x12\n\ncapacities\x18\x04 \x03(\t\x12\x0f\n\x07\x62\x61tches\x18\x05 \x03(\t\x12\x13\n\x0bpreemptions\x18\x06 \x03(\t\x12\x14\n\x0c\x66\x61iled_order\x18\x07 \x01(\t\x12\x12\n\nplacements\x18\x08 \x03(\t\x12,\n\x08\x66\x61ilures\x18\t \x03(\x0b\x32\x1a.paceline.v1.PolicyFailure\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12+\n\x08\x66\x61llback\x18\x0b \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\"P\n\rPolicyFailure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\x12\x12\n\nlast_error\x18\x04 \x01(\t\"=\n\x10SetPolicyRequest\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\">\n\x11SetPolicyResponse\x12)\n\x06\x63hoice\x18\x01 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\"^\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x03key\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\t\n\x07_tenantB\x06\n\x04_key\"X\n\x0f\x45xplainResponse\x12.\n\x0c\x65xplanations\x18\x01 \x03(\x0b\x32\x18.paceline.v1.Explanation\x12\x15\n\rnum_sequences\x18\x02 \x01(\r\"\x9e\x01\n\x0b\x45xplanation\x12\x16\n\x0e\x66irst_decision\x18\x01 \x01(\x04\x12\x15\n\rlast_decision\x18\x02 \x01(\x04\x12\x0e\n\x06\x66rom_s\x18\x03 \x01(\x01\x12\x0c\n\x04to_s\x18\x04 \x01(\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x0e\n\x06worker\x18\x07 \x01(\x04\x12\x12\n\nrequest_id\x18\x08 \x01(\t\">\n\x18GetCacheNamespaceRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ncache_salt\x18\x02 \x01(\t\"/\n\x19GetCacheNamespaceResponse\x12\x12\n\ncache_salt\x18\x01 \x01(\t2\xd0\x02\n\x0c\x41\x64minService\x12J\n\tGetPolicy\x12\x1d.paceline.v1.GetPolicyRequest\x1a\x1e.paceline.v1.GetPolicyResponse\x12J\n\tSetPolicy\x12\x1d.paceline.v1.SetPolicyRequest\x1a\x1e.paceline.v1.SetPolicyResponse\x12\x44\n\x07\x45xplain\x12\x1b.paceline.v1.ExplainRequest\x1a\x1c.paceline.v1.ExplainResponse\x12\x62\n\x11GetCacheNamespace\x12%.paceline.v1.GetCacheNamespaceRequest\x1a&.paceline.v1.GetCacheNamespaceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,15 +48,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETPOLICYRESPONSE']._serialized_start=738
   _globals['_SETPOLICYRESPONSE']._serialized_end=800
   _globals['_EXPLAINREQUEST']._serialized_start=802
-  _globals['_EXPLAINREQUEST']._serialized_end=838
-  _globals['_EXPLAINRESPONSE']._serialized_start=840
-  _globals['_EXPLAINRESPONSE']._serialized_end=928
-  _globals['_EXPLANATION']._serialized_start=931
-  _globals['_EXPLANATION']._serialized_end=1089
-  _globals['_GETCACHENAMESPACEREQUEST']._serialized_start=1091
-  _globals['_GETCACHENAMESPACEREQUEST']._serialized_end=1153
-  _globals['_GETCACHENAMESPACERESPONSE']._serialized_start=1155
-  _globals['_GETCACHENAMESPACERESPONSE']._serialized_end=1202
-  _globals['_ADMINSERVICE']._serialized_start=1205
-  _globals['_ADMINSERVICE']._serialized_end=1541
+  _globals['_EXPLAINREQUEST']._serialized_end=896
+  _globals['_EXPLAINRESPONSE']._serialized_start=898
+  _globals['_EXPLAINRESPONSE']._serialized_end=986
+  _globals['_EXPLANATION']._serialized_start=989
+  _globals['_EXPLANATION']._serialized_end=1147
+  _globals['_GETCACHENAMESPACEREQUEST']._serialized_start=1149
+  _globals['_GETCACHENAMESPACEREQUEST']._serialized_end=1211
+  _globals['_GETCACHENAMESPACERESPONSE']._serialized_start=1213
+  _globals['_GETCACHENAMESPACERESPONSE']._serialized_end=1260
+  _globals['_ADMINSERVICE']._serialized_start=1263
+  _globals['_ADMINSERVICE']._serialized_end=1599
 # @@protoc_insertion_point(module_scope)

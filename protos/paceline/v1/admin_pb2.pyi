@@ -239,21 +239,37 @@ class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It names all sequences of
     the request. One sequence has the X-Request-ID with a suffix: -1, -2, … for further prompts, .1, .2, … for further
-    samples.
+    samples. Clients choose X-Request-IDs: if requests of several tenants or API keys have this one, the call fails with
+    FAILED_PRECONDITION and names them, unless tenant or key chooses.
     """
+    tenant: _builtins.str
+    """Only requests of this tenant; without the field: of any."""
+    key: _builtins.str
+    """Only requests of the API key of this name ("": requests without a key); without the field: of any."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str | None = ...,
+        key: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "_tenant", b"_tenant", "key", b"key", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key", b"_key", "_tenant", b"_tenant", "key", b"key", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__key: _TypeAlias = _typing.Literal["key"]  # noqa: Y015
+    _WhichOneofArgType__key: _TypeAlias = _typing.Literal["_key", b"_key"]  # noqa: Y015
+    _WhichOneofReturnType__tenant: _TypeAlias = _typing.Literal["tenant"]  # noqa: Y015
+    _WhichOneofArgType__tenant: _TypeAlias = _typing.Literal["_tenant", b"_tenant"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__key) -> _WhichOneofReturnType__key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
 
 Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 

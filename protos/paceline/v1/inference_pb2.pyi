@@ -725,6 +725,9 @@ class Submission(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MIN_SLO_S_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -758,6 +761,16 @@ class Submission(_message.Message):
     retained between requests, and each request has the queue position of the first one, until the conversation is
     released or idle for the scheduler's conversation_ttl_s.
     """
+    owner: _builtins.str
+    """The name of the API key that the request came with; empty: the gateway has no keys. Clients choose request ids, so
+    AdminService.Explain tells the requests of two keys apart by it.
+    """
+    min_slo_s: _builtins.float
+    """The order of the queue counts deadline_s and ttft_slo_s as at least this far away, in seconds from now; 0: as they
+    are. When the request fails, and whether its goal is met, does not depend on it.
+    """
+    trace_id: _builtins.str
+    """Of the client's `traceparent` (W3C trace context), 32 hexadecimal digits, for the log; empty: none."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -786,10 +799,13 @@ class Submission(_message.Message):
         answer_id: _builtins.str = ...,
         ttft_slo_s: _builtins.float = ...,
         conversation: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        min_slo_s: _builtins.float = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "output_token_ids", b"output_token_ids", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,8 @@ _TEXTS = (
     "answer_id",
     "lora",
     "conversation",
+    "owner",
+    "trace_id",
     *(name for name, field in METADATA.items() if field.kind is str),
 )
 _KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
@@ -78,6 +80,8 @@ def check_submission(request: Request, submission: Submission) -> bool:
         raise invalid("deadline_s", f"{deadline_s} is negative; 0 means no deadline")
     if (slo_s := submission.ttft_slo_s) < 0:
         raise invalid("ttft_slo_s", f"{slo_s} is negative; 0 means no goal")
+    if not 0 <= (min_slo_s := submission.min_slo_s) < math.inf:  # NaN would break the order
+        raise invalid("min_slo_s", f"{min_slo_s} is no time; 0 means none")
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
@@ -163,6 +167,9 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         lora=submission.lora,
         accepted_before=submission.accepted_before,
         conversation=submission.conversation,
+        owner=submission.owner,
+        min_slo_s=submission.min_slo_s,
+        trace_id=submission.trace_id,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
         cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),

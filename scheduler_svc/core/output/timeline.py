@@ -11,7 +11,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -57,6 +57,7 @@ class Record:
     arrival_index: int
     arrival_s: float
     tenant: str
+    key: str  # the name of the API key, "" without one
     # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 600 bytes.
     events: list[Event]
     looks: list[Span] = field(default_factory=list)  # decisions that looked at the request and rejected it
@@ -75,6 +76,14 @@ class Record:
             if reason in WAITING:
                 waits.append(Wait(decision, at_s))
         return waits
+
+
+class SeveralOwners(Exception):
+    """An id stands for requests of several tenants or API keys. `owners`: tenant and key of each, sorted."""
+
+    def __init__(self, owners: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.owners = owners
 
 
 @dataclass(slots=True)
@@ -112,7 +121,8 @@ class RequestTimeline:
 
     def arrived(self, request: Request, now_s: float) -> None:
         arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
-        record = Record(request.request_id, request.answer_id, request.arrival_index, now_s, request.tenant, [arrival])
+        names = (request.request_id, request.answer_id)
+        record = Record(*names, request.arrival_index, now_s, request.tenant, request.owner, [arrival])
         self._live[request.arrival_index] = record
         for name in _names(record):
             self._names.setdefault(name, {})[request.arrival_index] = None
@@ -195,29 +205,42 @@ class RequestTimeline:
         if outage is None and reason:
             self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
 
-    def find(self, name: str) -> list[Record]:
-        """The sequences that an id stands for, by arrival. Empty if the id is unknown.
+    def find(self, name: str, tenant: str | None = None, key: str | None = None) -> list[Record]:
+        """The sequences of one tenant and API key that an id stands for, by arrival. Empty if the id is unknown.
+        `tenant`, `key`: only requests of these; None: of any.
 
         An answer id stands for all sequences of the answer. A request id stands for its own sequence, and for sequences
         of the same answer with ids that continue it (`x-1`: another prompt of request x; `x.1`: another sample). If
         several sequences have the same request id, it is the last live one, otherwise the last finished one.
+
+        Clients choose ids. Raises SeveralOwners rather than show the request of another tenant or key.
         """
-        known = self._named(name)
+        chosen = [
+            record for record in self._with_name(name) if tenant in (None, record.tenant) and key in (None, record.key)
+        ]
+        if len(owners := {(record.tenant, record.key) for record in chosen}) > 1:
+            raise SeveralOwners(sorted(owners))
+        known = self._last_of(chosen)
         if of_answer := [record for record in known.values() if record.answer_id == name]:
             return of_answer
         if (record := known.get(name)) is None:
             return []
         continued = (f"{name}.", f"{name}-")
-        others = self._named(record.answer_id).values()
-        return [record, *(other for other in others if other.request_id.startswith(continued))]
+        owner = record.tenant, record.key
+        others = self._last_of(one for one in self._with_name(record.answer_id) if (one.tenant, one.key) == owner)
+        return [record, *(other for other in others.values() if other.request_id.startswith(continued))]
 
-    def _named(self, name: str) -> dict[str, Record]:
-        """Records with this request id or answer id, by request id."""
-        found: dict[str, Record] = {}
+    def _with_name(self, name: str) -> Iterator[Record]:
+        """Records with this request id or answer id."""
         for index in self._names.get(name, ()):
-            record = self._live.get(index) or self._ended[index]
+            yield self._live.get(index) or self._ended[index]
+
+    def _last_of(self, records: Iterable[Record]) -> dict[str, Record]:
+        """The last live record of each request id, otherwise the last finished one; by arrival."""
+        found: dict[str, Record] = {}
+        for record in records:
             before = found.get(record.request_id)
-            if before is None or index in self._live or before.arrival_index not in self._live:
+            if before is None or record.arrival_index in self._live or before.arrival_index not in self._live:
                 found[record.request_id] = record
         return dict(sorted(found.items(), key=lambda item: item[1].arrival_index))
 

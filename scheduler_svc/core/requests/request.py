@@ -59,6 +59,9 @@ class Request:
     deadline_s: float = math.inf  # on the clock of arrival_s
     ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
     conversation: str = ""  # the one that it continues; empty: none
+    owner: str = ""  # name of the API key; empty: none
+    min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
+    trace_id: str = ""  # of the client's trace, for the log; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
     held: Held = field(default_factory=Held, init=False, repr=False)
@@ -282,6 +285,11 @@ class RequestView:
         """When the first token is wanted (`ttft_slo_s`), on the clock of `arrival_s`; inf if there is no goal."""
         request = self._request
         return request.arrival_s + request.ttft_slo_s if request.ttft_slo_s else math.inf
+
+    @property
+    def min_slo_s(self) -> float:
+        """An order counts deadline and goal as at least this many seconds from arrival: its API key says so."""
+        return self._request.min_slo_s
 
     @property
     def started_s(self) -> float | None:

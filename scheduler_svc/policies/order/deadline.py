@@ -35,8 +35,9 @@ class EarliestDeadlineFirst(KeyedOrder):
 
     def key(self, request: RequestView) -> float:
         """The deadline in seconds, or the time for the first token (`ttft_slo_s`) if that is earlier, on the clock of
-        `arrival_s`; infinity if there is neither."""
-        return min(request.deadline_s, request.first_token_due_s)
+        `arrival_s`; infinity if there is neither. Not before the API key's `min_slo_s` from the arrival: otherwise a
+        client could come before all others with ever shorter goals."""
+        return max(min(request.deadline_s, request.first_token_due_s), request.arrival_s + request.min_slo_s)
 
     def remove(self, request: RequestView) -> None:
         """Remove a request. When no request waits, the measurement of the rate ends."""

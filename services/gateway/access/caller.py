@@ -24,7 +24,8 @@ class Caller:
         """The metadata with the tenant that the key allows. `named_tenant`: the tenant that the request names itself.
 
         OpenAI's `user`, which stands for a tenant without keys, names an end user of the key, and is no mistake. Raises
-        ApiError 403 for another tenant than the key's, and for a priority above the key's.
+        ApiError 403 for another tenant than the key's, and for a priority above the key's. The order of the queue
+        counts a deadline or an SLO as at least the key's `min_slo_s` away.
         """
         key = self.key
         if key is None:
@@ -36,6 +37,7 @@ class Caller:
                 "(max_priority)"
             )
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
+        metadata.owner, metadata.min_slo_s = key.name, key.min_slo_s
         if key.any_tenant:
             metadata.tenant = metadata.tenant or key.tenant
             return metadata

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Protocol
@@ -11,12 +10,12 @@ from typing import Protocol
 from paceline.request_fields import METADATA
 from paceline.v1 import inference_pb2
 from services.gateway.errors import invalid
+from services.runtime.logs import TRACEPARENT
 
 SESSION_ID = "x-session-id"
 SLO_TTFT = "x-llm-d-slo-ttft-ms"
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_IDS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")  # llm-d's name, and the older one
-TRACEPARENT = "traceparent"
 # Each header of a request for tokens, and its meaning.
 HEADERS = {
     SESSION_ID: "the session that the request continues; 1 to 128 printable ASCII characters",
@@ -28,9 +27,6 @@ HEADERS = {
 MAX_SESSION_CHARS = 128
 _MAX_SLO_MS = 24 * 3600 * 1000.0
 _MAX_PRIORITY = 1e30  # the messages have 32-bit floats
-# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, parent id, flags. A later version may add
-# fields.
-_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 class Headers(Protocol):
@@ -80,15 +76,6 @@ def conversation_name(session_id: str, owner: str) -> str:
         raise invalid(SESSION_ID, f"{SESSION_ID} has 1 to {MAX_SESSION_CHARS} printable ASCII characters")
     # No name of a key has a colon, so that two pairs never give the same text.
     return sha256(f"{owner}:{session_id}".encode()).hexdigest()
-
-
-def trace_id(value: str | bytes) -> str:
-    """The trace id of a `traceparent` header; empty for a malformed one, which a server has to ignore (W3C)."""
-    text = value.decode("latin-1") if isinstance(value, bytes) else value
-    match = _TRACEPARENT.fullmatch(text.strip())
-    if match is None or (match[1] == "00" and match[3]):
-        return ""
-    return match[2]
 
 
 def _one(headers: Headers, name: str) -> str | None:

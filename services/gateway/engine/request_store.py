@@ -15,16 +15,21 @@ the old connection is gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.idempotency import RequestKey
 from services.gateway.engine.sequence_run import SequenceRun
 from services.gateway.errors import ApiError
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 MAX_FINISHED = 4096
-# Clients that start requests and leave must not fill the server with answers that no client reads.
+# Clients that start requests and leave must not fill the server with answers that no client reads. Both limits are
+# shared between the owners (API keys): beyond them, the owner goes first that has the most.
 MAX_WAITING = 256
 
 
@@ -69,7 +74,6 @@ class _Kept:
     created_s: int
     reading: Reading | None = None
     left_s: float = 0.0  # when the current state began
-    num_bytes: int = 0  # set when the request has finished
 
     @property
     def num_delivered(self) -> int:
@@ -90,12 +94,66 @@ class _Kept:
 _OwnedKey = tuple[str, str, str]  # owner, tenant and key
 
 
+def _owner(owned_key: _OwnedKey) -> str:
+    return owned_key[0]
+
+
+class OwnerShares(Generic[K, V]):
+    """Entries in the order in which they came. `owner_of`: the owner of a key. `num_bytes`: of all entries.
+
+    What has to go is the oldest entry of the owner that keeps the most. So no owner can push out what another keeps
+    within an equal share of the limit (max-min fairness).
+    """
+
+    def __init__(self, owner_of: Callable[[K], str]) -> None:
+        self._owner_of = owner_of
+        self._entries: dict[K, V] = {}
+        self._sizes: dict[str, dict[K, int]] = {}  # of each owner's entries, in their order
+        self._num_bytes_of: dict[str, int] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[K, V]]:
+        """The entries, the oldest first."""
+        return iter(self._entries.items())
+
+    def add(self, key: K, value: V, num_bytes: int = 0) -> None:
+        """Add an entry that is not there yet."""
+        owner = self._owner_of(key)
+        self._entries[key] = value
+        self._sizes.setdefault(owner, {})[key] = num_bytes
+        self._num_bytes_of[owner] = self._num_bytes_of.get(owner, 0) + num_bytes
+        self.num_bytes += num_bytes
+
+    def remove(self, key: K) -> None:
+        """Remove an entry. No effect if it is not there."""
+        if self._entries.pop(key, None) is None:
+            return
+        owner = self._owner_of(key)
+        num_bytes = self._sizes[owner].pop(key)
+        self._num_bytes_of[owner] -= num_bytes
+        self.num_bytes -= num_bytes
+        if not self._sizes[owner]:
+            del self._sizes[owner], self._num_bytes_of[owner]
+
+    def first_of_most(self) -> K:
+        """The oldest entry of the owner with the most entries. There must be an entry."""
+        owner = max(self._sizes, key=lambda owner: len(self._sizes[owner]))
+        return next(iter(self._sizes[owner]))
+
+    def first_of_largest(self) -> K:
+        """The oldest entry of the owner with the most bytes. There must be an entry."""
+        return next(iter(self._sizes[max(self._num_bytes_of, key=self._num_bytes_of.__getitem__)]))
+
+
 class RequestStore:
     """Requests with keys. `clock` gives seconds. Call `tick` a few times a second.
 
     `grace_s`: how long a request without a client runs before it is cancelled. Above MAX_WAITING such requests, the
-    oldest is cancelled. `keep_s`: how long a finished answer is kept, up to `max_bytes` (an estimate) and MAX_FINISHED
-    answers.
+    oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept, up to `max_bytes` (an
+    estimate) and MAX_FINISHED answers of all owners; above them, the oldest of the owner with the most goes.
     """
 
     def __init__(
@@ -112,9 +170,8 @@ class RequestStore:
         self._clock = clock
         self._kept: dict[_OwnedKey, _Kept] = {}
         # Subsets of _kept, oldest first:
-        self._waiting: dict[_OwnedKey, _Kept] = {}
-        self._finished: dict[_OwnedKey, _Kept] = {}
-        self._num_bytes = 0
+        self._waiting: OwnerShares[_OwnedKey, _Kept] = OwnerShares(_owner)
+        self._finished: OwnerShares[_OwnedKey, _Kept] = OwnerShares(_owner)
         # How often a connection got a request that already ran or had finished.
         self.num_taken_up = 0
 
@@ -163,10 +220,10 @@ class RequestStore:
     def tick(self) -> None:
         """Cancel and drop what is too old."""
         now_s = self._clock()
-        for owned_key, kept in list(self._waiting.items()):
+        for owned_key, kept in list(self._waiting):
             self._check(owned_key, kept, now_s)
         while self._finished:
-            owned_key, oldest = next(iter(self._finished.items()))
+            owned_key, oldest = next(iter(self._finished))
             if now_s - oldest.left_s < self._keep_s:
                 break
             self._drop(owned_key)
@@ -179,9 +236,8 @@ class RequestStore:
     def _take_over(self, owned_key: _OwnedKey, kept: _Kept) -> None:
         self.num_taken_up += 1
         self._interrupt(kept)
-        self._waiting.pop(owned_key, None)
-        if self._finished.pop(owned_key, None) is not None:
-            self._num_bytes -= kept.num_bytes
+        self._waiting.remove(owned_key)
+        self._finished.remove(owned_key)
 
     @staticmethod
     def _interrupt(kept: _Kept) -> None:
@@ -193,17 +249,17 @@ class RequestStore:
         if kept.reading is not reading or self._kept.get(owned_key) is not kept:
             return  # another connection reads it, or the request failed and was dropped
         kept.reading, kept.left_s = None, self._clock()
-        self._waiting[owned_key] = kept
+        self._waiting.add(owned_key, kept)
         self._check(owned_key, kept, kept.left_s)
         if len(self._waiting) > MAX_WAITING:
-            self._drop(next(iter(self._waiting)))
+            self._drop(self._waiting.first_of_most())
 
     def _check(self, owned_key: _OwnedKey, kept: _Kept, now_s: float) -> None:
         """Decide about a request that no connection reads."""
         if kept.may_run_again:
             self._drop(owned_key)
         elif kept.final_error is not None or all(run.ended for run in kept.runs):
-            del self._waiting[owned_key]
+            self._waiting.remove(owned_key)
             self._finish(owned_key, kept, now_s)
         elif now_s - kept.left_s >= self._grace_s:
             self._drop(owned_key)
@@ -212,16 +268,15 @@ class RequestStore:
         for run in kept.runs:
             run.close()
         kept.left_s = now_s
-        kept.num_bytes = sum(run.num_bytes for run in kept.runs)
-        self._finished[owned_key] = kept
-        self._num_bytes += kept.num_bytes
-        while self._num_bytes > self._max_bytes or len(self._finished) > MAX_FINISHED:
-            self._drop(next(iter(self._finished)))
+        self._finished.add(owned_key, kept, sum(run.num_bytes for run in kept.runs))
+        while self._finished.num_bytes > self._max_bytes:
+            self._drop(self._finished.first_of_largest())
+        if len(self._finished) > MAX_FINISHED:
+            self._drop(self._finished.first_of_most())
 
     def _drop(self, owned_key: _OwnedKey) -> None:
         kept = self._kept.pop(owned_key)
-        self._waiting.pop(owned_key, None)
-        if self._finished.pop(owned_key, None) is not None:
-            self._num_bytes -= kept.num_bytes
+        self._waiting.remove(owned_key)
+        self._finished.remove(owned_key)
         for run in kept.runs:
             run.close()

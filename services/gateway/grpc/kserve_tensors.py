@@ -13,6 +13,9 @@ from paceline.third_party import kserve_inference_pb2 as pb
 from services.gateway.errors import invalid
 
 MAX_PARAMETERS_BYTES = 2**20  # of sampling_parameters
+# Entries of a request's lists, checked before any loop over them: 1,000,000 outputs took the event loop 1.5 s. This
+# server knows fewer than 100 parameters, 5 inputs and 3 outputs.
+MAX_PARAMETERS, MAX_TENSORS = 256, 16
 _TYPES: dict[str, tuple[Any, str]] = {
     "BOOL": (np.dtype("?"), "bool_contents"),
     "INT32": (np.dtype("<i4"), "int_contents"),
@@ -50,6 +53,8 @@ class Inputs:
 
 def read_inputs(request: pb.ModelInferRequest, max_tokens: int) -> Inputs:
     """Decode the inputs. `max_tokens`: the longest list of token ids. Raises ApiError 400 that names the input."""
+    for field, most in (("inputs", MAX_TENSORS), ("outputs", MAX_TENSORS), ("parameters", MAX_PARAMETERS)):
+        _check_length(field, len(getattr(request, field)), most)
     values = _values(request, max_tokens)
     if ("text_input" in values) == ("input_ids" in values):
         raise invalid("inputs", "inputs: give either text_input or input_ids")
@@ -83,6 +88,11 @@ def response(
             message.raw_output_contents.append(raw[name])
     message.parameters["triton_final_response"].bool_param = bool(finish_reason)
     return message
+
+
+def _check_length(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise invalid(field, f"{field} has {count} entries; at most {most} are possible")
 
 
 def _requested(request: pb.ModelInferRequest) -> frozenset[str]:
@@ -133,7 +143,7 @@ def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, 
     if name != "input_ids" and count != 1:
         raise invalid(name, f"{name} must have 1 element, not {count}")
     if len(tensor.shape) > 2 or any(n < 0 for n in tensor.shape) or _product(tensor.shape) != count:
-        raise invalid(name, f"{name} has {count} elements, which is not its shape {list(tensor.shape)[:4]}")
+        raise invalid(name, f"{name} has {count} elements, which is not its shape {list(tensor.shape[:4])}")
     return elements
 
 
@@ -174,6 +184,7 @@ def _parameters(text: str, given: Mapping[str, pb.InferParameter]) -> dict[str, 
         raise invalid("sampling_parameters", f"sampling_parameters is not JSON: {error}") from None
     if not isinstance(parameters, dict):
         raise invalid("sampling_parameters", "sampling_parameters must be a JSON object")
+    _check_length("sampling_parameters", len(parameters), MAX_PARAMETERS)
     for name, parameter in given.items():
         if name == _EMPTY_FINAL:  # a last response has the reason in any case
             continue

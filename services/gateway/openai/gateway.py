@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from services.gateway.outcome import SequenceOutcome
 from services.gateway.parsing.formats import ModelFormats
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
+from services.runtime.logs import current_trace_id
+
+_OnOutcome = Callable[[SequenceOutcome], None]
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class Gateway:
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
     objectives: Mapping[str, float] = field(default_factory=dict)  # priorities by the name of an objective
     access: AccessControl = field(default_factory=AccessControl)
+    _num_live_of: Counter[str] = field(default_factory=Counter)  # sequences in flight, by the name of the API key
 
     @property
     def ready(self) -> bool:
@@ -169,17 +174,26 @@ class Gateway:
             self.log.taken_up(jobs[0].request_id, first.metadata.answer_id or first.request_id, first.request_id)
         return reading
 
+    def num_live_for(self, caller: Caller) -> int:
+        """The sequences in flight that the caller may know of: all, or those of its own API key. A key with `metrics`
+        or `admin` may know of all, as it may read the metrics of all tenants."""
+        if caller.key is None or caller.key.metrics or caller.key.admin:
+            return self.metrics.live_requests
+        return self._num_live_of[caller.owner]
+
     def _submit(self, jobs: Sequence[GenerateJob], caller: Caller) -> list[SequenceRun]:
         """Submit all jobs, or none."""
         if (count := len(jobs)) > (most := self.session.max_live):  # a retry after a 429 could never succeed
             raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
         charge = self._charge(jobs, caller)
-        first, on_outcome = None, _both(self.log.entry(len(jobs), caller.owner), charge)
+        first, on_outcome = None, self._on_outcome(charge, self.log.entry(len(jobs), caller.owner), caller.owner)
         try:
             for job in jobs:
+                job.metadata.trace_id = current_trace_id()
                 first = first if job.sample else None
                 runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
+                self._num_live_of[caller.owner] += 1
                 first = first or runs[-1]
         except ApiError:
             for run in runs:
@@ -188,6 +202,16 @@ class Gateway:
                 charge.cancel()
             raise
         return runs
+
+    def _on_outcome(self, charge: Charge | None, log: _OnOutcome | None, owner: str) -> _OnOutcome:
+        def ended(outcome: SequenceOutcome) -> None:
+            self._num_live_of[owner] -= 1
+            if charge is not None:
+                charge.ended(outcome)
+            if log is not None:
+                log(outcome)
+
+        return ended
 
     def _charge(self, jobs: Sequence[GenerateJob], caller: Caller) -> Charge | None:
         if caller.key is None:
@@ -204,17 +228,3 @@ class Gateway:
             output=max(output - delivered, 0),
             delivered=delivered,
         )
-
-
-_OnOutcome = Callable[[SequenceOutcome], None]
-
-
-def _both(log: _OnOutcome | None, charge: Charge | None) -> _OnOutcome | None:
-    if log is None or charge is None:
-        return log if charge is None else charge.ended
-
-    def ended(outcome: SequenceOutcome) -> None:
-        charge.ended(outcome)
-        log(outcome)
-
-    return ended

@@ -15,11 +15,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access.caller import ANYONE, Caller
-from services.gateway.access.headers import TRACEPARENT, trace_id
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import RAW_SEND, WRITE_ERROR, WriteError, error_response
-from services.runtime.logs import bind_request_id, bind_trace_id
+from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, trace_id
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _REQUEST_ID_CHARS = 128

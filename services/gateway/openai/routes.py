@@ -25,6 +25,7 @@ from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, Gone, invalid
 from services.gateway.http.connection import CONNECTION
 from services.gateway.http.hosts import AllowedHosts
+from services.gateway.http.origins import AllowedOrigins
 from services.gateway.openai import schema
 from services.gateway.openai.answers import JsonResponse, StreamAnswer, WholeAnswer
 from services.gateway.openai.event_ids import LAST_EVENT_ID, EventId, cannot_resume, parse_event_id
@@ -57,10 +58,11 @@ _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().en
 
 
 def create_app(
-    gateway: Gateway, hosts: AllowedHosts, root_path: str = "", apis: Sequence[OtherApi] = ()
+    gateway: Gateway, hosts: AllowedHosts, origins: AllowedOrigins, root_path: str = "", apis: Sequence[OtherApi] = ()
 ) -> RequestMiddleware:
-    """The ASGI application. It answers only requests to these hosts. `root_path`: a prefix that paths may have, because
-    a proxy leaves it there. `apis`: those that it serves besides OpenAI's."""
+    """The ASGI application. It answers only requests to these hosts, and changes nothing for pages of other origins.
+    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those that it serves besides
+    OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
@@ -74,6 +76,8 @@ def create_app(
         # Probes address a container by its IP address.
         if path not in OPEN_PATHS and (misdirected := hosts.refusal(scope["headers"])) is not None:
             return misdirected
+        if (foreign := origins.refusal(scope["method"], scope["headers"])) is not None:
+            return foreign
         kind = kinds.get(path)
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import JsonResponse
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import caller_of
 from services.gateway.openapi.answers import ServerLoad
 from services.gateway.openapi.description import described
 
@@ -23,9 +24,9 @@ def vllm_routes(gateway: Gateway) -> list[Route]:
         return Response(status_code=200)
 
     @described(answer=ServerLoad, errors=(401,))
-    async def load(_: Request) -> Response:
-        """How many sequences are in flight here."""
-        return JsonResponse(orjson.dumps({"server_load": gateway.metrics.live_requests}))
+    async def load(request: Request) -> Response:
+        """How many sequences are in flight here: all, or with an API key that may not read metrics, the key's own."""
+        return JsonResponse(orjson.dumps({"server_load": gateway.num_live_for(caller_of(request))}))
 
     @described(text="application/json", errors=(401, 404))
     async def tokenizer_info(_: Request) -> Response:

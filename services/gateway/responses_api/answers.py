@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import RAW_SEND, JsonResponse, error_response
 from services.gateway.responses_api.events import EventWriter, whole_response
+from services.gateway.responses_api.long_work import with_pieces
 from services.gateway.responses_api.running import RunningResponse
 
 # Pieces that are written at a time. Old pieces come without a wait, and other requests get a turn between.
@@ -66,8 +67,9 @@ class WholeResponse(_Reader):
         if response.broken is not None:
             raise response.broken
         assert response.outcome is not None
-        body = whole_response(response.head, response.pieces, response.outcome)
-        await JsonResponse(orjson.dumps(body))(scope, receive, send)
+        head, pieces, outcome = response.head, response.pieces, response.outcome
+        body = await with_pieces(pieces, lambda: orjson.dumps(whole_response(head, pieces, outcome)))
+        await JsonResponse(body)(scope, receive, send)
 
 
 class ResponseEvents(_Reader):
@@ -103,7 +105,7 @@ class ResponseEvents(_Reader):
             last = writer.end(response.outcome, self._after)
         else:
             assert response.broken is not None
-            last = writer.error(response.broken.code, response.broken.message)
+            last = writer.error(response.broken.code, response.broken.message, self._after)
         # An error has no number in the response itself, so no client has seen it.
         is_cut = response.outcome is None or response.outcome.status == "cancelled"
         await self._emit(raw_send, last, with_last=is_cut)

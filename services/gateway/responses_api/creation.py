@@ -15,6 +15,7 @@ from paceline.v1 import inference_pb2
 from services.gateway.access.caller import Caller
 from services.gateway.access.headers import apply_headers
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
+from services.gateway.engine.request import GenerateJob
 from services.gateway.errors import ApiError, invalid
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import JsonResponse
@@ -24,10 +25,15 @@ from services.gateway.responses_api.conversion import chat_body
 from services.gateway.responses_api.events import EventWriter, whole_response
 from services.gateway.responses_api.history import previous_items
 from services.gateway.responses_api.items import Item
+from services.gateway.responses_api.long_work import with_pieces
 from services.gateway.responses_api.records import new_record, response_head
 from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import ResponsesRequest
 from services.gateway.responses_api.service import ENDPOINT, Responses
+
+# Of a stored response: it is stored, and read again, as a whole. A log probability takes about 70 bytes. As many as the
+# tokens of a context of 128 Ki, or 6,241 tokens with 20 others each.
+MAX_STORED_LOGPROBS = 2**17
 
 
 async def create(responses: Responses, request: Request) -> Response:
@@ -48,6 +54,19 @@ async def create(responses: Responses, request: Request) -> Response:
         key = RequestKey(tenant, name or uuid.uuid4().hex, fingerprint, IDEMPOTENCY_KEY, caller.owner)
         creation = _Creation(responses, request, caller, parsed, key, is_named=name is not None)
         return await creation.known() or await creation.begin()
+
+
+def _check_logprobs(job: GenerateJob) -> None:
+    """Raises ApiError 400 if the output could have too many log probabilities to be stored."""
+    if not job.logprobs:
+        return
+    max_tokens, each = job.sampling.max_tokens, 1 + job.sampling.num_top_logprobs
+    if (count := max_tokens * each) > MAX_STORED_LOGPROBS:
+        raise invalid(
+            "top_logprobs",
+            f"top_logprobs: {max_tokens} tokens with {each} log probabilities each are {count}; a stored response has "
+            f"at most {MAX_STORED_LOGPROBS}: give a smaller max_output_tokens or top_logprobs, or store: false",
+        )
 
 
 class _Creation:
@@ -82,13 +101,13 @@ class _Creation:
         if (live := responses.running(owner, self._id)) is not None:
             if live.fingerprint != self._key.fingerprint:
                 raise self._key.other_request()
-            return self._answer(live)
+            return await self._answer(live)
         record = await responses.store.get(owner, self._id) if responses.has_store else None
         if record is None:
             return None
         if record.fingerprint != self._key.fingerprint:
             raise self._key.other_request()
-        return self._answer(await responses.readable(record, self._caller, self._gone))
+        return await self._answer(await responses.readable(record, self._caller, self._gone))
 
     async def begin(self) -> Response:
         """Begin the response."""
@@ -101,6 +120,8 @@ class _Creation:
         for job in jobs:
             job.metadata.conversation = conversation
         is_stored = parsed.is_stored and responses.has_store
+        if is_stored:
+            _check_logprobs(jobs[0])
         # Otherwise the client learns the id at the end.
         is_known = self._is_named or (is_stored and bool(parsed.stream or parsed.background))
         head = response_head(
@@ -123,7 +144,7 @@ class _Creation:
             fingerprint=key.fingerprint,
         )
         if await responses.begin(response, jobs, caller, record if is_known else None):
-            return self._answer(response)
+            return await self._answer(response)
         known = await self.known()  # another connection has begun it
         if known is None:
             raise ApiError(409, "the response was deleted while it was asked for", code="replaced")
@@ -147,17 +168,14 @@ class _Creation:
         limit = responses.gateway.max_body_bytes
         return await previous_items(responses.store, self._caller.owner, previous, max_bytes=limit)
 
-    def _answer(self, response: RunningResponse) -> Response:
+    async def _answer(self, response: RunningResponse) -> Response:
         parsed = self._parsed
         if parsed.stream:
             return ResponseEvents(response, at_once=bool(parsed.background))
         if not parsed.background:
             return WholeResponse(response)
-        return JsonResponse(orjson.dumps(shown(response)))
-
-
-def shown(response: RunningResponse) -> dict[str, object]:
-    """The response object as it is now. While the response runs, it has no output."""
-    if response.outcome is None:
-        return EventWriter(response.head).response("in_progress")
-    return whole_response(response.head, response.pieces, response.outcome)
+        # The response as it is now. While it runs, it has no output.
+        head, pieces, outcome = response.head, response.pieces, response.outcome
+        if outcome is None:
+            return JsonResponse(orjson.dumps(EventWriter(head).response("in_progress")))
+        return JsonResponse(await with_pieces(pieces, lambda: orjson.dumps(whole_response(head, pieces, outcome))))

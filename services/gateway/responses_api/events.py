@@ -15,12 +15,14 @@ _TERMINAL = {"completed": "response.completed", "failed": "response.failed"}
 
 class EventWriter:
     """Writes a response's events, numbered from 0. `head`: the fields of the response object that never change.
+    `only_output`: writes no event, for the response object alone.
 
     An ended response that was cancelled has the event `response.incomplete`: OpenAI's clients know no other for it.
     """
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    def __init__(self, head: Mapping[str, Any], *, only_output: bool = False) -> None:
         self._head = head
+        self._only_output = only_output
         self._id: str = head["id"]
         self._number = 0
         self._written: list[bytes] = []
@@ -74,10 +76,12 @@ class EventWriter:
             "usage": outcome.usage if outcome is not None else None,
         }
 
-    def error(self, code: str | None, message: str) -> list[bytes]:
+    def error(self, code: str | None, message: str, after: int = -1) -> list[bytes]:
         """The event of a break: the stream ends here, and the response may go on. It repeats the number of the event
-        before it, so that a client that goes on after the last number it saw loses nothing."""
-        self._number = max(0, self._number - 1)
+        before it, so that a client that goes on after the last number it saw loses nothing. `after`: the number of the
+        last event that the client has; it may be above the numbers here, and a smaller one would give the client events
+        twice."""
+        self._number = max(0, self._number - 1, after)
         self._event("error", code=code, message=message, param=None)
         return self._take()
 
@@ -86,6 +90,8 @@ class EventWriter:
         return written
 
     def _event(self, type_: str, **fields: Any) -> None:
+        if self._only_output:
+            return
         data = orjson.dumps({"type": type_, "sequence_number": self._number, **fields})
         self._written.append(b"event: %b\ndata: %b\n\n" % (type_.encode(), data))
         self._number += 1
@@ -167,7 +173,7 @@ def _part(kind: str, text: str, logprobs: list[Logprob]) -> dict[str, Any]:
 
 def whole_response(head: Mapping[str, Any], pieces: Iterable[OutputPiece], outcome: Outcome) -> dict[str, Any]:
     """The response object of an ended response."""
-    writer = EventWriter(head)
+    writer = EventWriter(head, only_output=True)
     for piece in merged(pieces):
         writer.add(piece)
     writer.end(outcome)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from services.gateway.errors import ApiError, invalid
 from services.gateway.responses_api.items import Item, input_items
+from services.gateway.responses_api.long_work import with_bytes
 from services.gateway.responses_api.records import ended_response, items_of
-from services.gateway.store.records import ResponseStore
+from services.gateway.store.records import ResponseStore, StoredResponse
 
 _FIELD = "previous_response_id"
 MAX_RESPONSES = 512
@@ -31,7 +34,12 @@ async def previous_items(store: ResponseStore, owner: str, response_id: str, *, 
         if len(turns) == MAX_RESPONSES or num_bytes > max_bytes:
             limit = f"{MAX_RESPONSES} responses, and {max_bytes} bytes"
             raise invalid(_FIELD, f"{_FIELD}: the conversation is too long; at most {limit} are possible")
-        response = ended_response(record)
-        turns.append(items_of(record) + (input_items(response["output"]) if response["output"] else []))
-        wanted = response[_FIELD]
+        turn, wanted = await with_bytes(record.num_bytes, partial(_turn, record))
+        turns.append(turn)
     return [item for turn in reversed(turns) for item in turn]
+
+
+def _turn(record: StoredResponse) -> tuple[list[Item], str | None]:
+    """Input and output items of a response, and the response before it."""
+    response = ended_response(record)
+    return items_of(record) + (input_items(response["output"]) if response["output"] else []), response[_FIELD]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,30 +92,33 @@ def items_of(record: StoredResponse) -> list[Item]:
 
 def dump_result(pieces: Sequence[OutputPiece], outcome: Outcome) -> bytes:
     """The output of an ended response as it is stored."""
-    rows = [_row(piece) for piece in pieces]
-    return orjson.dumps({"pieces": rows, "outcome": outcome._asdict()})
+    # Columns, as to decode 100,000 rows takes 0.5 s, and 10 ms as texts.
+    result: dict[str, Any] = {
+        "kinds": "".join(_LETTERS[piece.kind] for piece in pieces),
+        "texts": [piece.text for piece in pieces],
+        "call_ids": [piece.call_id for piece in pieces if piece.kind == "name"],
+        "outcome": outcome._asdict(),
+    }
+    if any(piece.logprobs for piece in pieces):
+        result["logprobs"] = [[orjson.dumps(entry).decode() for entry in piece.logprobs] for piece in pieces]
+    return orjson.dumps(result)
 
 
 def load_result(record: StoredResponse) -> tuple[list[OutputPiece], Outcome]:
     """What dump_result() was given, with log probabilities as JSON."""
     result = orjson.loads(record.result)
-    return [_piece(*row) for row in result["pieces"]], Outcome(**result["outcome"])
+    call_ids, logprobs = iter(result["call_ids"]), result.get("logprobs", itertools.repeat(()))
+    pieces = [
+        # Log probabilities are written as they were stored. Each token may have 21 objects, and to decode those of a
+        # long output takes seconds.
+        OutputPiece(
+            kind, text, [*map(orjson.Fragment, scored)] if scored else (), next(call_ids) if kind == "name" else ""
+        )
+        for kind, text, scored in zip(map(_KINDS.__getitem__, result["kinds"]), result["texts"], logprobs, strict=False)
+    ]
+    return pieces, Outcome(**result["outcome"])
 
 
 def ended_response(record: StoredResponse) -> dict[str, Any]:
     """The response object of an ended response."""
     return whole_response(head_of(record), *load_result(record))
-
-
-def _row(piece: OutputPiece) -> list[Any]:
-    if piece.call_id:
-        return [_LETTERS[piece.kind], piece.text, [], piece.call_id]
-    if piece.logprobs:
-        return [_LETTERS[piece.kind], piece.text, [orjson.dumps(entry).decode() for entry in piece.logprobs]]
-    return [_LETTERS[piece.kind], piece.text]
-
-
-def _piece(letter: str, text: str, logprobs: Sequence[str] = (), call_id: str = "") -> OutputPiece:
-    # Log probabilities are written as they were stored. Each token may have 21 objects, and to decode those of a long
-    # output takes seconds, in which no other request is served.
-    return OutputPiece(_KINDS[letter], text, [orjson.Fragment(entry) for entry in logprobs], call_id)

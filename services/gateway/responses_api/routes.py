@@ -23,6 +23,7 @@ from services.gateway.responses_api import creation
 from services.gateway.responses_api.answers import ResponseEvents
 from services.gateway.responses_api.events import EventWriter, item_name
 from services.gateway.responses_api.items import Item
+from services.gateway.responses_api.long_work import with_bytes
 from services.gateway.responses_api.records import ended_response, head_of, items_of
 from services.gateway.responses_api.schema import ResponsesRequest
 from services.gateway.responses_api.service import ENDPOINT, Responses
@@ -69,7 +70,7 @@ def responses_api(responses: Responses) -> OtherApi:
                 return ResponseEvents(readable, after=after, at_once=record.background)
             if record.status == IN_PROGRESS:
                 await responses.adopt(record, caller)
-        return _json(_shown(record))
+        return await _shown(record)
 
     @of_stored
     async def cancel(request: Request) -> Response:
@@ -77,7 +78,7 @@ def responses_api(responses: Responses) -> OtherApi:
         record = await found(request)
         if not record.background:
             raise invalid("response_id", "only a background response can be cancelled; close the connection instead")
-        return _json(_shown(await responses.cancel(record)))
+        return await _shown(await responses.cancel(record))
 
     @described(answer=DeletedResponse, errors=_STORED_ERRORS)
     async def delete(request: Request) -> Response:
@@ -90,7 +91,8 @@ def responses_api(responses: Responses) -> OtherApi:
     async def input_items(request: Request) -> Response:
         """The input items of a response, without the responses before it."""
         record = await found(request)
-        return _json(_page(_numbered(items_of(record), record.id), request))
+        items = await with_bytes(record.num_bytes, lambda: _numbered(items_of(record), record.id))
+        return _json(_page(items, request))
 
     path = _PATH
     routes = [
@@ -107,10 +109,10 @@ def _json(value: Any) -> JsonResponse:
     return JsonResponse(orjson.dumps(value))
 
 
-def _shown(record: StoredResponse) -> dict[str, Any]:
+async def _shown(record: StoredResponse) -> JsonResponse:
     if record.status == IN_PROGRESS:
-        return EventWriter(head_of(record)).response(IN_PROGRESS)
-    return ended_response(record)
+        return _json(EventWriter(head_of(record)).response(IN_PROGRESS))
+    return JsonResponse(await with_bytes(record.num_bytes, lambda: orjson.dumps(ended_response(record))))
 
 
 def _starting_after(request: Request) -> int | None:

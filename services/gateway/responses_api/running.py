@@ -38,7 +38,8 @@ class RunningResponse:
         self.runs_alone = runs_alone
         self.late_record = late_record
         self.fingerprint = fingerprint
-        self.pieces: Sequence[OutputPiece] = ()
+        self.pieces: Sequence[OutputPiece] = ()  # that readers see
+        self.all_pieces: Sequence[OutputPiece] = ()  # also those that came while readers see no new ones
         self.token_ids = array("i")
         self.num_saved = 0  # tokens that the store has
         self.is_resumed = False  # it was begun before, perhaps at another gateway
@@ -55,6 +56,21 @@ class RunningResponse:
         """No more pieces will come."""
         return self.outcome is not None or self.broken is not None
 
+    def show(self, pieces: Sequence[OutputPiece], token_ids: array[int] | None = None) -> None:
+        """Let readers see these pieces, which may grow."""
+        self.pieces = self.all_pieces = pieces
+        self.token_ids = self.token_ids if token_ids is None else token_ids
+
+    def freeze(self) -> Sequence[OutputPiece]:
+        """Show no new piece from now on. Returns the pieces that are shown."""
+        self.pieces = tuple(self.pieces)
+        return self.pieces
+
+    def thaw(self) -> None:
+        """Show all pieces again."""
+        self.pieces = self.all_pieces
+        self.tell()
+
     def tell(self) -> None:
         """Wake the readers: there is something new."""
         waiting, self._waiting = self._waiting, []
@@ -69,7 +85,9 @@ class RunningResponse:
         await future
 
     def end(self, outcome: Outcome) -> None:
-        """The response has ended."""
+        """The response has ended. All pieces are shown, unless it was cancelled: then those that are stored."""
+        if outcome.status != "cancelled":
+            self.pieces = self.all_pieces
         self.outcome = outcome
         self.tell()
 
@@ -108,5 +126,6 @@ def ended(
 ) -> RunningResponse:
     """A response from the store, for the same readers."""
     response = RunningResponse(name, head, is_stored=True)
-    response.pieces, response.outcome = pieces, outcome
+    response.show(pieces)
+    response.outcome = outcome
     return response

@@ -8,9 +8,11 @@ record. A background response is also taken over without a client, when the leas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +25,7 @@ from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.jobs import Asked, chat_jobs
 from services.gateway.responses_api.conversion import in_own_terms, parse_chat
+from services.gateway.responses_api.long_work import with_bytes, with_pieces
 from services.gateway.responses_api.pieces import Outcome, OutputPiece, PieceReader
 from services.gateway.responses_api.records import dump_result, head_of, load_result
 from services.gateway.responses_api.running import RunningResponse, ended
@@ -148,7 +151,8 @@ class Responses:
         if (live := self._live.get(record.name)) is not None:
             return live
         if record.status != IN_PROGRESS:
-            return ended(record.name, head_of(record), *load_result(record))
+            result = await with_bytes(record.num_bytes, partial(load_result, record))
+            return ended(record.name, head_of(record), *result)
         return await self.resume(record, caller, runs_alone=False, gone=gone)
 
     async def adopt(self, record: StoredResponse, caller: Caller) -> None:
@@ -176,8 +180,15 @@ class Responses:
     async def cancel(self, record: StoredResponse) -> StoredResponse:
         """The record of the response after it was cancelled, or as it had ended before."""
         live = self._live.get(record.name)
-        pieces = live.pieces if live is not None else ()
-        await self.store.finish(*record.name, "cancelled", dump_result(pieces, _CANCELLED))
+        # What is shown to readers from now on would not be stored.
+        pieces = live.freeze() if live is not None else ()
+        try:
+            result = await with_pieces(pieces, lambda: dump_result(pieces, _CANCELLED))
+            await self.store.finish(*record.name, "cancelled", result)
+        except BaseException:
+            if live is not None:
+                live.thaw()
+            raise
         if live is not None:
             live.abandon()
         return await self.find(*record.name)
@@ -209,7 +220,16 @@ class Responses:
 
     async def _generate(self, response: RunningResponse, reading: Reading) -> None:
         reader = PieceReader(reading.generations[0])
-        response.pieces, response.token_ids = reader.pieces, reader.token_ids
+        response.show(reader.pieces, reader.token_ids)
+        try:
+            await self._read(response, reader)
+        except asyncio.CancelledError:
+            reading.close()
+            await _whatever_comes(self._leave(response))
+        finally:
+            self._give_up(response, reading)
+
+    async def _read(self, response: RunningResponse, reader: PieceReader) -> None:
         try:
             while await reader.read():
                 response.tell()
@@ -217,13 +237,9 @@ class Responses:
         except ApiError as error:
             error.__traceback__ = None
             await self._fail(response, error)
-        except asyncio.CancelledError:
-            await self._leave(response)
         except Exception as error:
             _log.error("a response failed", id=response.name[1], exc_info=error)
             await self._fail(response, ApiError(500, "internal error; the log has the details"))
-        finally:
-            self._give_up(response, reading)
 
     def _give_up(self, response: RunningResponse, reading: Reading) -> None:
         """Free what the response takes. Its readers see how it ended, or that it did not."""
@@ -238,7 +254,8 @@ class Responses:
         at any gateway."""
         if self._store is not None and (response.is_stored or response.late_record is not None):
             try:
-                result = dump_result(response.pieces, outcome)
+                pieces = response.all_pieces
+                result = await with_pieces(pieces, lambda: dump_result(pieces, outcome))
                 if (late := response.late_record) is not None:
                     await self._store.put(replace(late, status=outcome.status, work=b"", result=result), 0.0)
                 elif not await self._store.finish(*response.name, outcome.status, result):
@@ -282,11 +299,11 @@ class Responses:
             return response.break_off(_interrupted())
         if record is None:
             return response.end(_CANCELLED)
-        pieces, outcome = load_result(record)
+        pieces, outcome = await with_bytes(record.num_bytes, partial(load_result, record))
         if outcome.status != "cancelled":  # another gateway has finished it, so its readers here get the rest
             if not _is_beginning(response.pieces, pieces):
                 return response.break_off(ApiError(500, "another gateway has generated a different output"))
-            response.pieces = pieces
+            response.show(pieces)
         return response.end(outcome)
 
     async def _release(self, response: RunningResponse, *, delete: bool) -> None:
@@ -350,13 +367,26 @@ class Responses:
     async def _take_over(self, name: ResponseName) -> bool:
         """False if this gateway does not generate the response."""
         owner, response_id = name
-        record, caller = await self.store.get(owner, response_id), self.gateway.access.named(owner)
-        if record is not None and (caller is None or record.model != self.gateway.model_name):
+        # A whole record may have megabytes, and most of those here may be left to other gateways.
+        model, caller = await self.store.model_of(owner, response_id), self.gateway.access.named(owner)
+        if model is not None and (caller is None or model != self.gateway.model_name):
             return False  # its key is gone, or another gateway serves its model
-        if not await self.store.claim(owner, response_id, LEASE_S) or record is None or caller is None:
+        if not await self.store.claim(owner, response_id, LEASE_S) or caller is None:
+            return False
+        if (record := await self.store.get(owner, response_id)) is None:
             return False
         _log.info("takes over a background response", id=response_id)
         return await self._bring_to_end(record, caller)
+
+
+async def _whatever_comes(work: Coroutine[Any, Any, None]) -> None:
+    """Bring the work to its end, though this task is cancelled again: otherwise a record would stay in progress until
+    its lease is over. The work must not take long."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()
 
 
 def _unsaved(response: RunningResponse) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 IN_PROGRESS: Status = "in_progress"
@@ -61,11 +61,16 @@ class ResponseStore(Protocol):
     """
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
-        """Add a response, in progress or ended. False if the owner has one of this id already."""
+        """Add a response, in progress or ended. False if the owner has one of this id already. Raises ApiError 400 and
+        429 if there is no room for it."""
         ...
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         """The response; None if this owner has none of this id."""
+        ...
+
+    async def model_of(self, owner: str, response_id: str) -> str | None:
+        """The model of the response, without reading the rest; None if this owner has none of this id."""
         ...
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
@@ -98,6 +103,21 @@ class ResponseStore(Protocol):
     async def close(self) -> None:
         """End the store's connections and threads."""
         ...
+
+
+def too_large(num_bytes: int, max_bytes: int) -> ApiError:
+    """The error for a response that the store could never hold."""
+    message = (
+        f"store: the request takes {num_bytes} bytes in the response store, which holds {max_bytes} "
+        "(--response-store-bytes); shorten it, or set store: false"
+    )
+    return invalid("store", message)
+
+
+def full() -> ApiError:
+    """The error for a response when its owner's responses in progress, which are never deleted, leave it no room."""
+    message = "the response store has no room beside the responses in progress: wait for some, or set store: false"
+    return ApiError(429, message, code="store_full", retry_after_s=1.0)
 
 
 def unavailable(reason: object) -> ApiError:

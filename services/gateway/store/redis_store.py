@@ -102,6 +102,10 @@ class RedisStore:
             fields["tokens"],
         )
 
+    async def model_of(self, owner: str, response_id: str) -> str | None:
+        found: bytes | None = await self._ask(self._redis.hget(_key((owner, response_id)), "model"))
+        return found.decode() if found is not None else None
+
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
         now_s = self._clock()
         return bool(await self._script(_CLAIM, (owner, response_id), now_s, now_s + lease_s))

@@ -11,7 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, unavailable
+from services.gateway.store.records import (
+    IN_PROGRESS,
+    ResponseName,
+    Status,
+    StoredResponse,
+    full,
+    too_large,
+    unavailable,
+)
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -25,7 +33,9 @@ _BUSY_S = 5.0
 _BATCH = 256
 _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
 # What changes each second is apart, because SQLite writes a whole row anew, and a request may have megabytes.
+# Triggers count each owner's bytes. A file of a version without them is counted once.
 _SCHEMA = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
   owner TEXT NOT NULL, id TEXT NOT NULL, model TEXT NOT NULL, created_s INTEGER NOT NULL, background INTEGER NOT NULL,
   fingerprint BLOB NOT NULL, request BLOB NOT NULL, work BLOB NOT NULL, status TEXT NOT NULL, result BLOB NOT NULL,
@@ -39,13 +49,29 @@ CREATE TABLE IF NOT EXISTS progress (
   FOREIGN KEY (owner, id) REFERENCES responses ON DELETE CASCADE
 );
 CREATE INDEX IF NOT EXISTS by_lease ON progress (lease_until_s) WHERE background;
+CREATE INDEX IF NOT EXISTS ended ON responses (owner, expires_s, num_bytes) WHERE status <> '{IN_PROGRESS}';
+CREATE TABLE IF NOT EXISTS usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS use_added AFTER INSERT ON responses BEGIN
+  INSERT INTO usage VALUES (NEW.owner, NEW.num_bytes)
+  ON CONFLICT (owner) DO UPDATE SET num_bytes = num_bytes + NEW.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS use_changed AFTER UPDATE OF num_bytes ON responses BEGIN
+  UPDATE usage SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes WHERE owner = NEW.owner;
+END;
+CREATE TRIGGER IF NOT EXISTS use_deleted AFTER DELETE ON responses BEGIN
+  UPDATE usage SET num_bytes = num_bytes - OLD.num_bytes WHERE owner = OLD.owner;
+  DELETE FROM usage WHERE owner = OLD.owner AND num_bytes <= 0;
+END;
+INSERT INTO usage SELECT owner, sum(num_bytes) FROM responses WHERE NOT EXISTS (SELECT 1 FROM usage) GROUP BY owner;
 PRAGMA user_version = {_VERSION};
+COMMIT;
 """
 
 
 class SqliteStore:
-    """`ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all responses, the ones that would
-    expire first are deleted. The file is opened at the first use, because most gateways store nothing."""
+    """`ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all responses, ended ones of the owner
+    with the most bytes are deleted, the one that would expire first at first. So no owner pushes out what another has
+    within an equal share. The file is opened at the first use, because most gateways store nothing."""
 
     def __init__(self, path: Path, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -63,12 +89,17 @@ class SqliteStore:
             *(response.fingerprint, response.request, response.work, response.status, response.result),
             *(now_s + self._ttl_s, response.num_bytes),
         )
-        sql = f"INSERT OR IGNORE INTO responses ({_COLUMNS}, expires_s, num_bytes) VALUES ({_marks(len(row))})"
+        if response.num_bytes > self._max_bytes:
+            raise too_large(response.num_bytes, self._max_bytes)
+        sql = f"INSERT INTO responses ({_COLUMNS}, expires_s, num_bytes) VALUES ({_marks(len(row))})"
         progress = response.owner, response.id, response.background, now_s + lease_s, response.tokens
 
         def put(db: sqlite3.Connection) -> bool:
-            if not db.execute(sql, row).rowcount:
+            db.execute("BEGIN IMMEDIATE")
+            if db.execute("SELECT 1 FROM responses WHERE owner = ? AND id = ?", response.name).fetchone():
                 return False
+            self._make_room(db, response.owner, response.num_bytes)
+            db.execute(sql, row)
             if response.status == IN_PROGRESS:
                 db.execute("INSERT INTO progress VALUES (?, ?, ?, ?, ?)", progress)
             return True
@@ -87,8 +118,19 @@ class SqliteStore:
         owner, id_, model, created_s, background, *texts = row
         return StoredResponse(owner, id_, model, created_s, bool(background), *texts)
 
+    async def model_of(self, owner: str, response_id: str) -> str | None:
+        sql = "SELECT model FROM responses WHERE owner = ? AND id = ?"
+        row = await self._run(lambda db: db.execute(sql, (owner, response_id)).fetchone(), reads=True)
+        return row[0] if row is not None else None
+
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
         now_s = self._clock()
+        # A client that polls asks for the lease each time. Only a lease that is over is worth a write, which waits for
+        # the writes of all gateways.
+        is_over = "SELECT 1 FROM progress WHERE owner = ? AND id = ? AND lease_until_s <= ?"
+        asked = owner, response_id, now_s
+        if not await self._run(lambda db: db.execute(is_over, asked).fetchone() is not None, reads=True):
+            return False
         sql = "UPDATE progress SET lease_until_s = ? WHERE owner = ? AND id = ? AND lease_until_s <= ?"
         values = now_s + lease_s, owner, response_id, now_s
         return await self._run(lambda db: db.execute(sql, values).rowcount > 0)
@@ -145,19 +187,49 @@ class SqliteStore:
         old = f"DELETE FROM responses WHERE rowid IN (SELECT rowid FROM responses WHERE expires_s <= ? LIMIT {_BATCH})"
         while await self._run(lambda db: db.execute(old, (self._clock(),)).rowcount):
             pass
-        first = "SELECT rowid, num_bytes FROM responses ORDER BY expires_s LIMIT ?"
 
         def shrink(db: sqlite3.Connection) -> bool:
-            (total,) = db.execute("SELECT coalesce(sum(num_bytes), 0) FROM responses").fetchone()
-            for rowid, num_bytes in db.execute(first, (_BATCH,)).fetchall():
-                if total <= self._max_bytes:
-                    return False
-                db.execute("DELETE FROM responses WHERE rowid = ?", (rowid,))
-                total -= num_bytes
-            return bool(total > self._max_bytes)
+            usage = dict(db.execute("SELECT owner, num_bytes FROM usage").fetchall())
+            excess = sum(usage.values()) - self._max_bytes
+            return self._delete_ended(db, usage, excess, most=_BATCH) == _BATCH
 
         while await self._run(shrink):
             pass
+
+    def _make_room(self, db: sqlite3.Connection, owner: str, num_bytes: int) -> None:
+        """Delete ended responses until so many more bytes of the owner fit: its own, or those of owners that have more
+        than it will have. Raises ApiError 429 if they are too few; then nothing is deleted."""
+        usage: dict[str, int] = dict(db.execute("SELECT owner, num_bytes FROM usage").fetchall())
+        usage[owner] = usage.get(owner, 0) + num_bytes
+        excess = sum(usage.values()) - self._max_bytes
+        self._delete_ended(db, usage, excess, for_owner=owner)
+        if sum(usage.values()) > self._max_bytes:
+            raise full()
+
+    def _delete_ended(
+        self, db: sqlite3.Connection, usage: dict[str, int], excess: int, *, for_owner: str | None = None, most: int = 0
+    ) -> int:
+        """Delete ended responses of the owner with the most bytes, until `excess` bytes are gone. Returns how many, at
+        most `most` (0: no limit). Responses in progress stay: clients wait for them. `for_owner`: other owners
+        that have no more than this one keep what they have."""
+        sql = (
+            "SELECT rowid, num_bytes FROM responses INDEXED BY ended "
+            f"WHERE owner = ? AND status <> '{IN_PROGRESS}' ORDER BY expires_s LIMIT 1"
+        )
+        num_deleted, rest = 0, set(usage)
+        while excess > 0 and rest and not (most and num_deleted == most):
+            largest = max(rest, key=lambda owner: (usage[owner], owner == for_owner))
+            if for_owner is not None and largest != for_owner and usage[largest] <= usage[for_owner]:
+                break
+            if (found := db.execute(sql, (largest,)).fetchone()) is None:
+                rest.discard(largest)
+                continue
+            rowid, num_bytes = found
+            db.execute("DELETE FROM responses WHERE rowid = ?", (rowid,))
+            usage[largest] -= num_bytes
+            excess -= num_bytes
+            num_deleted += 1
+        return num_deleted
 
     async def close(self) -> None:
         def close() -> None:

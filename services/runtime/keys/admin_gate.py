@@ -13,7 +13,7 @@ from services.runtime.keys.keyring import NoCredential, shown_secret
 from services.runtime.keys.listen import is_local_peer
 from services.runtime.keys.source import KeySource
 from services.runtime.logs import get_logger
-from services.runtime.rpc import make_handler
+from services.runtime.rpc import HANDLED, STARTED, make_unread_handler
 
 _log = get_logger(__name__)
 
@@ -26,9 +26,10 @@ _Refusal = tuple[grpc.StatusCode, str]
 
 
 class AdminGate(_Interceptor):
-    """Guards methods. `admin`: names of methods (`/paceline.v1.X/Method`), or of services with a slash at the end.
+    """Guards methods, as one of the interceptors that come first: it refuses a call before the request is received.
 
-    `keyed`: methods that need an admin key when there are keys, and are open otherwise.
+    `admin`: names of methods (`/paceline.v1.X/Method`), or of services with a slash at the end. `keyed`: methods that
+    need an admin key when there are keys, and are open otherwise.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class AdminGate(_Interceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._guarded):
             return handler
-        return make_handler(handler, self._guard(handler, handler_call_details.method))
+        return make_unread_handler(handler, self._guard(handler, handler_call_details.method))
 
     def check(self, peer: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | _Refusal:
         """The name of the key of a guarded call ("" without keys), or why the call is refused."""
@@ -70,10 +71,15 @@ class AdminGate(_Interceptor):
         async def call(request: Any, context: Any) -> Any:
             checked = self.check(context.peer(), context.invocation_metadata() or ())
             if not isinstance(checked, str):
+                STARTED.labels(method).inc()
+                HANDLED.labels(method, checked[0].name).inc()
                 await context.abort(*checked)
             elif checked:
                 _log.info("admin call", method=method.rpartition("/")[2], key=checked, peer=context.peer())
+            if not handler.request_streaming and not isinstance(request := await context.read(), bytes):  # its end
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
             answer = behaviour(request, context)
+            del request
             if not isinstance(answer, AsyncGenerator):
                 return await answer
             async with aclosing(answer):

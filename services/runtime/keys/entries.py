@@ -24,6 +24,8 @@ from paceline.request_fields import METADATA
 MAX_FILE_BYTES = 4 * 2**20
 PREFIX = "pl-"  # secret scanners find keys by their prefix
 _SECRET_BYTES = 32
+# A shorter goal for the first token, or a shorter deadline, brings a request no further forward in the queue.
+DEFAULT_MIN_SLO_S = 1.0
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _Quota = Annotated[int, Field(ge=1, le=2**53)]
@@ -49,6 +51,8 @@ class ApiKey(BaseModel):
     admin: bool = False  # policies, pins, reset, explain, cache events
     metrics: bool = False  # the gateway's /metrics
     max_priority: float = Field(0.0, allow_inf_nan=True)
+    # The order of the queue counts a deadline or an SLO of its requests as at least this many seconds away.
+    min_slo_s: float = Field(DEFAULT_MIN_SLO_S, ge=0, le=86400.0, allow_inf_nan=False)
     max_requests: _Quota | None = None  # at a time
     max_tokens_in_flight: _Quota | None = None
     tokens_per_minute: _Quota | None = None

@@ -118,6 +118,7 @@ def keys_from(environment: Mapping[str, str]) -> list[ApiKey]:
                 admin=is_admin,
                 metrics=True,
                 max_priority=float("inf"),
+                min_slo_s=0.0,
             )
     return list(found.values())
 

@@ -103,6 +103,22 @@ async def test_with_keys_admin_calls_need_an_admin_key(
         assert await asyncio.to_thread(cli.main, argv) == 0
 
 
+async def test_a_call_without_an_admin_key_is_refused_before_its_request_is_here(file: Path) -> None:
+    """Otherwise anyone could make the server receive 16 MiB a call."""
+    async with cache(keys_file=str(file)) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        for method in ("CacheAdminService/PinPrefix", "CacheService/WatchEvents"):
+            for metadata, code in (((("x-api-key", USER),), DENIED), ((), UNKNOWN)):
+                call = untyped(channel).stream_stream(f"/paceline.v1.{method}")(metadata=metadata)
+                async with asyncio.timeout(TIMEOUT_S):
+                    assert await call.code() is code  # nothing was written
+        call = untyped(channel).stream_stream("/paceline.v1.CacheAdminService/GetCacheStats")(
+            metadata=(("x-api-key", ADMIN),)
+        )
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "no request" in await call.details()
+
+
 def own_address() -> str:
     """An address of this machine that is not loopback: a peer that dials it comes from there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

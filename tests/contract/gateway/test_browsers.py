@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +11,8 @@ import pytest_asyncio
 
 from services.cli.up.health import GatewayProbe
 from tests.contract.gateway.conftest import MODEL, Running, Start, _end, _scheduler, _start, eventually, until
+from tests.contract.gateway.test_overload import answer as received
+from tests.contract.gateway.test_overload import connect
 
 PAGE = "https://page.example"
 ASKS = {
@@ -23,8 +26,39 @@ BODY = {"model": MODEL, "prompt": "x", "max_tokens": 3}
 
 async def test_no_page_may_ask_unless_the_operator_says_so(running: Running) -> None:
     assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 405
-    answer = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    refused = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (403, "origin_not_allowed")
+    assert not [name for name in refused.headers if name.startswith("access-control")]
+
+
+def simple(path: str, content_type: str, origin: str) -> bytes:
+    """A request that a browser sends for a page without asking the server first."""
+    body = json.dumps(BODY)
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1:8000", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"Content-Type: {content_type}"] if content_type else []
+    return "\r\n".join([*lines, *([origin] if origin else []), "", body]).encode()
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/nowhere"])
+async def test_a_foreign_page_changes_nothing_by_a_request_without_asking(
+    running: Running, path: str, content_type: str
+) -> None:
+    for origin in (f"Origin: {PAGE}", "Origin: null", "Sec-Fetch-Site: cross-site", "Origin: http://127.0.0.1:3000"):
+        with connect(running, simple(path, content_type, origin)) as connection:
+            said = await received(connection)
+        assert said.startswith(b"HTTP/1.1 403 "), said
+        assert b"origin_not_allowed" in said or b"permission_error" in said, said
+    assert not running.scheduler.submissions
+
+
+async def test_other_clients_send_no_origin_or_their_own(running: Running) -> None:
+    own = "Origin: http://127.0.0.1:8000"
+    for origin in ("", own, f"{own}\r\nSec-Fetch-Site: same-origin", "Sec-Fetch-Site: none"):
+        with connect(running, simple("/v1/completions", "application/json", origin)) as connection:
+            said = await received(connection)
+        assert said.startswith(b"HTTP/1.1 200 "), said
+    assert (await running.http.get("/v1/models", headers={"Origin": PAGE})).status_code == 200, "changes nothing"
 
 
 async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Running) -> None:
@@ -32,11 +66,11 @@ async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Ru
     browser knows."""
     before = len(running.scheduler.submissions)
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
-        answer = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
-        assert answer.status_code == 403
-        assert answer.json()["error"]["reason"] == "host_not_allowed"
-        assert answer.json()["error"]["message"].startswith("Host: 'page.example:8000' is not a name of this server")
-        assert answer.headers["x-request-id"]
+        told = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
+        assert told.status_code == 403
+        assert told.json()["error"]["reason"] == "host_not_allowed"
+        assert told.json()["error"]["message"].startswith("Host: 'page.example:8000' is not a name of this server")
+        assert told.headers["x-request-id"]
     assert len(running.scheduler.submissions) == before
     for path in ("/health", "/ready", "/ping"):
         assert (await running.http.get(path, headers={"Host": "10.1.2.3"})).status_code == 200, "of a probe"
@@ -85,7 +119,11 @@ async def test_a_page_may_read_that_there_is_no_room(start: Start) -> None:
     refused = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
     assert refused.status_code == 429
     assert refused.headers["access-control-allow-origin"] == "*"
-    assert "retry-after" in refused.headers["access-control-expose-headers"]
+    exposed = set(refused.headers["access-control-expose-headers"].split(", "))
+    plain = {"content-type", "content-length", "date", "connection", "vary"}
+    sent = {name for name in refused.headers if not name.startswith("access-control")} - plain
+    assert sent <= exposed, "a page's script sees all that another client sees"
+    assert {"retry-after", "retry-after-ms", "x-should-retry", "x-request-id", "server-timing"} <= exposed
     running.scheduler.paused = False
     assert (await task).status_code == 200
 
@@ -95,8 +133,10 @@ async def test_other_pages_may_not(start: Start, allowed: str) -> None:
     running = await start(settings={"allowed_origins": allowed})
     assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 400
     answer = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
+    assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
     for origin in filter(None, allowed.split(", ")):
+        assert (await running.http.post("/v1/completions", headers={"Origin": origin}, json=BODY)).status_code == 200
         answer = await running.http.get("/v1/models", headers={"Origin": origin})
         assert answer.headers["access-control-allow-origin"] == origin
         assert answer.headers["vary"] == "Origin"

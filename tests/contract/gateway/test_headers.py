@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
+from paceline.v1 import inference_pb2, inference_pb2_grpc
 from tests.contract.gateway.conftest import MODEL, Lines, Running, Start
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -134,3 +136,16 @@ async def test_the_trace_of_the_client_is_on_the_lines_of_its_request(running: R
     await asked(running, {"traceparent": "00-nonsense", "x-request-id": "untraced"})
     traces = {line["request_id"]: line.get("trace_id") for line in lines() if line["message"] == "request finished"}
     assert traces == {"traced": trace, "untraced": None}
+    assert [one.trace_id for one in running.scheduler.submissions] == [trace, ""]
+
+
+async def test_the_trace_of_a_grpc_client_goes_with_its_request(running: Running) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7]))
+    request.sampling.max_tokens = 2
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        generate = inference_pb2_grpc.InferenceServiceStub(channel).Generate
+        for metadata in ([("traceparent", f"00-{trace}-00f067aa0ba902b7-01")], []):
+            async for _ in generate(request, metadata=metadata):
+                pass
+    assert [one.trace_id for one in running.scheduler.submissions] == [trace, ""]

@@ -143,6 +143,24 @@ async def test_health_is_open_and_metrics_are_not(start: Start, keys: Keys) -> N
     assert (await opened.http.get("/metrics")).status_code == 200
 
 
+async def test_the_load_of_other_keys_is_not_shown(start: Start, keys: Keys) -> None:
+    mine, theirs, metrics, boss = keys.add("a"), keys.add("b"), keys.add("m", metrics=True), keys.add("z", admin=True)
+    running = await launch(start, keys)
+
+    async def loads() -> list[int]:
+        secrets = (mine, theirs, metrics, boss)
+        return [(await running.http.get("/load", headers=bearer(one))).json()["server_load"] for one in secrets]
+
+    running.scheduler.paused = True
+    tasks = [asyncio.create_task(post(running, mine, n=2)), asyncio.create_task(post(running, theirs))]
+    await until(lambda: running.scheduler.num_running == 3)
+    assert await loads() == [2, 1, 3, 3]
+    running.scheduler.paused = False
+    assert [(await task).status_code for task in tasks] == [200, 200]
+    await until(lambda: running.scheduler.num_running == 0)
+    assert await loads() == [0, 0, 0, 0]
+
+
 async def test_browsers_ask_first_without_a_key(start: Start, keys: Keys) -> None:
     secret = keys.add("a")
     running = await launch(start, keys, {"allowed_origins": "http://page"})
@@ -234,6 +252,19 @@ async def test_priorities_have_a_ceiling(start: Start, keys: Keys) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "priority")
     assert "3 is above 2" in refused.json()["error"]["message"]
     assert (await over_grpc(running, bearer(secret), priority=3.0))[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_goal_or_deadline_counts_for_the_queue_from_the_keys_limit_on(start: Start, keys: Keys) -> None:
+    usual, strict, free = keys.add("a"), keys.add("b", min_slo_s=30.0), keys.add("c", min_slo_s=0.0)
+    running = await launch(start, keys)
+    for secret in (usual, strict, free):
+        assert (await post(running, secret, ttft_slo_s=0.01, deadline_s=60.0)).status_code == 200
+        headers = bearer(secret, **{"x-llm-d-slo-ttft-ms": "10"})
+        assert (await running.http.post(PATH, json=BODY, headers=headers)).status_code == 200
+        assert (await over_grpc(running, bearer(secret), ttft_slo_s=0.01))[0] is SERVED
+    submitted = running.scheduler.submissions
+    assert [(one.owner, one.min_slo_s) for one in submitted] == [("a", 1.0)] * 3 + [("b", 30.0)] * 3 + [("c", 0.0)] * 3
+    assert {round(one.ttft_slo_s, 2) for one in submitted} == {0.01}, "whether the goal is met is measured as before"
 
 
 async def test_requests_at_a_time(start: Start, keys: Keys) -> None:

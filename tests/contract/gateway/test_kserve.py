@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 
 from paceline.third_party import kserve_inference_pb2 as pb
 from paceline.third_party.kserve_inference_pb2_grpc import GRPCInferenceServiceStub
+from services.gateway.errors import ApiError
 from services.gateway.grpc import kserve
+from services.gateway.grpc.kserve_tensors import read_inputs
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 
 
@@ -199,6 +202,7 @@ async def test_what_a_client_asks_of_the_server(running: Running) -> None:
         (request(TEXT, parameters(logprobs=1)), "'logprobs'"),
         (request(TEXT, parameters(nonsense=1)), "'nonsense'"),
         (request(TEXT, parameters(top_p=2)), "top_p"),
+        (request(TEXT, parameters(**{f"p{i}": 1 for i in range(257)})), "sampling_parameters has 257 entries"),
         (request(TEXT, parameters(top_k="a")), "top_k"),
         (request(TEXT, SHORT, parameters={"max_tokens": pb.InferParameter(int64_param=3)}), "given twice"),
         (request(TEXT, parameters={"timeout": pb.InferParameter(string_param="5")}), "timeout"),
@@ -211,6 +215,24 @@ async def test_bad_input_is_refused_by_name(running: Running, asked: pb.ModelInf
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert named in (caught.value.details() or "")
     assert not running.scheduler.submissions
+
+
+@pytest.mark.parametrize("field", ["inputs", "outputs", "parameters"])
+async def test_a_list_of_a_million_entries_is_refused_before_a_loop_over_them(start: Start, field: str) -> None:
+    running = await start(settings={"max_body_bytes": 16 * 2**20})
+    many = pb.ModelInferRequest(model_name=MODEL)
+    if field == "parameters":
+        for number in range(1_000_000):
+            many.parameters[f"{number}"].int64_param = 1
+    else:
+        many.MergeFromString(many.SerializeToString() + (b"\x2a\0" if field == "inputs" else b"\x32\0") * 1_000_000)
+    assert len(getattr(many, field)) == 1_000_000
+    with pytest.raises(grpc.aio.AioRpcError, match=f"{field} has 1000000 entries; at most"):
+        await stub(running).ModelInfer(many)
+    began_s = time.perf_counter()
+    with pytest.raises(ApiError):
+        read_inputs(many, 100)
+    assert time.perf_counter() - began_s < 0.05
 
 
 async def test_another_model_is_not_found(running: Running) -> None:

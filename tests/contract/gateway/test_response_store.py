@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sqlite3
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.errors import ApiError
-from services.gateway.store import sqlite_store
+from services.gateway.store import redis_store, sqlite_store
 from services.gateway.store.opening import open_store
 from services.gateway.store.records import ResponseStore, StoredResponse
 from services.gateway.store.redis_store import RedisStore
@@ -23,6 +24,7 @@ from services.gateway.store.urls import check_store_url
 from tests.support.redis_server import RedisProcess, needs_redis
 
 ONE = StoredResponse("ann", "resp_1", "demo", 1700000000, True, b"\0f", b'{"head":1}', b'{"chat":2}')
+ENDED = replace(ONE, status="completed", work=b"", result=b"result")
 LEASE_S = 10.0
 
 
@@ -165,7 +167,7 @@ async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock:
     assert await store.abandoned(8) == []
     assert not path.exists(), "nothing was stored"
     for number in range(600):
-        await store.put(replace(ONE, id=f"resp_{number}", request=b"x" * 100, work=b""), LEASE_S)
+        await store.put(replace(ENDED, id=f"resp_{number}", request=b"x" * 100, result=b""), LEASE_S)
         clock.now_s += 0.01
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     await store.purge()
@@ -178,6 +180,112 @@ async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock:
     assert await store.get("ann", "resp_599") is None
     assert not await store.claim("ann", "resp_599", LEASE_S)
     await store.close()
+
+
+async def test_sqlite_deletes_no_response_of_an_owner_for_one_that_has_more(tmp_path: Path, clock: Clock) -> None:
+    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=1000, clock=clock)
+    row = replace(ENDED, request=b"x" * 100, result=b"")
+    for number in range(4):
+        await store.put(replace(row, id=f"mine_{number}"), 0.0)
+        clock.now_s += 0.01
+    for number in range(30):  # bob's are younger
+        assert await store.put(replace(row, owner="bob", id=f"resp_{number}"), 0.0)
+        clock.now_s += 0.01
+    await store.purge()
+    assert await found(store, "ann", "mine", 4) == [0, 1, 2, 3]
+    assert await found(store, "bob", "resp", 30) == list(range(24, 30))
+    for number in range(4, 20):  # up to an equal share
+        assert await store.put(replace(row, id=f"mine_{number}"), 0.0)
+    assert await found(store, "ann", "mine", 20) == [15, 16, 17, 18, 19]
+    assert await found(store, "bob", "resp", 30) == list(range(25, 30))
+    await store.close()
+
+
+async def found(store: ResponseStore, owner: str, name: str, count: int) -> list[int]:
+    return [number for number in range(count) if await store.get(owner, f"{name}_{number}") is not None]
+
+
+async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clock) -> None:
+    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=1000, clock=clock)
+    row = replace(ENDED, request=b"x" * 100, result=b"")
+    runs = replace(row, owner="bob", status="in_progress")
+    for number in range(3):
+        await store.put(replace(row, id=f"mine_{number}"), 0.0)
+    for number in range(7):
+        assert await store.put(replace(runs, id=f"resp_{number}"), LEASE_S)
+    for refused in (replace(runs, id="resp_x"), replace(row, owner="bob", id="resp_x")):
+        with pytest.raises(ApiError, match="no room beside the responses in progress") as caught:
+            await store.put(refused, LEASE_S)
+        assert (caught.value.status, caught.value.code) == (429, "store_full")
+    assert not await store.put(replace(runs, id="resp_0"), LEASE_S), "it is known"
+    with pytest.raises(ApiError, match="takes 1001 bytes in the response store, which holds 1000") as too_large:
+        await store.put(replace(row, id="mine_x", request=b"x" * 1001), 0.0)
+    assert (too_large.value.status, too_large.value.param) == (400, "store")
+    assert await found(store, "ann", "mine", 3) == [0, 1, 2]
+    for number in range(7):  # what ends may take more than was reserved
+        await store.finish("bob", f"resp_{number}", "completed", b"y" * 100)
+    await store.purge()
+    assert await found(store, "ann", "mine", 3) == [0, 1, 2]
+    assert len(await found(store, "bob", "resp", 7)) == 3
+    await store.close()
+
+
+async def test_sqlite_counts_what_a_file_of_an_earlier_version_has(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "responses.db"
+    options = {"ttl_s": 100.0, "max_bytes": 1000, "clock": clock}
+    store = SqliteStore(path, **options)  # type: ignore[arg-type]
+    row = replace(ENDED, request=b"x" * 100, result=b"")
+    for number in range(10):
+        await store.put(replace(row, id=f"mine_{number}"), 0.0)
+        clock.now_s += 0.01
+    await store.close()
+    with closing(sqlite3.connect(path)) as old:
+        for trigger in ("use_added", "use_changed", "use_deleted"):
+            old.execute(f"DROP TRIGGER {trigger}")
+        old.execute("DROP TABLE usage")
+        old.execute("DROP INDEX ended")
+    store = SqliteStore(path, **options)  # type: ignore[arg-type]
+    await store.put(replace(row, id="mine_10"), 0.0)
+    assert await found(store, "ann", "mine", 11) == list(range(1, 11))
+    await store.close()
+
+
+async def test_sqlite_asks_for_a_held_lease_without_a_write(tmp_path: Path) -> None:
+    """A client polls, and a write would wait for those of all gateways."""
+    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=2**20)
+    await store.put(ONE, LEASE_S)
+    with closing(sqlite3.connect(tmp_path / "responses.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with asyncio.timeout(2):
+            assert not await store.claim(*ONE.name, LEASE_S)
+    await store.close()
+
+
+async def test_the_model_of_a_response_is_read_alone(stores: Stores) -> None:
+    first, second = stores
+    assert await first.model_of(*ONE.name) is None
+    await first.put(ONE, LEASE_S)
+    assert await second.model_of(*ONE.name) == "demo"
+    assert await second.model_of("bob", ONE.id) is None
+
+
+@needs_redis
+async def test_a_frozen_redis_delays_no_request_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "_ANSWER_S", 0.5)
+    server = RedisProcess(tmp_path).start()
+    store = RedisStore(server.url, ttl_s=100)
+    try:
+        assert await store.put(ONE, LEASE_S)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        large = replace(ONE, request=b"x" * 16_000_000)  # more than the kernel takes
+        async with asyncio.timeout(5):
+            for put in (store.put(ONE, LEASE_S), store.put(large, LEASE_S)):
+                with pytest.raises(ApiError, match="does not answer"):
+                    await put
+    finally:
+        await store.close()
+        server.stop()
 
 
 @needs_redis

@@ -10,7 +10,9 @@ from paceline.request_fields import SAMPLING
 from services.gateway.anthropic.schema import MAX_CACHE_MARKS
 from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
+from services.gateway.grpc import kserve_tensors
 from services.gateway.openai import jobs
+from services.gateway.responses_api import creation
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
 from services.gateway.text import chat_values
 
@@ -37,7 +39,9 @@ LIMITS = {
     "`allowed_token_ids`": [sampling.MAX_ALLOWED_TOKENS],
     "`logprobs`": [sampling.MAX_TOP_LOGPROBS],
     "`prompt_logprobs`": [jobs.MAX_PROMPT_LOGPROBS, jobs.MAX_ECHO_CHARS],
+    "tokens with `top_logprobs`": [creation.MAX_STORED_LOGPROBS],
     "`cache_retention`": [request.MAX_RETENTION_RANGES],
+    "`inputs`, `outputs`": [kserve_tensors.MAX_TENSORS, kserve_tensors.MAX_PARAMETERS],
     "tokens of `/detokenize`": [list_limits.MAX_DETOKENIZED],
     "a prompt with `truncate": [list_limits.MAX_TRUNCATED],
 }

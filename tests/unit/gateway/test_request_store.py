@@ -237,3 +237,34 @@ async def test_requests_belong_to_the_api_key_that_made_them(rig: Rig) -> None:
     assert not rig.store.has(RequestKey("t", "k", b"one", "Idempotency-Key", "c"))
     first.close()
     again.close()
+
+
+async def test_no_owner_pushes_out_what_another_keeps(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_store, "MAX_WAITING", 8)
+    monkeypatch.setattr(request_store, "MAX_FINISHED", 6)
+    rig = Rig(builder)
+    rig.open("mine", owner="ann").close()
+    rig.open("old", owner="bob").close()
+    for number in range(40):
+        rig.open(f"k{number}", owner="bob", tenant=f"t{number}").close()
+    assert rig.store.num_waiting == 8
+    assert rig.store.has(RequestKey("", "mine", b"", "", "ann"))
+    assert not rig.store.has(RequestKey("", "old", b"", "", "bob"))
+    for live in rig.session.live:
+        if not live.cancelled:
+            rig.session.end(live, LENGTH)
+    rig.store.tick()
+    assert rig.store.num_finished == 6
+    assert rig.store.has(RequestKey("", "mine", b"", "", "ann"))
+
+
+async def test_the_owner_with_the_most_bytes_makes_room(builder: RequestBuilder) -> None:
+    rig = Rig(builder, max_bytes=3000)
+    for owner, key in (("ann", "mine"), *(("bob", f"k{number}") for number in range(20))):
+        rig.open(key, owner=owner).close()
+        rig.session.give(rig.session.live[-1], *range(6, 14))
+        rig.session.end(rig.session.live[-1], LENGTH)
+        rig.store.tick()
+    assert rig.store.has(RequestKey("", "mine", b"", "", "ann"))
+    assert 1 < rig.store.num_finished < 21
+    assert rig.store.has(RequestKey("", "k19", b"", "", "bob"))

@@ -95,6 +95,10 @@ def test_a_break_repeats_the_last_number() -> None:
         "message": "later",
         "param": None,
     }
+    [event] = writer.error("service_unavailable", "later", after=7)
+    assert json.loads(event.decode().split("data: ")[1])["sequence_number"] == 7, (
+        "the client has more than this gateway"
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(_KINDS), st.text(min_size=1, max_size=4)), max_size=12))

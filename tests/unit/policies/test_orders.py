@@ -24,6 +24,16 @@ from scheduler_svc.policies.order.random import Random
 from scheduler_svc.policies.registry import build, choose
 
 
+def test_a_goal_shorter_than_its_keys_limit_comes_no_further_forward() -> None:
+    order = EarliestDeadlineFirst()
+    honest = request(1, [1], ttft_slo_s=1.0, min_slo_s=1.0)
+    greedy = request(2, [1], arrival_s=0.1, ttft_slo_s=0.001, min_slo_s=1.0)
+    hurried = request(3, [1], arrival_s=0.1, deadline_s=0.2, min_slo_s=1.0)
+    trusted = request(4, [1], arrival_s=0.1, ttft_slo_s=0.5)
+    wait(order, hurried, greedy, honest, trusted, request(5, [1], min_slo_s=1.0))
+    assert [one.arrival_index for one in order.ordered(0.1)] == [4, 1, 2, 3, 5]
+
+
 def request(arrival_index: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
     prompt, sampling = np.array(tokens, np.int32).tobytes(), SamplingParams(max_tokens=4)
     made = Request(

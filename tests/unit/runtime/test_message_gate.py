@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.runtime.message_gate import MessageGate
+from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.rpc import GrpcServer
 
 LARGE = bytes(2**20)

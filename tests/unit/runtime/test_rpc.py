@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 
+from services.runtime.grpc_limits.open_streams import MAX_STREAMS_PER_PEER
 from services.runtime.logs import configure_logging
 from services.runtime.rpc import MAX_MESSAGE_BYTES, GrpcServer, open_channel, transport_options
 from tests.support.untyped_grpc import EOF, untyped
@@ -125,6 +127,40 @@ async def test_reflection_of_v1_describes_itself(echo: tuple[GrpcServer, Echo, g
     [described_method] = pool.FindServiceByName(name).methods
     assert described_method.input_type.full_name == "grpc.reflection.v1.ServerReflectionRequest"
     assert "v1alpha" not in str(own)
+
+
+@pytest.mark.parametrize("kind", ["watch", "reflection"])
+async def test_streams_that_everyone_may_open_are_limited(
+    echo: tuple[GrpcServer, Echo, grpc.aio.Channel], kind: str
+) -> None:
+    """Also on one connection."""
+    _, _, channel = echo
+    streams: list[Any] = []
+
+    async def open_one() -> str:
+        """Opens a stream, and keeps it after its first answer. Returns why the server refuses it."""
+        if kind == "watch":
+            stream = untyped(health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest())
+        else:
+            stream = untyped(reflection_pb2_grpc.ServerReflectionStub(channel)).ServerReflectionInfo()
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # already refused
+                await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        streams.append(stream)
+        try:
+            await stream.read()
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return ""
+
+    async with asyncio.timeout(60):
+        assert {await open_one() for _ in range(MAX_STREAMS_PER_PEER)} == {""}
+        assert (await open_one()).startswith("RESOURCE_EXHAUSTED: at most 256 streams")
+        assert await health(channel) == SERVING, "calls that end at once are served"
+        for stream in streams:
+            stream.cancel()
+        while await open_one():  # noqa: ASYNC110 - the server's state
+            await asyncio.sleep(0.05)
+        streams[-1].cancel()
 
 
 async def test_a_taken_port_is_refused() -> None:

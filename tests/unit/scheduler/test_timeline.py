@@ -134,6 +134,24 @@ def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() 
     assert found(notes, "cmpl-a") == everything, "also when they have finished"
 
 
+def test_an_id_that_two_tenants_or_keys_chose_shows_neither_by_chance() -> None:
+    notes = RequestTimeline()
+    for number, (tenant, key) in enumerate([("a", "k1"), ("b", "k2"), ("b", "k3"), ("b", "k2")], 1):
+        one = sequence(number, "x", "cmpl-x")
+        one.tenant, one.owner = tenant, key
+        notes.arrived(one, 1.0)
+    for name in ("x", "cmpl-x"):
+        with pytest.raises(timeline.SeveralOwners) as several:
+            notes.find(name)
+        assert several.value.owners == [("a", "k1"), ("b", "k2"), ("b", "k3")]
+        assert [record.arrival_index for record in notes.find(name, tenant="a")] == [1]
+        assert [record.arrival_index for record in notes.find(name, key="k3")] == [3]
+        with pytest.raises(timeline.SeveralOwners):
+            notes.find(name, tenant="b")
+        assert notes.find(name, tenant="a", key="k2") == []
+    assert [record.arrival_index for record in notes.find("x", key="k2")] == [4], "the last one of this key"
+
+
 def test_an_answer_of_several_attempts_stands_for_the_last_ones() -> None:
     """The scheduler was lost and the gateway submitted again; later the client came back by another gateway."""
     notes = RequestTimeline()
