@@ -242,7 +242,7 @@ class ModelInfo(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def embedding(self) -> Global___EmbeddingInfo:
-        """Absent: the model generates. Present: every sequence is an input whose vector is wanted, and nothing is sampled."""
+        """Absent: the model generates. Present: each sequence is an input that gets a vector, and nothing is sampled."""
 
     def __init__(
         self,
