@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from demo import CHECKPOINT
 from tests.support.checkpoints import COMMON, LLAMA3_ROPE, fill
 
 Pooling = Literal["last", "mean"]
@@ -23,6 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}, "Qwen3ForCausalLM"),
 }
 SIZE = COMMON["hidden_size"]
+EOS = "<|eos|>"  # of add_tokenizer(): token 1
 _KEYS = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
@@ -57,6 +59,15 @@ def add_modules(folder: Path, pooling: str, *, normalize: bool = True, more: Seq
     (folder / "1_Pooling").mkdir(exist_ok=True)
     keys = {key: name == pooling for name, key in _KEYS.items()}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": SIZE, **keys}))
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Write the demo model's tokenizer, which ends each text with `<|eos|>`, as Qwen3-Embedding's does."""
+    tokenizer = json.loads((CHECKPOINT / "tokenizer.json").read_text())
+    processor = tokenizer["post_processor"]
+    processor["single"] += [{"SpecialToken": {"id": EOS, "type_id": 0}}]
+    processor["special_tokens"][EOS] = {"id": EOS, "ids": [1], "tokens": [EOS]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 @cache

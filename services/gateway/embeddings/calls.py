@@ -21,14 +21,14 @@ class EmbedCall:
     """A call, in the words of one contract.
 
     `request_id`: sanitised. `endpoint`: the contract, in metrics and in the request log. `num_bytes`: of the message.
-    `field`: that has the input, a text or token ids. `named_tenant`: as of Caller.permit."""
+    `name`: of the field with the input, a text or token ids. `named_tenant`: as of Caller.permit."""
 
     caller: Caller
     request_id: str
     endpoint: str
     num_bytes: int
     text_or_ids: str | Sequence[int]
-    field: str
+    name: str
     model: str = ""
     dimensions: int = 0  # 0: all
     metadata: inference_pb2.Submission = field(default_factory=inference_pb2.Submission)
@@ -73,20 +73,20 @@ async def _open(gateway: Gateway, call: EmbedCall) -> Reading:
         check_dimensions(call.dimensions, info, gateway.model_name)
     metadata = call.caller.permit(call.metadata, call.named_tenant)
     if not given:
-        raise invalid(call.field, f"{call.field}: the input is empty")
+        raise invalid(call.name, f"{call.name}: the input is empty")
     if isinstance(given, str):
-        ids: Sequence[int] = await builder.encode_text(given, FieldNames(prompt=call.field))
+        ids: Sequence[int] = await builder.encode_text(given, FieldNames(prompt=call.name))
     elif len(given) > builder.max_model_len:
-        raise too_long(call.field, str(len(given)), builder.max_model_len)
+        raise too_long(call.name, str(len(given)), builder.max_model_len)
     else:
-        ids = builder.check_token_ids(given, call.field)
+        ids = builder.check_token_ids(given, call.name)
     job = embedding_job(
         builder,
         ids,
         info,
         request_id=call.request_id,
         endpoint=call.endpoint,
-        name=call.field,
+        name=call.name,
         arrival_s=arrival_s,
         metadata=metadata,
     )

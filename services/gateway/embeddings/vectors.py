@@ -92,5 +92,5 @@ async def vector_of(generation: Generation, info: common_pb2.EmbeddingInfo, dime
     part = vector[:dimensions]
     if not info.normalized:
         return part
-    length = max(float(np.linalg.norm(part)), _SMALLEST_LENGTH)
-    return part / np.float32(length)
+    cut: Vector = np.divide(part, max(float(np.linalg.norm(part)), _SMALLEST_LENGTH), dtype=np.float32)
+    return cut

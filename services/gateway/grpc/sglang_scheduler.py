@@ -170,7 +170,6 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
         """The vector of one input. INVALID_ARGUMENT if the model generates text."""
         try:
             refuse_set(request, _NOT_EMBEDDED)
-            check_rank(request)
             call = self._engine.embed_call(context, request, "sglang-grpc")
             embedded = await embed(self._engine.gateway, call)
         except ApiError as error:

@@ -104,7 +104,8 @@ def _plain_fields(declared: Mapping[str, SamplingParam | MetadataField]) -> dict
 
 
 if TYPE_CHECKING:
-    MetadataFields = PlainFields = RequestBody
+    MetadataFields = RequestBody
+    PlainFields = RequestBody
 else:
     MetadataFields = create_model("MetadataFields", __base__=RequestBody, **_plain_fields(METADATA))
     PlainFields = create_model("PlainFields", __base__=MetadataFields, **_plain_fields(SAMPLING))
