@@ -157,7 +157,7 @@ def test_an_embedding_model_generates_nothing_and_pools_in_one_way(
 def test_a_request_for_a_vector_asks_for_nothing_else(changes: dict[str, Any]) -> None:
     system = LocalSystem()
     client = system.open("s")
-    fields = {"sampling": ONE, "pooling": POOLING_LAST} | changes
+    fields: dict[str, Any] = {"sampling": ONE, "pooling": POOLING_LAST} | changes
     sampling = fields.pop("sampling")
     system.submit("s", 1, MIXED[1], sampling, **fields)
     system.run()
