@@ -22,7 +22,7 @@ class Inputs:
         self._next_block = 1
 
     def run(self, inputs: list[list[int]], cached: int = 0, blocks: bytes = b"") -> dict[int, Any]:
-        """Until all have vectors, by index. `cached`: tokens whose KV is in the first of `blocks`."""
+        """Until all have vectors, by index. `cached`: tokens with KV that is in the first of `blocks`."""
         return self.finish(self.begin(inputs, cached, blocks))
 
     def begin(self, inputs: list[list[int]], cached: int = 0, blocks: bytes = b"") -> dict[int, list[int]]:
