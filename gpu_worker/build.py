@@ -19,7 +19,6 @@ from gpu_worker.fits import block_bytes, check_fits, cpu_blocks
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
-from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
@@ -29,6 +28,7 @@ from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.steps.inputs import HostInputs, PinnedInputs
+from gpu_worker.steps.pooling import Pooler
 from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
@@ -36,6 +36,9 @@ from services.runtime.logs import get_logger
 from services.runtime.model.identity import TOKENIZER
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
+
+# Vectors in one StepResult. Half of the message limit (services/runtime/rpc.py).
+MAX_RESULT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ def build_worker(
         settings.model,
         load_format=settings.load_format,
         dtype=settings.dtype,
+        pooling=settings.pooling,
         device=device,
         seed=settings.seed,
         progress=progress,
@@ -64,7 +68,8 @@ def build_worker(
     if settings.deterministic:
         layer = model.weights.layers[0]
         check_matmul(TiledMatmul(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
-    max_model_len = _max_model_len(settings, model.config)
+    max_model_len = _max_model_len(settings, model)
+    _check_vectors(settings, model)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans once per shape, and most steps have a new shape
@@ -96,6 +101,8 @@ def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.devi
 
 def _grammar_tokenizer(model: LoadedModel) -> LLTokenizer | None:
     """The tokenizer for grammars; None: requests with a grammar fail on this worker."""
+    if model.embedding is not None:
+        return None
     try:
         return load_tokenizer(model.folder / TOKENIZER, model.config.vocab_size, model.config.eos_token_ids)
     except ModelError as error:
@@ -114,7 +121,7 @@ class _RunnerMaker:
 
     @property
     def graph_sizes(self) -> list[int]:
-        if self.flashinfer is None:
+        if self.flashinfer is None or self.model.embedding is not None:  # graphs are of decodes
             return []
         settings = self.settings
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
@@ -176,7 +183,10 @@ class _RunnerMaker:
         matmul: Matmul = TiledMatmul() if settings.deterministic else PlainMatmul()
         decoder = Decoder(config, self.model.weights, attention, ops, matmul)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
-        return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer)
+        pooler = None
+        if (embedding := self.model.embedding) is not None:
+            pooler = Pooler(embedding, config.hidden_size, settings.max_num_seqs, device)
+        return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler)
 
 
 def pick_device(name: str) -> torch.device:
@@ -187,11 +197,28 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def _max_model_len(settings: WorkerSettings, config: DecoderConfig) -> int:
-    asked = settings.max_model_len or config.max_positions
-    if asked > config.max_positions:
-        raise ModelError(f"max_model_len {asked} is more than the model's {config.max_positions} positions")
+def _max_model_len(settings: WorkerSettings, model: LoadedModel) -> int:
+    positions = model.config.max_positions
+    longest = positions
+    if model.embedding is not None and model.embedding.max_tokens is not None:
+        longest = min(positions, model.embedding.max_tokens)
+    asked = settings.max_model_len or longest
+    if asked > positions:
+        raise ModelError(f"max_model_len {asked} is more than the model's {positions} positions")
     return asked
+
+
+def _check_vectors(settings: WorkerSettings, model: LoadedModel) -> None:
+    """Raises ModelError if the vectors of one step would not fit a message."""
+    if model.embedding is None:
+        return
+    vector_bytes = 4 * model.config.hidden_size
+    most = MAX_RESULT_BYTES // vector_bytes
+    if min(settings.max_num_seqs, settings.max_batched_tokens) > most:
+        raise ModelError(
+            f"max_num_seqs {settings.max_num_seqs}: a step's vectors of {vector_bytes} bytes would exceed a message; "
+            f"at most {most} are possible"
+        )
 
 
 def _num_host_blocks(settings: WorkerSettings, model: LoadedModel) -> int:
@@ -212,4 +239,5 @@ def _model_info(model: LoadedModel, max_model_len: int) -> ModelInfo:
         config_fingerprint=model.identity.config,
         tokenizer_fingerprint=model.identity.tokenizer,
         weights_fingerprint=model.identity.weights,
+        embedding=None if model.embedding is None else model.embedding.info(model.config.hidden_size),
     )

@@ -60,9 +60,12 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
         drops = [max(0, more - less) for more, less in pairwise(free)]
         taken += free[0] - free[-1] + max(drops[-1], MIN_GRAPH_BYTES) * (len(graph_sizes) - len(drops))
     limits = runner.limits
+    pools = runner.pools
     del runner
     gc.collect()
     torch.cuda.empty_cache()
+    if pools:  # the sums of means are part of the runner
+        return max(0, taken)
     sampling = (SAMPLER_BYTES_PER_LOGIT * limits.vocab_size + SAMPLER_BYTES_PER_ROW) * limits.max_num_seqs
     scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)
     scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size

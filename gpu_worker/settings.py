@@ -38,6 +38,11 @@ class WorkerSettings(ServiceSettings, section="worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, the checkpoint's type on a GPU"
     )
+    pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="serve embeddings, pooled so; auto: as the checkpoint's sentence-transformers files say, and "
+        "generate if there are none",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     attention_backend: Literal["auto", "flashinfer", "torch"] = Field(
         "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"

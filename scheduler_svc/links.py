@@ -16,6 +16,8 @@ from google.protobuf.message import DecodeError
 from paceline.v1 import cache_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from paceline.v1.cache_pb2 import CacheServiceLinkRequest
 from paceline.v1.inference_pb2 import (
+    EmbedRequest,
+    EmbedResponse,
     GenerateRequest,
     GenerateResponse,
     ReleaseConversationRequest,
@@ -223,6 +225,13 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         finally:
             del self._sessions[session_id]
             self.event(self.core.close_session, session_id)
+
+    async def Embed(
+        self, request: EmbedRequest, context: grpc.aio.ServicerContext[EmbedRequest, EmbedResponse]
+    ) -> EmbedResponse:
+        """Not served by a scheduler."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed is the gateway's; a scheduler serves Generate")
+        return EmbedResponse()
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

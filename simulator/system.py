@@ -66,6 +66,7 @@ class Client:
     endings: dict[int, Ending] = field(default_factory=dict)
     scores: dict[int, list[float]] = field(default_factory=dict)
     prompt_scores: dict[int, dict[int, float]] = field(default_factory=dict)  # by handle and position
+    embeddings: dict[int, bytes] = field(default_factory=dict)  # packed float32
     num_read: int = 0
     status: SchedulerStatus | None = None
     room: QueueRoom | None = None
@@ -89,6 +90,10 @@ class Client:
             assert part.handle not in self.tokens, f"log probabilities of the prompt of {part.handle} after a token"
             logprobs = np.frombuffer(part.logprobs.logprobs, np.float32).tolist()
             self.prompt_scores.setdefault(part.handle, {}).update(enumerate(logprobs, start=part.logprobs.start))
+        for embedding in message.embeddings:
+            known = embedding.handle in self.embeddings or embedding.handle in self.endings
+            assert not known, f"an embedding of {embedding.handle} after another one or its ending"
+            self.embeddings[embedding.handle] = embedding.values
         for ending in message.endings:
             assert ending.handle not in self.endings, f"{ending.handle} ended twice"
             self.endings[ending.handle] = ending

@@ -7,7 +7,7 @@ tests/unit/worker/families.py, which compares its tokens with transformers'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gpu_worker.errors import ModelError
@@ -82,9 +82,16 @@ ARCHITECTURES = {
 
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:
-    """The entry for a config.json. Raises ModelError if there is none."""
+    """The entry for a config.json. Without a head, the same layers are called LlamaModel, MistralModel and so on: they
+    serve embeddings only. Raises ModelError if there is no entry."""
     names = raw.get("architectures") or []
     name = names[0] if names else f"none (model_type {raw.get('model_type')!r})"
-    if name not in ARCHITECTURES:
-        raise ModelError(f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if (family := str(name).removesuffix("Model") + "ForCausalLM") in ARCHITECTURES and str(name).endswith("Model"):
+        return replace(ARCHITECTURES[family], name=name)
+    headless = ", ".join(known.replace("ForCausalLM", "Model") for known in ARCHITECTURES)
+    raise ModelError(
+        f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}, and for embeddings {headless} "
+        "(no encoders with attention to both sides, such as BERT)"
+    )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from gpu_worker.errors import ModelError
 from gpu_worker.models.architectures import Bias, architecture_of
@@ -67,9 +67,9 @@ class DecoderConfig:
 
 def read_config(folder: Path) -> DecoderConfig:
     """Read config.json. Raises ModelError, with one line, for a model that cannot be served."""
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
+    generation = read_json(generation_path) if generation_path.exists() else {}
     try:
         return parse_config(raw, generation)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -124,6 +124,8 @@ def _refuse_variants(raw: Mapping[str, Any], architecture: str) -> None:
         raise ModelError(f"quantized checkpoints are not supported (quant_method {method}, {architecture})")
     if raw.get("mlp_bias"):
         raise ModelError(f"{architecture} with mlp_bias is not supported")
+    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        raise ModelError(f"{architecture} with attention to both sides is not supported")
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{architecture} with hidden_act {activation!r} is not supported; supported: silu")
@@ -177,13 +179,18 @@ def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+@overload
+def read_json(path: Path) -> dict[str, Any]: ...
+@overload
+def read_json(path: Path, kind: type[list[Any]]) -> list[Any]: ...
+def read_json(path: Path, kind: type[dict[str, Any]] | type[list[Any]] = dict) -> dict[str, Any] | list[Any]:
+    """The object or the list in a JSON file. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object")
+    if not isinstance(value, kind):
+        raise ModelError(f"{path} is not a JSON {'object' if kind is dict else 'list'}")
     return value

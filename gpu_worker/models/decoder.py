@@ -24,7 +24,7 @@ class Decoder:
         self._matmul = matmul
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [rows, hidden size], for logits(). Attention must be planned for these rows.
+        """Hidden states [rows, hidden size], for logits() or final(). Attention must be planned for these rows.
 
         tokens, positions: int64 [rows].
         """
@@ -35,9 +35,13 @@ class Decoder:
             self._mlp(layer, hidden)
         return hidden
 
+    def final(self, hidden: Tensor) -> Tensor:
+        """The rows from forward() after the final norm, [rows, hidden size]: transformers' last hidden states."""
+        return self._ops.norm(hidden, self._weights.final_norm)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
-        return self._matmul.of(self._ops.norm(hidden, self._weights.final_norm), self._weights.head, out=out)
+        return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> None:
         """Add the attention's output to `hidden`, in place."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
+from gpu_worker.models.embedding import EMBEDDING_FILES, EmbeddingConfig, read_embedding
 from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
 from services.runtime.model.hub import NoSuchModel, checkpoint_folder, more_files
 from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
@@ -27,6 +28,7 @@ SizeCheck = Callable[[DecoderConfig, torch.dtype], None]
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOADABLE_DTYPES.values()}
 DUMMY_STD = 0.02
+_PREFIX = "model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,13 @@ class LoadedModel:
     # Equal for two workers with the same model, in any type.
     fingerprint: str
     identity: ModelIdentity
+    embedding: EmbeddingConfig | None = None  # None: the model generates
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     file: Path
+    name: str  # in the file
     shape: tuple[int, ...]
     dtype: str
 
@@ -55,7 +59,7 @@ class _Entry:
 def resolve_checkpoint(model: str) -> Path:
     """The folder of a local checkpoint, or of a hub snapshot still without weights. Raises ModelError."""
     try:
-        return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX, TOKENIZER])
+        return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX, TOKENIZER, *EMBEDDING_FILES])
     except NoSuchModel as error:
         raise ModelError(str(error)) from error
 
@@ -65,15 +69,18 @@ def load_model(
     *,
     load_format: str = "auto",
     dtype: str = "auto",
+    pooling: Literal["auto", "last", "mean"] = "auto",
     device: torch.device,
     seed: int = 0,
     progress: Progress | None = None,
     check: SizeCheck | None = None,
 ) -> LoadedModel:
-    """Load the model. Raises ModelError, in one line, if it cannot be served. `check` runs before any download of
-    weights."""
+    """Load the model. `pooling` as of read_embedding. Raises ModelError, in one line, if the model cannot be served.
+    `check` runs before any download of weights."""
     folder = resolve_checkpoint(model)
     config = read_config(folder)
+    if (embedding := read_embedding(folder, pooling)) is not None:
+        config = replace(config, tie_embeddings=True)  # a head is neither expected nor read
     served = _served_dtype(dtype, config, device)
     if check is not None:
         check(config, served)
@@ -87,12 +94,15 @@ def load_model(
         files = _weight_files(folder)
         _fetch_weights(model, folder, files)
         entries = _index(folder, files)
+        if embedding is not None:
+            entries = _with_prefix(entries)
         _check(entries, expected, config)
         weights = _read(entries, expected, config, served, device, progress)
         tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
     identity = read_identity(folder, with_weights=load_format != "dummy")
-    fingerprint = hashlib.sha256(f"{config}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
-    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint, identity)
+    described = str(config) if embedding is None else f"{config}\n{embedding}"
+    fingerprint = hashlib.sha256(f"{described}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
+    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint, identity, embedding)
 
 
 def _display_name(model: str, folder: Path) -> str:
@@ -159,8 +169,16 @@ def _index(folder: Path, files: set[Path]) -> dict[str, _Entry]:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 piece = tensors.get_slice(name)
-                entries[name] = _Entry(file, tuple(piece.get_shape()), piece.get_dtype())
+                entries[name] = _Entry(file, name, tuple(piece.get_shape()), piece.get_dtype())
     return entries
+
+
+def _with_prefix(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """The entries by the names that a model with a head gives them: a model that was saved without a head (also some
+    with ...ForCausalLM in config.json) lacks the prefix."""
+    if any(name.startswith(_PREFIX) for name in entries):
+        return entries
+    return {name if name == "lm_head.weight" else _PREFIX + name: entry for name, entry in entries.items()}
 
 
 def _check(entries: dict[str, _Entry], expected: dict[str, tuple[int, ...]], config: DecoderConfig) -> None:
@@ -199,7 +217,7 @@ def _read(
         nonlocal done
         entry = entries[name]
         # A copy, because safetensors may return a view of the mapped file.
-        loaded: Tensor = handles[entry.file].get_tensor(name).to(device=device, dtype=dtype, copy=True)
+        loaded: Tensor = handles[entry.file].get_tensor(entry.name).to(device=device, dtype=dtype, copy=True)
         done += entry.num_bytes
         if progress is not None:
             progress(done, total)

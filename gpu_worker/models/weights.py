@@ -39,7 +39,7 @@ class DecoderWeights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor  # [hidden, vocab]
+    head: Tensor  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
+from gpu_worker.steps.pooling import Pooled, Pooler
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
@@ -69,6 +70,7 @@ class LaunchedStep:
     started_us: int
     drawn: Drawn | None  # None if no row samples
     prompts: PromptScores | None  # None if no prompt is scored
+    pooled: Pooled | None  # None if no vector is complete
     done: DeviceEvent
     clock: _Clock
 
@@ -78,6 +80,8 @@ class LaunchedStep:
         result = StepResult() if self.drawn is None else _result(self.drawn)
         if self.prompts is not None:
             _add_prompt_logprobs(result, self.prompts)
+        if self.pooled is not None:
+            self.pooled.add_to(result, NO_NUMBER)
         result.step = self.step
         # A step that is launched early begins when the step before ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
@@ -107,14 +111,16 @@ class ModelRunner:
         inputs: StepInputs,
         device: torch.device,
         tokenizer: LLTokenizer | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
-        """Without a `tokenizer`, requests with a grammar fail."""
+        """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, every sequence gives its vector."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
         self._slots = SlotBuffers(limits)
         self._logits_processors = LogitsProcessors(limits.vocab_size, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
+        self._pooler = pooler
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
@@ -141,6 +147,11 @@ class ModelRunner:
     def tokenizer(self) -> LLTokenizer | None:
         """The tokenizer for compiling grammars."""
         return self._grammars.tokenizer
+
+    @property
+    def pools(self) -> bool:
+        """Whether the model gives vectors, and samples nothing."""
+        return self._pooler is not None
 
     @property
     def is_asynchronous(self) -> bool:
@@ -234,7 +245,7 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        drawn, prompts = self._forward(rows) if rows.num_rows else (None, None)
+        drawn, prompts, pooled = self._forward(rows) if rows.num_rows else (None, None, None)
         sampled = self._slots.sampling(rows)
         self._slots.commit(rows)
         stats = StepStats(
@@ -248,20 +259,27 @@ class ModelRunner:
         if drawn is not None:
             self._unnoted.append(_Unnoted(sampled, drawn, done))
         self._is_whole = True
-        return LaunchedStep(plan.step, stats, started_us, drawn, prompts, done, self._clock)
+        return LaunchedStep(plan.step, stats, started_us, drawn, prompts, pooled, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> tuple[Drawn | None, PromptScores | None]:
+    def _forward(self, rows: StepRows) -> tuple[Drawn | None, PromptScores | None, Pooled | None]:
+        if self._pooler is not None:
+            return None, None, self._pool_rows(rows, self._pooler)
         prompts = self._slots.prompt_rows(rows)
         arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
             step = self._prepare(arrays.padded(graph), captured=True)
-            return self._sample(rows, step, self._graphs.replay(graph)[: arrays.num_rows]), None
+            return self._sample(rows, step, self._graphs.replay(graph)[: arrays.num_rows]), None, None
         step = self._prepare(arrays, captured=False)
         hidden = self._hidden(step)
         num_samples = len(arrays.sampled_slots)
         drawn = self._sample(rows, step, self._decoder.logits(hidden[:num_samples])) if num_samples else None
-        return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:])
+        return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:]), None
+
+    def _pool_rows(self, rows: StepRows, pooler: Pooler) -> Pooled | None:
+        step = self._prepare(step_arrays(rows, self._slots), captured=False)
+        hidden = self._all_hidden(step) if pooler.needs_all_rows else self._hidden(step)
+        return pooler.pool(rows, self._slots.num_tokens, self._decoder.final(hidden)) if len(hidden) else None
 
     def _score(self, prompts: PromptRows, hidden: Tensor) -> PromptScores:
         return score_prompts(hidden, self._decoder.logits, self.limits.vocab_size, prompts.chunks)
@@ -291,16 +309,21 @@ class ModelRunner:
         return step
 
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
-        """Logits of the rows that need logits."""
+        """Logits of the rows that need logits; of an embedding model: hidden states of all rows."""
+        if self._pooler is not None:
+            return self._decoder.final(self._all_hidden(step)).float()
         return self._decoder.logits(self._hidden(step), out)
 
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states of the rows that need logits."""
+        hidden = self._all_hidden(step)
+        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
+
+    def _all_hidden(self, step: StepInput) -> Tensor:
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
-        hidden = self._decoder.forward(tokens, step.positions)
-        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
+        return self._decoder.forward(tokens, step.positions)
 
 
 def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refused: Mapping[int, str]) -> Drawn:

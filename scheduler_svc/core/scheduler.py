@@ -192,7 +192,7 @@ class SchedulerCore:
             parent = None
         if parent is not None:  # samples are one request: the queue was checked for the first sample
             request.siblings = parent.siblings
-            if not (request.output or request.scores_prompt):
+            if not (request.output or request.needs_whole_prompt):
                 request.parent = parent
                 request.samples = parent.samples = parent.samples or [parent]
                 request.samples.append(request)

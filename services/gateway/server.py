@@ -17,6 +17,7 @@ from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.access.control import AccessControl
 from services.gateway.anthropic.routes import anthropic_api
+from services.gateway.embeddings.routes import embeddings_api
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
 from services.gateway.engine.session import SchedulerSession
@@ -199,7 +200,7 @@ def _make_http_server(
     settings: GatewaySettings, gateway: Gateway, responses: Responses, tls: TlsFiles | None
 ) -> HttpServer:
     hosts = AllowedHosts(settings.hosts, settings.host)
-    apis = [responses_api(responses), anthropic_api(gateway)]
+    apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     app: ASGIApp = create_app(gateway, hosts, AllowedOrigins(settings.origins), settings.root_path, apis)
     if settings.origins:
         app = CORSMiddleware(

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from demo import CHECKPOINT
+from tests.support import embedding_checkpoints
 from tests.support.hub import client_environment, fake_hub
 from tests.support.stack import Stack
 
@@ -65,6 +66,22 @@ def test_a_model_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: 
         assert ask(stack) == "3 + 4 = 7."
     finally:
         stack.down()
+
+
+def test_a_worker_gets_the_files_that_say_how_to_pool(checkpoint: Path, tmp_path: Path) -> None:
+    """Also from a subfolder, of which there are others with a config.json."""
+    embedding_checkpoints.add_modules(checkpoint, "last")
+    (checkpoint / "original" / "config.json").write_text("{}")
+    code = "from gpu_worker.models.loader import resolve_checkpoint; print(resolve_checkpoint('org/demo'))"
+    with fake_hub({"org/demo": checkpoint}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path / "cache")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True
+        )
+        fetched = sorted(hub.fetched)
+    names = ("1_Pooling/config.json", "config.json", "generation_config.json", "modules.json", "tokenizer.json")
+    assert fetched == [f"org/demo/{name}" for name in names]
+    assert (Path(done.stdout.strip()) / "1_Pooling" / "config.json").exists()
 
 
 def ask(stack: Stack) -> str:

@@ -44,10 +44,15 @@ def make(family: str, folder: Path, seed: int = 0) -> Path:
     config = getattr(transformers, name)(**COMMON | changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # biases and norms start as zeros and ones, which would hide that they are not applied
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                shift = 0.0 if parameter_name.endswith("bias") else 1.0
-                parameter.copy_(shift + 0.3 * torch.randn_like(parameter))
+    fill(model)
     model.save_pretrained(folder, max_shard_size="100KB" if family == "llama2" else "1GB")
     return folder
+
+
+def fill(model: Any) -> None:
+    """Randomise biases and norms: they start as zeros and ones, which would hide that they are not applied."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                shift = 0.0 if name.endswith("bias") else 1.0
+                parameter.copy_(shift + 0.3 * torch.randn_like(parameter))

@@ -15,6 +15,7 @@ from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.steps.inputs import PinnedInputs
+from gpu_worker.steps.pooling import Pooler
 from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.slots import SlotLimits
 
@@ -53,7 +54,11 @@ def twin(
     )
     ops = FlashInferOps(flashinfer, config, config.max_positions, CPU)
     decoder = Decoder(config, model.weights, attention, ops, PlainMatmul())
-    runner = ModelRunner(decoder, attention, pool, limits, PinnedInputs(limits, table_blocks, CPU), CPU)
+    pooler = None
+    if (embedding := model.embedding) is not None:
+        pooler = Pooler(embedding, config.hidden_size, max_num_seqs, CPU)
+    inputs = PinnedInputs(limits, table_blocks, CPU)
+    runner = ModelRunner(decoder, attention, pool, limits, inputs, CPU, pooler=pooler)
     if graph_sizes:
         runner.capture_graphs(list(graph_sizes), capture)
     return runner

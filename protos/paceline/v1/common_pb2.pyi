@@ -53,6 +53,28 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """The request failed; a status code and a message say why."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The last token's."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean over all tokens."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the final hidden states of an input's tokens become one vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+POOLING_LAST: Pooling.ValueType  # 1
+"""The last token's."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean over all tokens."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """Sampling parameters of one sequence, with every default filled in (by the gateway or by the scheduler's intake)."""
@@ -201,6 +223,7 @@ class ModelInfo(_message.Message):
     CONFIG_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     """Hash over configuration and weights' identity."""
@@ -217,6 +240,10 @@ class ModelInfo(_message.Message):
     weights_fingerprint: _builtins.str
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def embedding(self) -> Global___EmbeddingInfo:
+        """Absent: the model generates. Present: each sequence is an input that gets a vector, and nothing is sampled."""
+
     def __init__(
         self,
         *,
@@ -230,14 +257,54 @@ class ModelInfo(_message.Message):
         config_fingerprint: _builtins.str = ...,
         tokenizer_fingerprint: _builtins.str = ...,
         weights_fingerprint: _builtins.str = ...,
+        embedding: Global___EmbeddingInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "config_fingerprint", b"config_fingerprint", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "config_fingerprint", b"config_fingerprint", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class EmbeddingInfo(_message.Message):
+    """What an embedding model gives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    NORMALIZED_FIELD_NUMBER: _builtins.int
+    IS_MATRYOSHKA_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    pooling: Global___Pooling.ValueType
+    size: _builtins.int
+    """Elements of a vector."""
+    normalized: _builtins.bool
+    """Vectors have length 1 (L2)."""
+    is_matryoshka: _builtins.bool
+    """The first elements of a vector, normalized, are a vector too (Matryoshka)."""
+    @_builtins.property
+    def matryoshka_dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sizes for which this holds; empty: any."""
+
+    def __init__(
+        self,
+        *,
+        pooling: Global___Pooling.ValueType = ...,
+        size: _builtins.int = ...,
+        normalized: _builtins.bool = ...,
+        is_matryoshka: _builtins.bool = ...,
+        matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_matryoshka", b"is_matryoshka", "matryoshka_dimensions", b"matryoshka_dimensions", "normalized", b"normalized", "pooling", b"pooling", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbeddingInfo: _TypeAlias = EmbeddingInfo  # noqa: Y015
 
 @_typing.final
 class RetentionRange(_message.Message):

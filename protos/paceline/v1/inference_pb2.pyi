@@ -45,6 +45,90 @@ EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
+class EmbedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    model: _builtins.str
+    """Empty: the model that is served."""
+    dimensions: _builtins.int
+    """Elements of the vector; 0: all. Only with a Matryoshka model."""
+    request_id: _builtins.str
+    """Echoed and logged; the server makes one up if empty."""
+    priority: _builtins.float
+    """As in GenerateRequest."""
+    tenant: _builtins.str
+    deadline_s: _builtins.float
+    cache_salt: _builtins.str
+    ttft_slo_s: _builtins.float
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """As they are: an end of sequence that the model wants must be among them."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+        model: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        priority: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        deadline_s: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
+        ttft_slo_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "dimensions", b"dimensions", "input", b"input", "model", b"model", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """prompt_tokens and cached_tokens."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        embedding: _abc.Iterable[_builtins.float] | None = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseConversationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -728,6 +812,7 @@ class Submission(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MIN_SLO_S_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -771,6 +856,10 @@ class Submission(_message.Message):
     """
     trace_id: _builtins.str
     """Of the client's `traceparent` (W3C trace context), 32 hexadecimal digits, for the log; empty: none."""
+    pooling: _common_pb2.Pooling.ValueType
+    """Not 0: the input's vector is wanted, pooled so. sampling.max_tokens is 1, and no token comes. INVALID_ARGUMENT: the
+    workers' model generates, or pools otherwise. 0: INVALID_ARGUMENT if the workers' model is an embedding model.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -802,10 +891,11 @@ class Submission(_message.Message):
         owner: _builtins.str = ...,
         min_slo_s: _builtins.float = ...,
         trace_id: _builtins.str = ...,
+        pooling: _common_pb2.Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "output_token_ids", b"output_token_ids", "owner", b"owner", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -826,6 +916,7 @@ class SessionResponse(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ROOM_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32, as many as handles."""
     same_handles: _builtins.bool
@@ -864,6 +955,12 @@ class SessionResponse(_message.Message):
     def load(self) -> Global___SchedulerLoad:
         """Only in a heartbeat."""
 
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """Of requests with a pooling: one each, before its ending. Messages with embeddings contain nothing else, as those with
+        prompt_scores.
+        """
+
     def __init__(
         self,
         *,
@@ -878,14 +975,38 @@ class SessionResponse(_message.Message):
         heartbeat: _builtins.bool = ...,
         room: Global___QueueRoom | None = ...,
         load: Global___SchedulerLoad | None = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "opened", b"opened", "room", b"room", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "handles", b"handles", "heartbeat", b"heartbeat", "load", b"load", "opened", b"opened", "prompt_scores", b"prompt_scores", "room", b"room", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "endings", b"endings", "handles", b"handles", "heartbeat", b"heartbeat", "load", b"load", "opened", b"opened", "prompt_scores", b"prompt_scores", "room", b"room", "same_handles", b"same_handles", "scores", b"scores", "status", b"status", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    values: _builtins.bytes
+    """Packed float32."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):

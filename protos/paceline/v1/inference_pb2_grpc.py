@@ -40,6 +40,11 @@ class InferenceServiceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/paceline.v1.InferenceService/Embed',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/paceline.v1.InferenceService/Session',
                 request_serializer=paceline_dot_v1_dot_inference__pb2.SessionRequest.SerializeToString,
@@ -61,6 +66,13 @@ class InferenceServiceServicer:
         The gateway takes text, messages and token ids; the scheduler itself only token ids.
         INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
         trailing metadata.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +100,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
@@ -128,6 +145,33 @@ class InferenceService:
             '/paceline.v1.InferenceService/Generate',
             paceline_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Embed',
+            paceline_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

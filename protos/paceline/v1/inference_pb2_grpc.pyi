@@ -39,6 +39,8 @@ class InferenceServiceStub:
     INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
     trailing metadata.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
     Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
     """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
     ReleaseConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]
@@ -57,6 +59,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
     trailing metadata.
     """
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
     Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
     """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
     ReleaseConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]  # type: ignore[assignment]
@@ -78,6 +82,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
         trailing metadata.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
 
     @_abc_1.abstractmethod
     def Session(

@@ -443,7 +443,8 @@ class StepPlan(_message.Message):
          in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
          skip_decodes;
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
-    A prefill that reaches the last known token samples, and its slot decodes from the next step on.
+    A prefill that reaches the last known token samples, and its slot decodes from the next step on. With an embedding model it
+    samples nothing: the step gives the vector, and the sequence has ended.
     A steady decode step is thus an (almost) empty message.
     """
 
@@ -578,6 +579,7 @@ class StepResult(_message.Message):
     FINISHED_US_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
@@ -596,6 +598,10 @@ class StepResult(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
         """Of each prefill chunk of a sequence that asks for it: for every place in it that a prompt token follows."""
 
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotEmbedding]:
+        """With an embedding model: one for each prefill that ended and did not fail. token_ids is empty then."""
+
     def __init__(
         self,
         *,
@@ -606,14 +612,38 @@ class StepResult(_message.Message):
         finished_us: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SlotPromptLogprobs] | None = ...,
+        embeddings: _abc.Iterable[Global___SlotEmbedding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class SlotEmbedding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    values: _builtins.bytes
+    """Packed float32."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotEmbedding: _TypeAlias = SlotEmbedding  # noqa: Y015
 
 @_typing.final
 class SlotPromptLogprobs(_message.Message):

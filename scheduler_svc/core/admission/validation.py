@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.request_fields import METADATA
-from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
+from paceline.v1.common_pb2 import POOLING_LAST, POOLING_MEAN, FinishReason, ModelInfo, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.admission.budgets import Budgets
@@ -71,7 +71,8 @@ def check_submission(request: Request, submission: Submission) -> bool:
     if not request.prompt:
         raise invalid("prompt_token_ids", "at least one token is required")
     changes_logits = check_sampling(request.sampling)
-    if request.scores_prompt:
+    _check_pooling(request, submission)
+    if request.sampling.prompt_logprobs:
         check_prompt_logprobs(request.sampling, request.num_prompt_tokens)
     for name in _NUMBERS:
         if not math.isfinite(value := getattr(submission, name)):
@@ -85,6 +86,18 @@ def check_submission(request: Request, submission: Submission) -> bool:
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
+
+
+def _check_pooling(request: Request, submission: Submission) -> None:
+    """Check that a request for a vector asks for nothing that only generated tokens have. Raises Rejection."""
+    if not request.pooling:
+        return
+    if request.pooling not in (POOLING_LAST, POOLING_MEAN):
+        raise invalid("pooling", f"{request.pooling} is unknown")
+    sampling = request.sampling
+    wrong = request.output or submission.fork_of or submission.HasField("beam") or sampling.max_tokens != 1
+    if wrong or sampling.logprobs or sampling.prompt_logprobs or sampling.grammar:
+        raise invalid("pooling", "an embedding has max_tokens 1, and no output, samples, beams, scores or grammar")
 
 
 def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
@@ -119,6 +132,7 @@ def _check_sizes(request: Request) -> None:
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
     """Check the limits of the model and of the pools. `changes_logits`: as check_submission found. Raises Rejection."""
     vocab, longest = limits.model.vocab_size, limits.model.max_model_len
+    _check_kind(request, limits.model)
     check_tokens("prompt_token_ids", request.prompt, vocab)
     if request.output:
         check_tokens("output_token_ids", bytes(request.output), vocab)
@@ -130,6 +144,10 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     if request.lora and not limits.max_loras:
         raise invalid("lora", f"{request.lora!r}: no attached worker serves adapters")
     num_tokens, total = request.num_prompt_tokens, request.max_total_tokens
+    if request.pooling:
+        if num_tokens > longest:
+            raise invalid("prompt_token_ids", f"{num_tokens} tokens exceed the model's length of {longest}")
+        longest += 1  # the output token of max_tokens never comes
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
@@ -144,6 +162,18 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     else:
         return
     raise invalid("max_tokens", f"prompt of {num_tokens} tokens and max_tokens of {total - num_tokens} {verdict}")
+
+
+def _check_kind(request: Request, model: ModelInfo) -> None:
+    """Check that the model does what the request asks for: tokens, or a vector that is pooled in one way."""
+    pooling = model.embedding.pooling if model.HasField("embedding") else 0
+    if request.pooling == pooling:
+        return
+    if not request.pooling:
+        raise invalid("model", f"{model.name} is an embedding model, which generates no text")
+    if not pooling:
+        raise invalid("model", f"{model.name} generates text and makes no embeddings")
+    raise invalid("pooling", f"{model.name} pools otherwise")
 
 
 def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
@@ -170,6 +200,7 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         owner=submission.owner,
         min_slo_s=submission.min_slo_s,
         trace_id=submission.trace_id,
+        pooling=submission.pooling,
         deadline_s=now_s + deadline_s if deadline_s else math.inf,
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
         cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),

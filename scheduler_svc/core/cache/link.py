@@ -256,7 +256,7 @@ class CacheLink:
             admit.fork_of = request.parent.held.sequence
         elif shares:
             admit.num_planned_tokens = admission.num_tokens
-        if request.scores_prompt:
+        if request.needs_whole_prompt:
             admit.no_reuse = True
         if request.history.cached_tokens is not None:
             admit.again = True

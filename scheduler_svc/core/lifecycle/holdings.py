@@ -48,7 +48,7 @@ class Holdings:
             request = self._matched.get(sequence)
             if request is not None and request.phase is Phase.WAITING:
                 request.matches = by_worker = {}
-                for match in matches if not request.scores_prompt else ():
+                for match in matches if not request.needs_whole_prompt else ():
                     on_host = match.num_host_tokens
                     by_worker[match.worker] = PrefixMatch(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)

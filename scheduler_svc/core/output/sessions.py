@@ -9,12 +9,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.v1.common_pb2 import PromptLogprobs
-from paceline.v1.inference_pb2 import Ending, PromptScores, SchedulerStatus, SessionOpened, SessionResponse, TokenScore
+from paceline.v1.inference_pb2 import (
+    Embedding,
+    Ending,
+    PromptScores,
+    SchedulerStatus,
+    SessionOpened,
+    SessionResponse,
+    TokenScore,
+)
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.arrays import Longs, Tokens
 from scheduler_svc.core.requests.request import Request
 
-# Most bytes of prompt log probabilities in a message, unless a single part is larger. Far below the message limit.
+# Most bytes of prompt log probabilities and embeddings in a message, unless a single part is larger. Far below the
+# message limit.
 MAX_SCORE_BYTES = 4 * 2**20
 # The same for a late reader: log probabilities of tokens (about 180 bytes each, with 20 others), and steps.
 MAX_SCORES, MAX_STEPS = 2**14, 256
@@ -45,7 +54,7 @@ class Session:
     _sent_handles: Longs | None = None  # handles of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later is a copy
     _scores: list[TokenScore] = field(default_factory=list)
-    _prompt_scores: deque[PromptScores] = field(default_factory=deque)
+    _large: deque[PromptScores | Embedding] = field(default_factory=deque)  # sent before all else
 
     def add_tokens(self, handles: Longs, tokens: Tokens) -> None:
         self._handles.append(handles)
@@ -59,7 +68,11 @@ class Session:
 
     def add_prompt_scores(self, handle: int, logprobs: PromptLogprobs) -> None:
         """Add log probabilities of a part of the request's prompt."""
-        self._prompt_scores.append(PromptScores(handle=handle, logprobs=logprobs))
+        self._large.append(PromptScores(handle=handle, logprobs=logprobs))
+
+    def add_embedding(self, handle: int, values: bytes) -> None:
+        """Add the vector of the request, packed float32."""
+        self._large.append(Embedding(handle=handle, values=values))
 
     def add_ending(self) -> Ending:
         """A new ending; the caller fills it in."""
@@ -71,8 +84,8 @@ class Session:
         """The gathered output, if there is any and the reader has credit."""
         if self.sent - self.read >= self.window:
             return None
-        if self._prompt_scores:
-            message = self._next_prompt_scores()
+        if self._large:
+            message = self._next_large()
         elif len(self._scores) > MAX_SCORES or len(self._handles) > MAX_STEPS:
             message = self._first_steps()
         elif self._handles or self._next or self.status or self.opened:
@@ -119,12 +132,17 @@ class Session:
         self._sent_handles = None
         return message
 
-    def _next_prompt_scores(self) -> SessionResponse:
-        """As many prompt log probabilities as fit a message. They go before the tokens that follow."""
+    def _next_large(self) -> SessionResponse:
+        """As many prompt log probabilities and embeddings as fit a message. They go before the tokens and endings that
+        follow."""
         message, size = SessionResponse(), 0
-        while self._prompt_scores and (not size or size + self._prompt_scores[0].ByteSize() <= MAX_SCORE_BYTES):
-            size += self._prompt_scores[0].ByteSize()
-            message.prompt_scores.append(self._prompt_scores.popleft())
+        while self._large and (not size or size + self._large[0].ByteSize() <= MAX_SCORE_BYTES):
+            size += self._large[0].ByteSize()
+            match self._large.popleft():
+                case Embedding() as embedding:
+                    message.embeddings.append(embedding)
+                case scores:
+                    message.prompt_scores.append(scores)
         return message
 
 
@@ -163,3 +181,6 @@ class Publisher:
 
     def prompt_scores(self, request: Request, scores: PromptLogprobs) -> None:
         self._sessions[request.session_id].add_prompt_scores(request.handle, scores)
+
+    def embedding(self, request: Request, values: bytes) -> None:
+        self._sessions[request.session_id].add_embedding(request.handle, values)

@@ -204,7 +204,7 @@ class StepView:
             return known
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
-        if self._shares and self._computing and not (request.held.swapped_on or request.scores_prompt):
+        if self._shares and self._computing and not (request.held.swapped_on or request.needs_whole_prompt):
             # Tokens that the step computes for other requests, or has on the device for them.
             computed = self._computing.shared_tokens(request, on_device)
             if computed > on_device:

@@ -138,7 +138,7 @@ class WorkerView:
     def _cached_tokens(self, request: Request) -> int:
         worker = self._worker
         matched = request.match_on(worker.id).num_tokens
-        if not worker.prefix_caching or request.held.swapped_on or request.scores_prompt:
+        if not worker.prefix_caching or request.held.swapped_on or request.needs_whole_prompt:
             return matched
         if self._placed is None:
             self._placed = PrefixIndex(worker.block_size)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.v1.common_pb2 import RetentionRange, SamplingParams
+from paceline.v1.common_pb2 import POOLING_MEAN, POOLING_UNSPECIFIED, Pooling, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions, Hypothesis
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
 from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
@@ -63,6 +63,7 @@ class Request:
     min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
     trace_id: str = ""  # of the client's trace, for the log; empty: none
     accepted_before: bool = False  # by this scheduler or another one
+    pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
     phase: Phase = Phase.WAITING
     held: Held = field(default_factory=Held, init=False, repr=False)
     matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
@@ -81,7 +82,8 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # known tokens, prompt and output (exact while the request does not run)
-    scores_prompt: bool = field(init=False)  # its log probabilities are still due, so all of the prompt is computed
+    # All of the prompt is computed: its log probabilities are still due, or the mean of its hidden states.
+    needs_whole_prompt: bool = field(init=False)
     grammar: str = field(init=False)  # empty: none
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.grammar = self.sampling.grammar
-        self.scores_prompt = self.sampling.prompt_logprobs
+        self.needs_whole_prompt = self.sampling.prompt_logprobs or self.pooling == POOLING_MEAN
         if self.siblings is None:
             self.siblings = Siblings(self.arrival_index)
 

@@ -104,7 +104,7 @@ class Emitter:
             reported = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
             request.history.cached_tokens = reported
             request.history.num_cached_host_tokens = max(reported - _device_tokens(granted, worker.block_size), 0)
-            if worker.prefix_caching and not request.scores_prompt and request.parent is None:
+            if worker.prefix_caching and not request.needs_whole_prompt and request.parent is None:
                 self.counters.prefix_query_tokens += request.num_tokens
                 self.counters.prefix_hit_tokens += reported
         # The cache may hold more of the prompt now than when the step was scheduled.
@@ -140,7 +140,7 @@ class Emitter:
             plan.prefill_slots = packed(chunk.slot for chunk in chunks)
             plan.prefill_tokens = packed(sizes.values())
         worker.host.add_copies(plan)
-        sampled = len(rows) + sum(chunk.samples for chunk in chunks)
+        sampled = 0 if worker.pools else len(rows) + sum(chunk.samples for chunk in chunks)
         step = StepInFlight(
             step=plan.step,
             rows=rows,

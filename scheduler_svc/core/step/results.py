@@ -28,7 +28,7 @@ class ResultReader:
     groups: BeamGroups
 
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
-        """Apply the result of the oldest step in flight. Returns the number of new tokens.
+        """Apply the result of the oldest step in flight. Returns the number of new tokens, and of inputs pooled.
 
         Raises ProtocolError if the result is not of that step.
         """
@@ -40,7 +40,9 @@ class ResultReader:
         failed = {error.slot: error for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}
         accepted = self._decodes(worker, step, tokens[: len(step.rows)], failed, logprobs)
-        if step.chunks:
+        if worker.pools:
+            accepted += self._embeddings(worker, step, result, failed, now_s)
+        elif step.chunks:
             self._prompt_scores(worker, step, result)
             accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs, now_s)
         return accepted
@@ -136,11 +138,32 @@ class ResultReader:
             self.publisher.tokens(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
         return len(new)
 
+    def _embeddings(
+        self, worker: WorkerState, step: StepInFlight, result: StepResult, failed: Failures, now_s: float
+    ) -> int:
+        """The prefill rows of an embedding model. A row that computes the last token of its input ends the request."""
+        vectors = {item.slot: item.values for item in result.embeddings}
+        num_ended = 0
+        for chunk in step.chunks:
+            if worker.batch.slots.generation[chunk.slot] != chunk.generation:
+                continue
+            request = worker.batch.running[chunk.slot]
+            if chunk.slot in failed:
+                self._fail(request, failed[chunk.slot])
+            elif chunk.samples:
+                if chunk.slot not in vectors:
+                    raise ProtocolError(f"step {step.step}: no embedding for slot {chunk.slot}")
+                request.history.first_token_s = now_s
+                self.publisher.embedding(request, vectors[chunk.slot])
+                self.life.end(request, FINISH_REASON_STOP)
+                num_ended += 1
+        return num_ended
+
     def _first_token(self, worker: WorkerState, slot: int, request: Request, token: int, logprobs: Logprobs) -> None:
         request.add_output(token.to_bytes(TOKEN_BYTES, "little", signed=True))
         request.held.prompt_is_computed = True
-        if request.scores_prompt:  # the scores are reported, and are not asked for again
-            request.scores_prompt = request.sampling.prompt_logprobs = False
+        if request.needs_whole_prompt:  # the scores are reported, and are not asked for again
+            request.needs_whole_prompt = request.sampling.prompt_logprobs = False
         if slot in logprobs:
             self.publisher.score(request, logprobs[slot])
         ends_at_eos = token in worker.eos_token_ids and worker.batch.slots.stops_at_eos[slot]

@@ -36,7 +36,7 @@ class WorkerState:
     draining: bool = False
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
-    num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token
+    num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token (or pooled an input)
     knows_cache: bool = False  # the cache has answered an exchange that the worker waited for, since its last step
     asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
     parked: dict[int, Request] = field(default_factory=dict)  # beams that keep their blocks here, by arrival index
@@ -51,6 +51,7 @@ class WorkerState:
     pool_tokens: int = field(init=False)
     incarnation: str = field(init=False)
     eos_token_ids: tuple[int, ...] = field(init=False)
+    pools: bool = field(init=False)  # its model is an embedding model, and samples nothing
     adapters: Adapters = field(init=False)
     grammars: WorkerGrammars = field(init=False)
 
@@ -61,6 +62,7 @@ class WorkerState:
         self.pool_tokens = self.num_blocks * self.block_size
         self.incarnation = self.registration.incarnation
         self.eos_token_ids = tuple(self.registration.model.eos_token_ids)
+        self.pools = self.registration.model.HasField("embedding")
         self.adapters = Adapters(self.registration.max_loras)
         self.grammars = WorkerGrammars(self.registration.prepares_grammars)
 

@@ -27,7 +27,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     cache = [*inside("cache"), "--port", str(ports.cache), *s.flags("keys_file")]
     scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
     scheduler += s.flags("window", "preset", "keys_file")
-    worker = [*dial, *s.flags("model", "load_format", "dtype", "block_size", "num_blocks")]
+    worker = [*dial, *s.flags("model", "load_format", "dtype", "pooling", "block_size", "num_blocks")]
     worker += s.flags("host_gib", "max_model_len", "threads")
     gateway = [*common, *dial, "--host", s.host, "--port", str(ports.http), "--grpc-port", str(ports.grpc)]
     gateway += s.flags("model", "served_model_name", "max_model_len", "dtype", "keys_file")

@@ -19,6 +19,7 @@ from services.gateway.engine.sampling import (
 from services.gateway.errors import ApiError, invalid
 
 MAX_PROMPTS = 128
+MAX_INPUTS = 2048  # of an embedding request: OpenAI's limit
 MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # of all messages together
 MAX_TEMPLATE_VARIABLES = 1024
@@ -67,22 +68,24 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int) -> None:
     if len(tokens := _list(body, "tokens")) > most:
         raise invalid("tokens", f"tokens has {len(tokens)} tokens; at most {most} are possible")
     can_cut = body.get("truncate_prompt_tokens") is not None
-    _check_prompt(_list(body, "prompt"), max(MAX_TRUNCATED, max_model_len) if can_cut else max_model_len)
+    longest = max(MAX_TRUNCATED, max_model_len) if can_cut else max_model_len
+    _check_prompt("prompt", _list(body, "prompt"), longest, MAX_PROMPTS)
+    _check_prompt("input", _list(body, "input"), longest, MAX_INPUTS)
     _check_chat(_list(body, "messages"), max_model_len)
 
 
-def _check_prompt(prompt: list[Any], max_model_len: int) -> None:
+def _check_prompt(name: str, prompt: list[Any], max_model_len: int, most: int) -> None:
     if not prompt:
         return
     if isinstance(prompt[0], int):
         if len(prompt) > max_model_len:
-            raise too_long("prompt", str(len(prompt)), max_model_len)
+            raise too_long(name, str(len(prompt)), max_model_len)
         return
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"prompt: has {len(prompt)} prompts; at most {MAX_PROMPTS} are possible")
+    if len(prompt) > most:
+        raise invalid(name, f"{name}: has {len(prompt)} {name}s; at most {most} are possible")
     for one in prompt:
         if isinstance(one, list) and len(one) > max_model_len:
-            raise too_long("prompt", str(len(one)), max_model_len)
+            raise too_long(name, str(len(one)), max_model_len)
 
 
 def check_messages(count: int, max_model_len: int) -> None:

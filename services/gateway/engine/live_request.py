@@ -41,6 +41,7 @@ class LiveRequest:
     scores: list[Score] = field(default_factory=list)
     # By position, for all prompt tokens but the first. Complete with the first output token, if the sampling asks.
     prompt_scores: dict[int, Score] = field(default_factory=dict)
+    embedding: bytes = b""  # packed float32, if the metadata has a pooling; it comes before the ending
     ending: inference_pb2.Ending | None = None
     wake: Callable[[], None] | None = None
 
@@ -71,7 +72,7 @@ class LiveRequest:
         """The ending of a request that has nothing left to generate; None for any other request."""
         if self.cancelled:
             return ABORTED
-        if self.tokens and self.tokens[-1] in self.final_tokens:
+        if self.embedding or (self.tokens and self.tokens[-1] in self.final_tokens):
             return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_STOP)
         if len(self.tokens) >= self.sampling.max_tokens:
             return inference_pb2.Ending(reason=common_pb2.FINISH_REASON_LENGTH)

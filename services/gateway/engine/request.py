@@ -131,9 +131,13 @@ class RequestBuilder:
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if truncation is None:
             self._check_chars(len(text), names)
-        elif truncation.side is None:
+        elif truncation.keeps_added:
             encode = partial(
-                self.tokenizer.encode_end, text, truncation.num_tokens, add_special_tokens=add_special_tokens
+                self.tokenizer.encode_part,
+                text,
+                truncation.num_tokens,
+                cut_off=truncation.side or "left",
+                add_special_tokens=add_special_tokens,
             )
         is_short = max(len(text), of_chars) <= _INLINE_CHARS
         ids = encode() if is_short else await self._in_thread(encode, gone)

@@ -153,7 +153,7 @@ class SequenceRun:
         pairs = sampling.num_top_logprobs * len(live.scores)
         pairs += sampling.num_top_prompt_logprobs * len(live.prompt_scores)
         scores = len(live.scores) + len(live.prompt_scores)
-        prompt = 2 * len(live.prompt_token_ids)  # here and in the job
+        prompt = 2 * len(live.prompt_token_ids) + len(live.embedding)  # the prompt is here and in the job
         return prompt + _TOKEN_BYTES * len(live.tokens) + _SCORE_BYTES * scores + _PAIR_BYTES * pairs
 
     def count(self, num_tokens: int) -> None:

@@ -273,8 +273,9 @@ class SessionCore:
                 refused = self.fail_all(self.mismatch, MISMATCH_RETRY_S)
         if response.HasField("room"):
             self.admission.update(response.room.places, response.room.num_submissions)
-        elif not response.prompt_scores:  # messages with prompt scores contain nothing else
+        elif not (response.prompt_scores or response.embeddings):  # messages with these contain nothing else
             self.admission.unchanged()
+        self._take_embeddings(response)
         return refused + self._take_tokens(response) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -293,6 +294,14 @@ class SessionCore:
                 self._end(request, ending)
                 touched.append(request)
         return touched
+
+    def _take_embeddings(self, response: inference_pb2.SessionResponse) -> None:
+        if any(not embedding.values or len(embedding.values) % 4 for embedding in response.embeddings):
+            raise SessionProtocolError("malformed embeddings")
+        for embedding in response.embeddings:
+            request = self._live.get(embedding.handle)
+            if request is not None and not request.cancelled:
+                request.embedding = embedding.values
 
     def _take_tokens(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
         touched: list[LiveRequest] = []

@@ -70,29 +70,31 @@ IGNORED_INSIDE: dict[str, str] = {
 }
 
 
-def refuse_unserved(served: Set[str], body: Mapping[str, Any], where: str = "") -> None:
+def refuse_unserved(
+    served: Set[str], body: Mapping[str, Any], where: str = "", refused: Mapping[str, tuple[Any, ...]] = REFUSED
+) -> None:
     """Refuse every unsupported field, by name. `served`: the names of the fields that are served. `where`: the path of
-    the object `body`. Raises ApiError 400."""
+    the object `body`. `refused`: as REFUSED. Raises ApiError 400."""
     unserved = body.keys() - served
     if not unserved:  # nearly every request
         return
     named = [name for name in body if name in unserved]  # in the client's order
-    errors = [error for name in named if (error := _refusal(name, body[name], where)) is not None]
+    errors = [error for name in named if (error := _refusal(name, body[name], where, refused)) is not None]
     if not errors:
         return
     message = errors[0].message if len(errors) == 1 else "; ".join(error.message for error in errors)
     raise invalid(errors[0].param, message, code="unsupported_value")
 
 
-def _refusal(name: str, value: Any, where: str) -> ApiError | None:
+def _refusal(name: str, value: Any, where: str, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
     if value is None:
         return None
     if name in RENAMED:
         return invalid(where + name, f"{where}{name} is called {RENAMED[name]} here")
-    if name not in REFUSED:
+    if name not in refused:
         return None
     # In Python a bool is an int. Here the two types differ.
-    neutral = REFUSED[name]
+    neutral = refused[name]
     if any(type(value) is type(other) and value == other for other in neutral):
         return None
     wanted = ", ".join(json.dumps(other) for other in neutral[:1]) or "null"

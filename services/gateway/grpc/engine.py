@@ -11,15 +11,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from paceline.third_party import sglang_scheduler_pb2, vllm_engine_pb2
 from paceline.third_party.smg_common_pb2 import GetTokenizerChunk
 from paceline.v1 import common_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.access.caller import Caller
+from services.gateway.embeddings.calls import EmbedCall
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.grpc.engine_facts import ModelFacts, Throughput, TokenizerArchive, load_fields
 from services.gateway.grpc.engine_requests import EngineCall, EngineRequests, SamplePiece
 from services.gateway.grpc.kv_event_streams import KvEventStreams
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import sanitised_request_id
 
 FINISH_NAMES = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -64,6 +67,17 @@ class Engine:
         """A call that generates. Raises ApiError 401."""
         return EngineCall(request_id, endpoint, self.caller(context), num_bytes)
 
+    def embed_call(
+        self,
+        context: grpc.aio.ServicerContext[Any, Any],
+        request: vllm_engine_pb2.EmbedRequest | sglang_scheduler_pb2.EmbedRequest,
+        endpoint: str,
+    ) -> EmbedCall:
+        """A call that embeds. Raises ApiError 401."""
+        request_id = sanitised_request_id(request.request_id)
+        ids, caller = request.tokenized.input_ids, self.caller(context)
+        return EmbedCall(caller, request_id, endpoint, request.ByteSize(), ids, "tokenized.input_ids")
+
     def health(self) -> tuple[bool, str]:
         """Whether a request would be served now, and why not."""
         if self.gateway.ready:
@@ -72,14 +86,15 @@ class Engine:
 
     def model_info(self) -> dict[str, Any]:
         """The fields of GetModelInfoResponse that both contracts have."""
-        facts, builder = self._facts, self.gateway.builder
+        facts, builder, model = self._facts, self.gateway.builder, self.gateway.session.model
+        generates = model is None or not model.HasField("embedding")
         return {
             "model_path": facts.root,
             "tokenizer_path": facts.root,
             "served_model_name": self.gateway.model_name,
-            "is_generation": True,
+            "is_generation": generates,
             "max_context_length": builder.max_model_len,
-            "max_req_input_len": builder.max_model_len - 1,
+            "max_req_input_len": builder.max_model_len - generates,
             "vocab_size": builder.vocab_size,
             "supports_vision": False,
             "model_type": facts.model_type,

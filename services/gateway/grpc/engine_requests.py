@@ -116,6 +116,7 @@ class EngineRequests:
         """Submit the request. Pass the result to `pieces`. Raises ApiError."""
         self.last_arrival_s = time.time()
         gateway, builder = self.gateway, self.gateway.builder
+        gateway.check_generates()
         names, choices, prompt = asked.names, asked.choices, asked.prompt
         for name in _LISTS:
             check_length(name, len(getattr(choices, name) or ()), names.prefix)

@@ -1,4 +1,4 @@
-"""The gRPC API: InferenceService.Generate for text, chats and token ids."""
+"""The gRPC API: InferenceService, Generate for text, chats and token ids, Embed for texts and token ids."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import grpc.aio
 from paceline.request_fields import METADATA, SAMPLING
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.access.caller import Caller
+from services.gateway.embeddings.calls import EmbedCall, embed
 from services.gateway.engine.generation import Generation, NotThere
 from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.engine.list_limits import check_length, check_messages, long_bad_word
@@ -35,7 +36,7 @@ _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_id
 _FORMS = ("json_schema", "regex", "grammar")
 _PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
-
+_EmbedContext = grpc.aio.ServicerContext[inference_pb2.EmbedRequest, inference_pb2.EmbedResponse]
 _ReleaseContext = grpc.aio.ServicerContext[
     inference_pb2.ReleaseConversationRequest, inference_pb2.ReleaseConversationResponse
 ]
@@ -43,7 +44,7 @@ _SessionContext = grpc.aio.ServicerContext[inference_pb2.SessionRequest, inferen
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves Generate. The other calls belong to the scheduler, and are UNIMPLEMENTED here."""
+    """Serves Generate and Embed. The other calls belong to the scheduler, and are UNIMPLEMENTED here."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -92,11 +93,41 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             # context would stay, with the prompt, until the next garbage collection.
             reading.close()
 
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: _EmbedContext) -> inference_pb2.EmbedResponse:
+        """The vector of one input. INVALID_ARGUMENT if the model generates text."""
+        request_id = sanitised_request_id(request.request_id)
+        try:
+            kind = request.WhichOneof("input")
+            if kind is None:
+                raise invalid("input", "input: one of text and token_ids is required")
+            call = EmbedCall(
+                self._gateway.access.identify(context.invocation_metadata() or ()),
+                request_id,
+                "grpc",
+                request.ByteSize(),
+                request.text if kind == "text" else request.token_ids.ids,
+                kind,
+                request.model,
+                request.dimensions,
+                check_metadata({name: getattr(request, name) or None for name in METADATA}),
+                request.tenant,
+            )
+            embedded = await embed(self._gateway, call)
+        except ApiError as error:
+            await abort(context, error)
+        return inference_pb2.EmbedResponse(
+            request_id=request_id,
+            embedding=embedded.vector.tolist(),
+            usage=inference_pb2.Usage(prompt_tokens=embedded.prompt_tokens, cached_tokens=embedded.cached_tokens),
+        )
+
     async def Session(
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: _SessionContext
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
         """Not served by a gateway."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate")
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate and Embed"
+        )
         yield inference_pb2.SessionResponse()
 
     async def ReleaseConversation(
@@ -115,6 +146,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metadata: inference_pb2.Submission,
     ) -> GenerateJob:
         self._gateway.check_model(request.model)
+        self._gateway.check_generates()
         builder = self._gateway.builder
         kind = request.WhichOneof("prompt")
         names = FieldNames(prompt=kind or "prompt", prefix="sampling.")

@@ -14,6 +14,7 @@ from paceline.third_party import sglang_scheduler_pb2 as pb
 from paceline.third_party import sglang_scheduler_pb2_grpc
 from paceline.third_party import smg_common_pb2 as smg
 from paceline.v1 import common_pb2
+from services.gateway.embeddings.calls import embed
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
@@ -26,6 +27,7 @@ from services.gateway.grpc.engine_sampling import (
     sglang_choices,
     sglang_structure,
 )
+from services.gateway.grpc.engine_stubs import EngineStubs
 from services.gateway.grpc.status import abort, unimplemented
 
 SERVICE_NAME = "sglang.grpc.scheduler.SglangScheduler"
@@ -33,12 +35,13 @@ _NOT_SUPPORTED = (
     *("mm_inputs", "token_ids_logprob", "return_hidden_states", "disaggregated_params", "custom_logit_processor"),
     *("input_embeds", "lora_id", "require_reasoning"),
 )
+_NOT_EMBEDDED = ("mm_inputs", "token_type_ids", "is_cross_encoder", "texts")
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 _Context = grpc.aio.ServicerContext[object, object]
 _GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
-class SglangScheduler(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):
+class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):
     """Serves the gateway as one SGLang scheduler."""
 
     def __init__(self, engine: Engine) -> None:
@@ -164,20 +167,16 @@ class SglangScheduler(sglang_scheduler_pb2_grpc.SglangSchedulerServicer):
         await unimplemented(context, "UnloadLoRAAdapter: workers serve no adapters")
 
     async def Embed(self, request: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
-        """Not served."""
-        await unimplemented(context, "Embed: this server generates only")
-
-    async def FlushCache(self, request: smg.FlushCacheRequest, context: _Context) -> smg.FlushCacheResponse:
-        """Not served."""
-        await unimplemented(context, "FlushCache: use `paceline cache reset`")
-
-    async def StartProfile(self, request: smg.StartProfileRequest, context: _Context) -> smg.ProfileResponse:
-        """Not served."""
-        await unimplemented(context, "StartProfile: workers have no profiler")
-
-    async def StopProfile(self, request: smg.StopProfileRequest, context: _Context) -> smg.ProfileResponse:
-        """Not served."""
-        await unimplemented(context, "StopProfile: workers have no profiler")
+        """The vector of one input. INVALID_ARGUMENT if the model generates text."""
+        try:
+            refuse_set(request, _NOT_EMBEDDED)
+            call = self._engine.embed_call(context, request, "sglang-grpc")
+            embedded = await embed(self._engine.gateway, call)
+        except ApiError as error:
+            await abort(context, error)
+        return pb.EmbedResponse(
+            embedding=embedded.vector.tolist(), prompt_tokens=embedded.prompt_tokens, embedding_dim=len(embedded.vector)
+        )
 
 
 def _asked(request: pb.GenerateRequest) -> EngineRequest:

@@ -12,6 +12,7 @@ from paceline.third_party import smg_common_pb2 as smg
 from paceline.third_party import vllm_engine_pb2 as pb
 from paceline.third_party import vllm_engine_pb2_grpc
 from paceline.v1 import common_pb2
+from services.gateway.embeddings.calls import embed
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
@@ -25,7 +26,8 @@ from services.gateway.grpc.engine_sampling import (
     vllm_choices,
     vllm_structure,
 )
-from services.gateway.grpc.status import abort, unimplemented
+from services.gateway.grpc.engine_stubs import EngineStubs
+from services.gateway.grpc.status import abort
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 _NOT_SUPPORTED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
@@ -35,7 +37,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 _GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
-class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
+class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves the gateway as one vLLM engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -126,20 +128,15 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
                 yield batch
 
     async def Embed(self, request: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:
-        """Not served."""
-        await unimplemented(context, "Embed: this server generates only")
-
-    async def FlushCache(self, request: smg.FlushCacheRequest, context: _Context) -> smg.FlushCacheResponse:
-        """Not served."""
-        await unimplemented(context, "FlushCache: use `paceline cache reset`")
-
-    async def StartProfile(self, request: smg.StartProfileRequest, context: _Context) -> smg.ProfileResponse:
-        """Not served."""
-        await unimplemented(context, "StartProfile: workers have no profiler")
-
-    async def StopProfile(self, request: smg.StopProfileRequest, context: _Context) -> smg.ProfileResponse:
-        """Not served."""
-        await unimplemented(context, "StopProfile: workers have no profiler")
+        """The vector of one input. INVALID_ARGUMENT if the model generates text."""
+        try:
+            call = self._engine.embed_call(context, request, "vllm-grpc")
+            embedded = await embed(self._engine.gateway, call)
+        except ApiError as error:
+            await abort(context, error)
+        return pb.EmbedResponse(
+            embedding=embedded.vector.tolist(), prompt_tokens=embedded.prompt_tokens, embedding_dim=len(embedded.vector)
+        )
 
 
 def _asked(request: pb.GenerateRequest) -> EngineRequest:

@@ -140,7 +140,7 @@ class WholeAnswer(RunningAnswer):
         self._keep = keep
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        collected = await _together([self._collect(generation) for generation in self._generations])
+        collected = await together([self._collect(generation) for generation in self._generations])
         choices = []
         for i in self._best():
             generation = self._generations[i]
@@ -273,13 +273,13 @@ class StreamAnswer(RunningAnswer):
         if len(running) == 1:
             rest = self._with_id(running[0], await self._pump(running[0], alone=True), ended=True)
         else:
-            await _together([self._pump_all(i) for i in running])
+            await together([self._pump_all(i) for i in running])
         await self._emit(rest + self._end(), more_body=False)
 
     async def _catch_up(self, after: EventId) -> None:
         """Generate everything up to this event without sending it. Raises ApiError 400 if it differs from what the
         client has."""
-        await _together([self._skip(i, position) for i, position in enumerate(after.positions)])
+        await together([self._skip(i, position) for i, position in enumerate(after.positions)])
         if self._progress.checksum != after.checksum:
             raise cannot_resume("what comes before it is not what this request generates")
 
@@ -409,7 +409,7 @@ class StreamAnswer(RunningAnswer):
         await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-async def _together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all parts at once. If one part fails, cancel the others."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:

@@ -16,8 +16,8 @@ from services.gateway.engine.timings import timings
 from services.gateway.openai.message import whole_message
 from services.gateway.parsing.reply import ReplyFormat
 
-Kind = Literal["completion", "chat", "message"]
-_ID_PREFIXES: dict[Kind, str] = {"completion": "cmpl-", "chat": "chatcmpl-", "message": "msg_"}
+Kind = Literal["completion", "chat", "message", "embedding"]
+_ID_PREFIXES: dict[Kind, str] = {"completion": "cmpl-", "chat": "chatcmpl-", "message": "msg_", "embedding": "embd-"}
 DONE = b"data: [DONE]\n\n"
 
 

@@ -73,6 +73,15 @@ class Gateway:
                 code="model_not_found",
             )
 
+    def check_generates(self) -> None:
+        """Raises ApiError 400 if the workers are known to serve an embedding model. Otherwise the scheduler checks."""
+        model = self.session.model
+        if model is not None and model.HasField("embedding"):
+            message = (
+                f"the model {self.model_name!r} is an embedding model, which generates no text: use /v1/embeddings"
+            )
+            raise invalid("model", message, code="embedding_model")
+
     def check_template(self, source: str | None) -> None:
         """Raises ApiError 400 for a chat template of a request, unless the operator trusts such templates."""
         if source is not None and not self.trust_request_chat_template:
@@ -184,7 +193,8 @@ class Gateway:
     def _submit(self, jobs: Sequence[GenerateJob], caller: Caller) -> list[SequenceRun]:
         """Submit all jobs, or none."""
         if (count := len(jobs)) > (most := self.session.max_live):  # a retry after a 429 could never succeed
-            raise invalid("n", f"n: {count} sequences for all prompts; at most {most} can be in flight here")
+            name = "input" if jobs[0].metadata.pooling else "n"
+            raise invalid(name, f"{name}: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
         charge = self._charge(jobs, caller)
         first, on_outcome = None, self._on_outcome(charge, self.log.entry(len(jobs), caller.owner), caller.owner)

@@ -40,6 +40,7 @@ class Asked:
 
 async def completion_jobs(gateway: Gateway, body: schema.CompletionRequest, asked: Asked) -> list[GenerateJob]:
     """The jobs of all prompts and samples. Raises ApiError 400 and Gone."""
+    gateway.check_generates()
     builder = gateway.builder
     prompts: Sequence[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -130,6 +131,7 @@ async def chat_jobs(
     gateway: Gateway, body: schema.ChatRequest, asked: Asked, endpoint: str = "chat"
 ) -> list[GenerateJob]:
     """The jobs of all samples. `endpoint`: the API, for metrics and log. Raises ApiError 400 and Gone."""
+    gateway.check_generates()
     names = CHAT
     if body.max_completion_tokens is not None:
         names = replace(CHAT, max_tokens="max_completion_tokens")

@@ -264,23 +264,14 @@ def _generation_routes(gateway: Gateway) -> list[Route]:
         """Answer a chat."""
         return await _answer(gateway, request, "chat", schema.ChatRequest, chat_jobs)
 
-    @described(statuses={400: "The model makes no embeddings"}, errors=(401, 429))
-    async def embeddings(_: Request) -> Response:
-        """Refuse: workers load models that generate text, and no others."""
-        message = (
-            f"/v1/embeddings: the model {gateway.model_name!r} generates text and makes no embeddings; checkpoints of "
-            "embedding models (LlamaModel, MistralModel, Qwen2Model or Qwen3Model in config.json) are not served yet"
-        )
-        raise invalid("model", message, code="no_embedding_model")
-
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]
 
 
-R = TypeVar("R", bound=schema.SamplingFields)
+R = TypeVar("R", bound=schema.SharedFields)
+S = TypeVar("S", bound=schema.SamplingFields)
 MakeJobs = Callable[[Gateway, R, Asked], Awaitable[list[GenerateJob]]]
 
 
@@ -334,7 +325,7 @@ async def entered(
         raise
 
 
-async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R]) -> Response:
+async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[S], make_jobs: MakeJobs[S]) -> Response:
     async with entered(gateway, request, kind, cls, make_jobs) as admitted:
         parsed, asked = admitted.body, admitted.asked
         after = _last_event(request, parsed, admitted.jobs, asked.key)

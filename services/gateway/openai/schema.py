@@ -95,23 +95,57 @@ def _described_limits(field: SamplingParam | MetadataField) -> dict[str, Any]:
     return {"exclusiveMinimum": 0} if field.above_zero else {"maxLength": field.max_chars} if field.max_chars else {}
 
 
+def _plain_fields(declared: Mapping[str, SamplingParam | MetadataField]) -> dict[str, Any]:
+    """The declared fields as pydantic's."""
+    return {
+        name: (KINDS[field.kind] | None, Field(None, json_schema_extra=_described_limits(field)))
+        for name, field in declared.items()
+    }
+
+
 if TYPE_CHECKING:
+    MetadataFields = RequestBody
     PlainFields = RequestBody
 else:
-    PlainFields = create_model(
-        "PlainFields",
-        __base__=RequestBody,
-        **{
-            name: (KINDS[field.kind] | None, Field(None, json_schema_extra=_described_limits(field)))
-            for name, field in (SAMPLING | METADATA).items()
-        },
-    )
+    MetadataFields = create_model("MetadataFields", __base__=RequestBody, **_plain_fields(METADATA))
+    PlainFields = create_model("PlainFields", __base__=MetadataFields, **_plain_fields(SAMPLING))
 
 
-class SamplingFields(PlainFields):
-    """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
+class SharedFields(MetadataFields):
+    """The fields that all requests for work of the model share, in addition to those of paceline.request_fields."""
 
     model: str | None = None
+    # OpenAI's name for `tenant`.
+    user: str | None = None
+    # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
+    cache_retention: list[CacheRetention] | None = None
+    # The rest of the answer's id, unless the request has a key or a header X-Request-Id.
+    request_id: str | None = None
+    truncate_prompt_tokens: Integer | None = None
+    truncation_side: Side | None = None
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """How the prompt may be cut. Raises ApiError 400."""
+        return make_truncation(self.truncate_prompt_tokens, self.truncation_side, max_model_len)
+
+    @property
+    def named_tenant(self) -> str | None:
+        """The tenant that the body names. `user` does not name one: with API keys it is an end user of the key."""
+        tenant: str | None = getattr(self, "tenant")  # noqa: B009 - declared in paceline.request_fields
+        return tenant
+
+    def metadata(self) -> inference_pb2.Submission:
+        """The metadata as fields of a submission. Raises ApiError 400."""
+        values = {name: getattr(self, name) for name in METADATA}
+        if values["tenant"] is None and self.user:
+            values["tenant"] = self.user[: METADATA["tenant"].max_chars]
+        retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
+        return check_metadata(values, retention)
+
+
+class SamplingFields(SharedFields, PlainFields):
+    """The fields that completions and chat completions share, in addition to those of paceline.request_fields."""
+
     max_tokens: Integer | None = None
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
@@ -135,41 +169,15 @@ class SamplingFields(PlainFields):
     use_beam_search: Flag | None = None
     length_penalty: Number | None = None
     early_stopping: EarlyStopping | None = None
-    # OpenAI's name for `tenant`.
-    user: str | None = None
-    # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
-    cache_retention: list[CacheRetention] | None = None
-    # The rest of the answer's id, unless the request has a key or a header X-Request-Id.
-    request_id: str | None = None
-    truncate_prompt_tokens: Integer | None = None
-    truncation_side: Side | None = None
     return_token_ids: Flag | None = None
     # Log probabilities name tokens by their ids.
     return_tokens_as_token_ids: Flag | None = None
     # The least number of tokens in an event between the first and the last.
     stream_interval: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
 
-    def truncation(self, max_model_len: int) -> Truncation | None:
-        """How the prompt may be cut. Raises ApiError 400."""
-        return make_truncation(self.truncate_prompt_tokens, self.truncation_side, max_model_len)
-
     def shown(self) -> Shown:
         """What the answer shows besides the text."""
         return Shown(bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
-
-    @property
-    def named_tenant(self) -> str | None:
-        """The tenant that the body names. `user` does not name one: with API keys it is an end user of the key."""
-        tenant: str | None = getattr(self, "tenant")  # noqa: B009 - declared in paceline.request_fields
-        return tenant
-
-    def metadata(self) -> inference_pb2.Submission:
-        """The metadata as fields of a submission. Raises ApiError 400."""
-        values = {name: getattr(self, name) for name in METADATA}
-        if values["tenant"] is None and self.user:
-            values["tenant"] = self.user[: METADATA["tenant"].max_chars]
-        retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
-        return check_metadata(values, retention)
 
     def structure(self) -> Structure | None:
         """The form that the output must have. Raises ApiError 400."""

@@ -129,6 +129,25 @@ class ChatCompletionEvent(_Event):
     object: Literal["chat.completion.chunk"]
 
 
+class EmbeddingVector(_Answer):
+    """`embedding`: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(_Answer):
+    """The vectors of all inputs, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingVector]
+    usage: TokenUsage
+
+
 class ModelCard(_Answer):
     id: str
     object: Literal["model"]

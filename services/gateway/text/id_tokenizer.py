@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from services.gateway.errors import invalid
 from services.gateway.text.chat_values import NO_EXTRAS, ChatExtras
@@ -24,7 +24,9 @@ class IdTokenizer:
         """Raises ApiError 400."""
         raise invalid("prompt", _ADVICE)
 
-    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+    def encode_part(
+        self, text: str, num_tokens: int, *, cut_off: Literal["left", "right"] = "left", add_special_tokens: bool = True
+    ) -> list[int]:
         """Raises ApiError 400."""
         raise invalid("prompt", _ADVICE)
 

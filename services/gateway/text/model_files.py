@@ -13,7 +13,8 @@ from services.runtime.model.hub import checkpoint_folder
 
 # The small files of a checkpoint on the hub. Only workers need the weights.
 _HUB_PATTERNS = ["*.json", "*.jinja"]
-_HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json"]
+# Subfolders of a repository contain the same model in other formats.
+_HUB_IGNORE = ["*.safetensors.index.json", "*.bin.index.json", "*/*"]
 _SMALLEST_SHARE = 1e-9  # of top_p and typical_p
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -86,11 +86,14 @@ class TextTokenizer:
         """Token ids of a plain prompt, with BOS and other tokens that the tokenizer's post-processor adds."""
         return self._encode(text, add_special_tokens)
 
-    def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the end of a prompt: with the tokens that the post-processor adds, at most `num_tokens`."""
+    def encode_part(
+        self, text: str, num_tokens: int, *, cut_off: Literal["left", "right"] = "left", add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt that is cut off at one side: with the tokens that the post-processor adds, at most
+        `num_tokens`."""
         added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        encoding.truncate(max(num_tokens - added, 0), direction="left")
+        encoding.truncate(max(num_tokens - added, 0), direction=cut_off)
         if added and num_tokens >= added:
             encoding = self._tokenizer.post_process(encoding, add_special_tokens=True)
         return list(encoding.ids)

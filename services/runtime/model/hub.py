@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Subfolders of a repository contain the same weights in other formats.
-_NEVER = ["*/*"]
 # The time between two log lines about a long download.
 _REPORT_EVERY_S = 5.0
 _REASON_CHARACTERS = 200
@@ -65,7 +63,7 @@ def _fetch(name: str, patterns: Sequence[str], ignore: Sequence[str], revision: 
             name,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=[*_NEVER, *ignore],
+            ignore_patterns=list(ignore),
             local_files_only=silence is not None,
             tqdm_class=None if sys.stderr.isatty() else _lines_about(name),
         )

@@ -51,6 +51,7 @@ class Stream:
     sent: int = 0
     running: dict[int, Running] = field(default_factory=dict)
     endings: list[inference_pb2.Ending] = field(default_factory=list)
+    embeddings: list[inference_pb2.Embedding] = field(default_factory=list)
     scores: list[inference_pb2.TokenScore] = field(default_factory=list)
     prompt_scores: list[inference_pb2.PromptScores] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,6 +74,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
+        # Of an embedding model: the vector of an input, packed float32.
+        self.vector: Callable[[list[int]], bytes] = lambda prompt: b""
+        self.dies_after_embeddings = False  # the stream breaks once between an embedding and its ending
         self.load: dict[str, int] = {}  # of all workers; not empty: heartbeats tell it
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
@@ -216,6 +220,12 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
                 await asyncio.sleep(self.step_s)
             if not self.paused:
                 self._step(stream, handles, tokens)
+            if stream.embeddings and stream.sent - stream.read < stream.window:
+                sent, stream.embeddings = stream.embeddings, []
+                yield inference_pb2.SessionResponse(embeddings=sent)
+                if self.dies_after_embeddings:
+                    self.dies_after_embeddings = False
+                    return
             if stream.sent - stream.read >= stream.window:
                 # No credit: what there is goes with the next message.
                 await asyncio.sleep(0.001)
@@ -236,6 +246,11 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
 
     def _step(self, stream: Stream, handles: list[int], tokens: list[int]) -> None:
         for handle, running in list(stream.running.items()):
+            if running.submission.pooling:
+                stream.embeddings.append(inference_pb2.Embedding(handle=handle, values=self.vector(running.prompt)))
+                del stream.running[handle]
+                self._end(stream, handle, common_pb2.FINISH_REASON_STOP)
+                continue
             sampling = running.submission.sampling
             for _ in range(self.tokens_per_step):
                 token = self.next_token(running.prompt, running.output, sampling)

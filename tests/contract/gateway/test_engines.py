@@ -280,11 +280,9 @@ async def test_the_gateways_own_chat_template_is_in_the_archive(start: Start) ->
 async def test_methods_that_are_not_served_say_so(running: Running) -> None:
     engine, scheduler = stub(VllmEngineStub, running), stub(SglangSchedulerStub, running)
     for call in (
-        engine.Embed(vllm.EmbedRequest()),
         engine.FlushCache(smg.FlushCacheRequest()),
         engine.StartProfile(smg.StartProfileRequest()),
         engine.StopProfile(smg.StopProfileRequest()),
-        scheduler.Embed(sglang.EmbedRequest()),
         scheduler.FlushCache(smg.FlushCacheRequest()),
         scheduler.StartProfile(smg.StartProfileRequest()),
         scheduler.StopProfile(smg.StopProfileRequest()),

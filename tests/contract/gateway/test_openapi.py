@@ -25,6 +25,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"model": MODEL, "max_tokens": 3, "messages": CHAT, "system": "be brief", "stop_sequences": ["x"]}
     ],
     "/v1/messages/count_tokens": [{"model": MODEL, "messages": CHAT}],
+    "/v1/embeddings": [],  # test_embeddings.py asks an embedding model
     "/tokenize": [{"prompt": "hello"}, {"messages": CHAT, "return_token_strs": True}],
     "/detokenize": [{"tokens": [7, 8, 9]}],
 }

@@ -4,6 +4,7 @@ kernels (tests/support/flashinfer_kernels.py), so what is not proven is the kern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.ops import TorchOps
 from gpu_worker.steps.graphs import Replay
+from tests.support import embedding_checkpoints
 from tests.support.attention import metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
 from tests.support.gpu_twin import CPU, twin
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import FAMILIES, VOCAB, Reference, make_checkpoint
+from tests.unit.worker.inputs import Inputs
 
 NEW_TOKENS = 12
 _rng = np.random.default_rng(5)
@@ -49,6 +52,18 @@ def test_a_model_is_as_in_transformers(
     sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
     driver.run()
     assert [s.output for s in sequences] == [checkpoint.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("family", embedding_checkpoints.FAMILIES)
+def test_vectors_are_as_in_transformers(
+    family: str, pooling: embedding_checkpoints.Pooling, flashinfer: Any, tmp_path: Path
+) -> None:
+    folder = embedding_checkpoints.make(family, tmp_path, pooling)
+    wanted = [embedding_checkpoints.expected(folder, prompt, pooling) for prompt in PROMPTS]
+    for chunk in (1000, 7):
+        for slot, vector in Inputs(twin(flashinfer, folder), chunk).run(PROMPTS).items():
+            assert np.abs(vector - wanted[slot]).max() < 1e-4, (chunk, slot)
 
 
 class CountingCapture:

@@ -24,6 +24,7 @@ LIMITS = {
     "`prompt`": [list_limits.MAX_PROMPTS],
     "`messages`": [list_limits.MAX_MESSAGES, list_limits.MAX_PARTS],
     "`tools`": [list_limits.MAX_TOOLS],
+    "`input` of": [list_limits.MAX_INPUTS],
     "`cache_control`": [MAX_CACHE_MARKS],
     "`chat_template_kwargs`": [list_limits.MAX_TEMPLATE_VARIABLES],
     "`n`, `best_of`": [request.MAX_SAMPLES],

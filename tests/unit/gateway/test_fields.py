@@ -189,10 +189,10 @@ def test_a_template_of_a_request_that_is_wrong_is_refused() -> None:
 
 def test_a_prompt_that_may_be_cut() -> None:
     ids = TOKENIZER.encode("Once there was a fox")
-    assert TOKENIZER.encode_end("Once there was a fox", 3) == [ids[0], *ids[-2:]]
-    assert TOKENIZER.encode_end("Once there was a fox", 3, add_special_tokens=False) == ids[-3:]
-    assert TOKENIZER.encode_end("Once there was a fox", 1) == ids[:1]
-    assert TOKENIZER.encode_end("Once there was a fox", 100) == ids
+    assert TOKENIZER.encode_part("Once there was a fox", 3) == [ids[0], *ids[-2:]]
+    assert TOKENIZER.encode_part("Once there was a fox", 3, add_special_tokens=False) == ids[-3:]
+    assert TOKENIZER.encode_part("Once there was a fox", 1) == ids[:1]
+    assert TOKENIZER.encode_part("Once there was a fox", 100) == ids
     assert Truncation(2).cut([1, 2, 3]) == Truncation(2, "left").cut([1, 2, 3]) == [2, 3]
     assert Truncation(2, "right").cut([1, 2, 3]) == [1, 2]
     assert Truncation(3).cut([1, 2, 3]) == [1, 2, 3]

@@ -123,6 +123,7 @@ class TrialRunner:
     """Takes memory as a runner on a GPU does."""
 
     of_each_other_graph = 27
+    pools = False
 
     def __init__(self, device: TrialDevice) -> None:
         self._device, self._free = device, device.free
@@ -157,6 +158,12 @@ def test_what_steps_take_is_what_a_trial_took(
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
     counts = 10 * memory.COUNTS_BYTES_PER_LOGIT * 1000
     assert needed == ((400 + 300 + graphs_mib) << 20) + sampling + counts
+
+
+def test_an_embedding_model_needs_no_memory_for_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TrialDevice(monkeypatch)
+    monkeypatch.setattr(TrialRunner, "pools", True)
+    assert memory.bytes_for_steps(trial(device), [], torch.device("cpu")) == (400 + 300) << 20
 
 
 def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
+from gpu_worker.models.embedding import EmbeddingConfig, PoolingKind
 from gpu_worker.sampling import filters, sampler
 from gpu_worker.sampling.grammars import Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
 from gpu_worker.sampling.sampler import sample
+from gpu_worker.steps.pooling import Pooler
+from gpu_worker.steps.slots import StepRows
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import pack
@@ -96,6 +99,22 @@ def test_scoring_a_prompt_does_not_wait_for_the_device() -> None:
     with NoWaiting():
         scores = score_prompts(torch.zeros(9, VOCAB, device=DEVICE), lambda hidden: hidden * 2, VOCAB, chunks, 9000)
     assert scores.top_tokens.shape == (9, 3)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_pooling_does_not_wait_for_the_device(kind: PoolingKind) -> None:
+    """Of three chunks, one begins its input, and two end theirs."""
+    starts, counts = np.array([0, 4, 8], np.int32), np.array([4, 2, 3], np.int32)
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    samples = np.array([False, True, True])
+    slots = np.array([3, 0, 2], np.int32)
+    rows = StepRows(slots, 0, starts, counts, samples, nothing[0], nothing, nothing, nothing)
+    with NoWaiting():
+        pooler = Pooler(EmbeddingConfig(kind, normalize=True), 8, 4, DEVICE)
+        hidden = torch.zeros(9 if pooler.needs_all_rows else 2, 8, dtype=torch.bfloat16, device=DEVICE)
+        pooled = pooler.pool(rows, np.full(4, 11, np.int32), hidden)
+    assert pooled is not None
+    assert (pooled.vectors.shape, pooled.slots.tolist()) == ((2, 8), [0, 2])
 
 
 MISTAKES: dict[str, Callable[[Tensor], object]] = {

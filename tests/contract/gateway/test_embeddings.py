@@ -1,0 +1,217 @@
+"""/v1/embeddings and Embed of a gateway in front of an embedding model."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import grpc.aio
+import httpx
+import numpy as np
+import pytest
+
+from paceline.third_party import sglang_scheduler_pb2 as sglang
+from paceline.third_party import vllm_engine_pb2 as vllm
+from paceline.third_party.sglang_scheduler_pb2_grpc import SglangSchedulerStub
+from paceline.third_party.vllm_engine_pb2_grpc import VllmEngineStub
+from paceline.v1 import common_pb2, inference_pb2
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from services.gateway.embeddings.schema import REFUSED
+from tests.contract.gateway.conftest import MODEL, MODEL_INFO, Running, Start, until, until_metrics
+from tests.contract.gateway.test_keys import Keys, bearer
+from tests.contract.gateway.test_openapi import document, validator
+
+SIZE = 8
+
+
+def vector(prompt: list[int]) -> np.ndarray:
+    return np.array([prompt[i % len(prompt)] + i for i in range(SIZE)], "<f4")
+
+
+async def embedder(start: Start, settings: dict[str, Any] | None = None, **info: Any) -> Running:
+    """A gateway; `info`: fields of EmbeddingInfo."""
+    model = common_pb2.ModelInfo()
+    model.CopyFrom(MODEL_INFO)
+    fields = {"pooling": common_pb2.POOLING_MEAN, "size": SIZE, "normalized": False} | info
+    model.embedding.CopyFrom(common_pb2.EmbeddingInfo(**fields))
+    running = await start(model=model, settings=settings)
+    running.scheduler.vector = lambda prompt: vector(prompt).tobytes()
+    return running
+
+
+async def post(running: Running, body: dict[str, Any], **options: Any) -> httpx.Response:
+    return await running.http.post("/v1/embeddings", json=body, **options)
+
+
+async def test_what_the_scheduler_gets(start: Start) -> None:
+    running = await embedder(start)
+    body = {
+        "input": [[7, 8], [9]],
+        "priority": 2.5,
+        "user": "u",
+        "cache_salt": "s",
+        "deadline_s": 50,
+        "request_id": "q",
+    }
+    answer = (await post(running, body)).json()
+    assert answer["id"] == "embd-q"
+    assert [one["embedding"] for one in answer["data"]] == [vector(ids).tolist() for ids in ([7, 8], [9])]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 3
+    for submission, ids in zip(running.scheduler.submissions, ([7, 8], [9]), strict=True):
+        assert submission.pooling == common_pb2.POOLING_MEAN
+        assert submission.sampling == common_pb2.SamplingParams(top_p=1, max_tokens=1)
+        assert np.frombuffer(submission.prompt_token_ids, "<i4").tolist() == ids
+        assert (submission.priority, submission.tenant, submission.cache_salt) == (2.5, "u", "s")
+        assert 0 < submission.deadline_s <= 50
+    assert [one.request_id for one in running.scheduler.submissions] == ["q", "q-1"]
+    await until_metrics(running, 'paceline_gateway_requests_total{endpoint="embedding",finish_reason="stop"} 2.0')
+
+
+async def test_a_request_whose_scheduler_dies_before_the_ending_has_its_vector(start: Start) -> None:
+    running = await embedder(start)
+    running.scheduler.dies_after_embeddings = True
+    assert (await post(running, {"input": [7, 8]})).json()["data"][0]["embedding"] == vector([7, 8]).tolist()
+    assert len(running.scheduler.submissions) == 1, "it is not computed again"
+
+
+async def test_a_request_that_died_without_a_vector_is_submitted_again(start: Start) -> None:
+    running = await embedder(start)
+    running.scheduler.paused = True
+
+    async def die() -> None:
+        await until(lambda: bool(running.scheduler.submissions))
+        running.scheduler.break_streams()
+        running.scheduler.paused = False
+
+    dying = asyncio.create_task(die())
+    assert (await post(running, {"input": [7, 8]})).json()["data"][0]["embedding"] == vector([7, 8]).tolist()
+    await dying
+    first, again = running.scheduler.submissions
+    assert (again.accepted_before, again.pooling, again.prompt_token_ids) == (
+        True,
+        first.pooling,
+        first.prompt_token_ids,
+    )
+
+
+async def test_a_vector_of_another_size_is_an_error(start: Start) -> None:
+    running = await embedder(start)
+    running.scheduler.vector = lambda prompt: vector(prompt).tobytes()[:-4]
+    answer = await post(running, {"input": [7]})
+    assert (answer.status_code, "7 of 8 elements" in answer.text) == (500, True)
+
+
+@pytest.mark.parametrize(
+    ("info", "dimensions", "status"),
+    [
+        ({}, 4, 400),
+        ({"is_matryoshka": True}, 4, 200),
+        ({"is_matryoshka": True}, 9, 400),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 4, 200),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 3, 400),
+        ({"is_matryoshka": True, "normalized": True}, 4, 200),
+    ],
+)
+async def test_dimensions(start: Start, info: dict[str, Any], dimensions: int, status: int) -> None:
+    answer = await post(await embedder(start, **info), {"input": [7, 8], "dimensions": dimensions})
+    assert answer.status_code == status
+    if status == 400:
+        assert (answer.json()["error"]["param"], answer.json()["error"]["reason"]) == (
+            "dimensions",
+            "unsupported_value",
+        )
+        return
+    part = vector([7, 8])[:dimensions]
+    wanted = part / np.linalg.norm(part) if info.get("normalized") else part
+    assert answer.json()["data"][0]["embedding"] == pytest.approx(wanted.tolist(), rel=1e-6)
+
+
+async def test_the_answer_has_the_shape_of_the_document(start: Start) -> None:
+    running = await embedder(start)
+    operation = (api := await document(running))["paths"]["/v1/embeddings"]["post"]
+    body_schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    answers = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    for body in ({"input": "hello"}, {"input": ["b", "c"], "encoding_format": "base64"}, {"input": [[7]]}):
+        validator(api, body_schema).validate(body)
+        answer = await post(running, cast(dict[str, Any], body))
+        assert answer.status_code == 200, answer.text
+        validator(api, answers).validate(answer.json())
+    strict = await running.openai.embeddings.create(model=MODEL, input="hello", encoding_format="float")
+    assert len(strict.data[0].embedding) == SIZE
+
+
+async def test_more_inputs_than_fit_at_once_name_the_field(start: Start) -> None:
+    running = await embedder(start, {"max_live_requests": 3})
+    assert (await post(running, {"input": [[7]] * 3})).status_code == 200
+    error = (await post(running, {"input": [[7]] * 4})).json()["error"]
+    assert (error["param"], "at most 3" in error["message"]) == ("input", True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_fields_that_would_change_vectors_are_refused_by_name(start: Start, name: str) -> None:
+    running = await embedder(start)
+    error = (await post(running, {"input": "x", name: "other"})).json()["error"]
+    assert (error["param"], error["reason"]) == (name, "unsupported_value")
+    for neutral in (None, *REFUSED[name]):
+        assert (await post(running, {"input": "x", name: neutral})).status_code == 200
+
+
+async def test_an_idempotency_key_gives_the_same_answer_without_more_work(start: Start) -> None:
+    running = await embedder(start)
+    first, again = [await post(running, {"input": [7]}, headers={"idempotency-key": "k"}) for _ in range(2)]
+    assert first.json()["data"] == again.json()["data"]
+    assert first.json()["id"] == again.json()["id"]
+    assert len(running.scheduler.submissions) == 1
+    other = await post(running, {"input": [8]}, headers={"idempotency-key": "k"})
+    assert other.status_code == 422
+
+
+async def test_keys_and_their_tenants_hold_over_http_and_grpc(start: Start, tmp_path: Any) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    secret = keys.add("a")
+    running = await embedder(start, {"keys_file": str(keys.path)})
+    assert (await post(running, {"input": [7]})).status_code == 401
+    assert (await post(running, {"input": [7]}, headers=bearer(secret))).status_code == 200
+    named = await post(running, {"input": [7], "tenant": "other"}, headers=bearer(secret))
+    assert (named.status_code, named.json()["error"]["param"]) == (403, "tenant")
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        request = inference_pb2.EmbedRequest(token_ids=inference_pb2.TokenIds(ids=[7]))
+        call = InferenceServiceStub(channel).Embed(request)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        shown = [("authorization", f"Bearer {secret}")]
+        answer = await InferenceServiceStub(channel).Embed(request, metadata=shown)
+        assert list(answer.embedding) == vector([7]).tolist()
+        request.tenant = "other"
+        call = InferenceServiceStub(channel).Embed(request, metadata=shown)
+        assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_what_grpc_refuses_names_the_field(start: Start) -> None:
+    running = await embedder(start)
+    too_long = inference_pb2.TokenIds(ids=[7] * (MODEL_INFO.max_model_len + 1))
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        own, engine, scheduler = InferenceServiceStub(channel), VllmEngineStub(channel), SglangSchedulerStub(channel)
+        calls: list[tuple[Any, str, str]] = [
+            (own.Embed(inference_pb2.EmbedRequest(text="")), "text", "empty"),
+            (own.Embed(inference_pb2.EmbedRequest(text="x", dimensions=2)), "dimensions", "Matryoshka"),
+            (own.Embed(inference_pb2.EmbedRequest(token_ids=too_long)), "token_ids", "maximum"),
+            (engine.Embed(vllm.EmbedRequest()), "tokenized.input_ids", "empty"),
+            (scheduler.Embed(sglang.EmbedRequest()), "tokenized.input_ids", "empty"),
+            (scheduler.Embed(sglang.EmbedRequest(is_cross_encoder=True)), "is_cross_encoder", "is_cross_encoder"),
+            (own.Generate(inference_pb2.GenerateRequest(text="x")), "model", "embedding model"),
+        ]
+        for call, field, why in calls:
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, field
+            assert why in await call.details(), field
+            assert dict(await call.trailing_metadata())["field"] == field
+
+
+async def test_a_model_that_generates_has_no_embeddings_over_grpc(running: Running) -> None:
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        for call in (
+            InferenceServiceStub(channel).Embed(inference_pb2.EmbedRequest(text="x")),
+            VllmEngineStub(channel).Embed(vllm.EmbedRequest()),
+            SglangSchedulerStub(channel).Embed(sglang.EmbedRequest()),
+        ):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "makes no embeddings" in (await call.details() or "")
