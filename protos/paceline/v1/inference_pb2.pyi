@@ -453,6 +453,7 @@ class GenerateRequest(_message.Message):
     RESUME_AFTER_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    OFFLINE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -481,6 +482,8 @@ class GenerateRequest(_message.Message):
     """Seconds from now within which the first token is wanted; 0: no goal. The order `deadline` follows it. A request that
     misses it goes on.
     """
+    offline: _builtins.bool
+    """The request runs on the slots, blocks and step budget that requests without this flag leave, and yields to them."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -521,10 +524,11 @@ class GenerateRequest(_message.Message):
         resume_after: _builtins.int = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ttft_slo_s: _builtins.float = ...,
+        offline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "offline", b"offline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -809,6 +813,7 @@ class Submission(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    OFFLINE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MIN_SLO_S_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
@@ -846,6 +851,8 @@ class Submission(_message.Message):
     retained between requests, and each request has the queue position of the first one, until the conversation is
     released or idle for the scheduler's conversation_ttl_s.
     """
+    offline: _builtins.bool
+    """As in GenerateRequest. The queue has separate limits for these requests."""
     owner: _builtins.str
     """The name of the API key that the request came with; empty: the gateway has no keys. Clients choose request ids, so
     AdminService.Explain tells the requests of two keys apart by it.
@@ -888,6 +895,7 @@ class Submission(_message.Message):
         answer_id: _builtins.str = ...,
         ttft_slo_s: _builtins.float = ...,
         conversation: _builtins.str = ...,
+        offline: _builtins.bool = ...,
         owner: _builtins.str = ...,
         min_slo_s: _builtins.float = ...,
         trace_id: _builtins.str = ...,
@@ -895,7 +903,7 @@ class Submission(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "offline", b"offline", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1010,7 +1018,7 @@ Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):
-    """The load of all workers, for metrics and outside routers."""
+    """The load of all workers by online requests (those without Submission.offline), for metrics and outside routers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1079,7 +1087,7 @@ class QueueRoom(_message.Message):
     places: _builtins.int
     """Requests that the queue would take now, whichever session they come from."""
     num_submissions: _builtins.int
-    """Submissions of this stream that are counted in `places` already. Later submissions take of these places."""
+    """Submissions of online requests on this stream that are counted in `places` already. Later submissions take of these places."""
     def __init__(
         self,
         *,
@@ -1305,7 +1313,7 @@ class SchedulerStatus(_message.Message):
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
     full: _builtins.bool
-    """The queue has no place: whatever is submitted now is refused, unless it was accepted before."""
+    """The queue has no place: an online request that is submitted now is refused, unless it was accepted before."""
     no_worker_timeout_s: _builtins.float
     """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
     @_builtins.property
