@@ -369,6 +369,7 @@ class GenerateRequest(_message.Message):
     RESUME_AFTER_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    OFFLINE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -397,6 +398,8 @@ class GenerateRequest(_message.Message):
     """Seconds from now within which the first token is wanted; 0: no goal. The order `deadline` follows it. A request that
     misses it goes on.
     """
+    offline: _builtins.bool
+    """The request runs on the slots, blocks and step budget that requests without this flag leave, and yields to them."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -437,10 +440,11 @@ class GenerateRequest(_message.Message):
         resume_after: _builtins.int = ...,
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ttft_slo_s: _builtins.float = ...,
+        offline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "offline", b"offline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -725,6 +729,7 @@ class Submission(_message.Message):
     ANSWER_ID_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
+    OFFLINE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -758,6 +763,8 @@ class Submission(_message.Message):
     retained between requests, and each request has the queue position of the first one, until the conversation is
     released or idle for the scheduler's conversation_ttl_s.
     """
+    offline: _builtins.bool
+    """As in GenerateRequest. The queue has separate limits for these requests."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -786,10 +793,11 @@ class Submission(_message.Message):
         answer_id: _builtins.str = ...,
         ttft_slo_s: _builtins.float = ...,
         conversation: _builtins.str = ...,
+        offline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "offline", b"offline", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
