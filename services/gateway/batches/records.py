@@ -122,7 +122,7 @@ class Batch:
             "ttl_s": self.ttl_s,
             "kept_s": self.kept_s,
             "status": self.status,
-            "counts": self.counts,
+            "counts": list(self.counts),
             "times": self.times,
             "outcome": self.outcome,
             "unrun": self.unrun,

@@ -34,7 +34,7 @@ from services.gateway.batches.validation import InputCheck, parse_line
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.store.documents import DocumentStore, Piece
-from services.runtime.logs import get_logger
+from services.runtime.logs import bind_request_id, get_logger
 
 _log = get_logger(__name__)
 
@@ -112,7 +112,7 @@ class BatchRun:
                 if event is not None and not stored.may(event):
                     self.batch = stored
                     return False
-                changed = replace(stored, counts=self._counts(stored), **fields)
+                changed = replace(stored, **{"counts": self._counts(stored), **fields})
                 if event is not None:
                     changed = changed.after(event, time.time())
                 if changed == stored or await self._store.replace(changed.document(), ends_work=changed.has_ended):
@@ -208,6 +208,7 @@ class BatchRun:
 
     async def _run_line(self, line: Line) -> None:
         request_id = f"{self.batch.name.id}-{line.number}"
+        bind_request_id(request_id)
         try:
             parsed = await parse_line(self._gateway, line)
             piece = await self._result(line.number, parsed, request_id)
