@@ -13,12 +13,13 @@ import pytest
 from openai import OpenAI
 from openai.types import Batch
 
+from examples.running_a_batch import run_batch
 from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
 NUM_LINES = 60
 MODEL = "paceline-demo"
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+COMPLETION: Any = "/v1/completions"
 RUNNING = "paceline_scheduler_num_requests_running"
 STORES = ["sqlite", pytest.param("redis", marks=needs_redis)]
 ENDED = ("failed", "completed", "expired", "cancelled")
@@ -51,10 +52,10 @@ def lines(num_tokens: int) -> list[dict[str, Any]]:
     return told
 
 
-def begin(client: OpenAI, told: list[dict[str, Any]], endpoint: Any = COMPLETION) -> str:
+def begin(client: OpenAI, told: list[dict[str, Any]]) -> str:
     content = "".join(json.dumps(line) + "\n" for line in told).encode()
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h").id
+    return client.batches.create(input_file_id=file.id, endpoint=COMPLETION, completion_window="24h").id
 
 
 def ended(client: OpenAI, batch_id: str) -> Batch:
@@ -154,39 +155,31 @@ def test_a_batch_of_a_killed_gateway_goes_on_when_the_gateway_is_back(
     check_whole(client, ended(client, batch_id), right)
 
 
-def test_the_openai_package_runs_a_batch_of_chats(stack: Stack) -> None:
+def test_the_example_runs_a_batch_of_chats(stack: Stack) -> None:
     client = client_of(stack.url)
-    told = [
-        {
-            "custom_id": f"chat-{number}",
-            "method": "POST",
-            "url": CHAT,
-            "body": {
-                "model": MODEL,
-                "messages": [{"role": "user", "content": f"Tell me of fox {number}."}],
-                "max_tokens": 8,
-                "seed": number,
-            },
+    asked: dict[str, dict[str, Any]] = {
+        f"chat-{number}": {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": f"Tell me of fox {number}."}],
+            "max_tokens": 8,
+            "seed": number,
         }
         for number in range(20)
-    ]
-    batch_id = begin(client, told, CHAT)
-    assert batch_id in [batch.id for batch in client.batches.list(limit=1)]
-    batch = ended(client, batch_id)
-    assert batch.status == "completed"
-    assert batch.error_file_id is None
-    served = read(client, batch.output_file_id)
-    for line in told:
-        right = client.chat.completions.create(**line["body"])  # type: ignore[call-overload]
-        message = served[str(line["custom_id"])]["response"]["body"]["choices"][0]["message"]
-        assert message["content"] == right.choices[0].message.content
+    }
+    got = run_batch(client, asked)
+    assert got.keys() == asked.keys()
+    for name, body in asked.items():
+        right = client.chat.completions.create(**body)
+        assert got[name]["body"]["choices"][0]["message"]["content"] == right.choices[0].message.content
+    [batch] = client.batches.list(limit=1).data
+    assert (batch.status, batch.error_file_id) == ("completed", None)
     assert batch.usage is not None
-    assert batch.usage.output_tokens == sum(
-        line["response"]["body"]["usage"]["completion_tokens"] for line in served.values()
-    )
+    assert batch.usage.output_tokens == sum(one["body"]["usage"]["completion_tokens"] for one in got.values())
     for file_id in (batch.input_file_id, batch.output_file_id):
         assert client.files.delete(file_id or "").deleted
-    assert client.batches.retrieve(batch_id).status == "completed"
+    assert client.batches.retrieve(batch.id).status == "completed"
+    with pytest.raises(RuntimeError, match="model"):
+        run_batch(client, {"a": {"model": "unknown"}})
 
 
 def test_a_large_upload_delays_no_other_request(stack: Stack) -> None:

@@ -26,13 +26,13 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 _MOST_FILES, _MOST_BATCHES, _FEW_BATCHES = 10_000, 100, 20
 _READ_ERRORS = (400, 401, 404, 429, 500, 503)
 _AFTER = {"after": "the id of the last entry of the page before"}
-_IDLE_S = 60.0  # an upload without any data for so long is ended
+IDLE_S = 60.0  # an upload without any data for so long is ended
 
 
 def files_api(batches: Batches) -> OtherApi:
     """The API of files."""
     gateway = batches.gateway
-    uploads = Uploads(batches.limits.max_bytes, _IDLE_S)
+    uploads = Uploads(batches.limits.max_bytes, IDLE_S)
 
     @described(form=UploadForm, answer=FileObject, errors=(400, 401, 404, 408, 413, 415, 429, 500, 503))
     async def create_file(request: Request) -> Response:

@@ -39,6 +39,7 @@ from services.runtime.logs import bind_request_id, get_logger
 _log = get_logger(__name__)
 
 _STORE_PAUSE_S = 1.0  # after a failure of the store
+_LOOK_S = 0.2  # how often a line looks whether the server takes requests
 # The process that parses large bodies takes 1 to 2 s for so many bytes, and requests of clients wait behind them.
 _HELD_BYTES = 32 * 2**20
 _WRITTEN = 256  # results of lines that were not run, in one write
@@ -246,10 +247,9 @@ class BatchRun:
         endpoint = self.batch.endpoint
         if (call := self._context.endpoints.get(endpoint)) is None:
             return error_answer(ApiError(404, f"this server has no {endpoint}", code="not_found"))
-        if not self._gateway.ready:
-            return error_answer(ApiError(503, "the server is not ready"))
-        if (full := self._gateway.refusal_if_full()) is not None:
-            return error_answer(full)
+        # Asked first, because a refusal would write a line into the log and halve the lines in flight.
+        while not self._gateway.ready or self._gateway.refusal_if_full() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
         return await call_endpoint(call, endpoint, line.request, caller, request_id)
 
     # -- the end -----------------------------------------------------------------------------------

@@ -190,14 +190,13 @@ async def test_an_upload_beyond_a_limit_names_it(start: Start, tmp_path: Path) -
     assert (large.status_code, large.json()["error"]["param"]) == (413, "file")
     assert "400000 bytes" in large.json()["error"]["message"]
 
-    async def endless() -> Any:
+    async def without_length() -> Any:
         yield b'--y\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
         for _ in range(60):
             yield b"x" * 10_000
-        await asyncio.sleep(20)  # it is refused before its end
 
     kind = {"content-type": "multipart/form-data; boundary=y"}
-    cut = await running.http.post("/v1/files", content=endless(), headers=kind)
+    cut = await running.http.post("/v1/files", content=without_length(), headers=kind)
     assert cut.status_code == 413
     many = await upload(running, b"\n" * 50_001)
     assert many.status_code == 400
@@ -255,9 +254,7 @@ async def test_a_wrong_field_of_a_batch_is_named(running: Running) -> None:
 
 async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
     running = await launch(start, tmp_path, {"batch_lines": 4}, step_s=0.05)
-    lines = [line(f"r{i}", max_tokens=1 if i == 0 else 10_000, max_completion_tokens=None) for i in range(20)]
-    for one in lines[1:]:
-        one["body"]["max_tokens"] = 1500
+    lines = [line(f"r{i}", max_tokens=1500 if i else 1) for i in range(20)]
     batch_id = await begin(running, jsonl(*lines))
     await until(lambda: running.scheduler.num_running == 4)
     assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
@@ -270,6 +267,18 @@ async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
     assert failed.keys() == {f"r{i}" for i in range(1, 20)}
     again = await running.http.post(f"/v1/batches/{batch_id}/cancel")
     assert again.status_code == 400
+
+
+async def test_a_batch_expires_with_what_it_has(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.batches.records.WINDOW_S", 3)
+    running = await launch(start, tmp_path, {"batch_lines": 1}, step_s=0.05)
+    batch_id = await begin(running, jsonl(line("r0", max_tokens=1), *(line(f"r{i}", max_tokens=900) for i in (1, 2))))
+    batch = await until_status(running, batch_id, "expired")
+    assert batch["expired_at"] >= batch["expires_at"] == batch["created_at"] + 3
+    assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+    failed = await results(running, batch["error_file_id"])
+    assert {name: one["error"]["code"] for name, one in failed.items()} == dict.fromkeys(("r1", "r2"), "batch_expired")
+    assert running.scheduler.num_running == 0
 
 
 async def test_the_input_of_a_batch_cannot_be_deleted_before_its_end(start: Start, tmp_path: Path) -> None:
