@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from openai import OpenAI
 from openai.types import Batch
@@ -182,9 +183,11 @@ def test_the_example_runs_a_batch_of_chats(stack: Stack) -> None:
         run_batch(client, {"a": {"model": "unknown"}})
 
 
-def test_a_large_upload_delays_no_other_request(stack: Stack) -> None:
-    """200 MB in one request, while another client asks for the health of the server."""
+def test_a_large_upload_costs_other_requests_nothing(stack: Stack) -> None:
+    """180 MB in one request, while another client asks for the models."""
     client, longest_s = client_of(stack.url), 0.0
+    gateway = psutil.Process(stack.processes["gateway"].pid)
+    before = most = gateway.memory_info().rss
 
     content = (b'{"x": "' + b"y" * 4000 + b'"}\n') * 45_000
     made: list[Any] = []
@@ -197,8 +200,10 @@ def test_a_large_upload_delays_no_other_request(stack: Stack) -> None:
         began_s = time.monotonic()
         other.models.list()
         longest_s = max(longest_s, time.monotonic() - began_s)
+        most = max(most, gateway.memory_info().rss)
         time.sleep(0.01)
     thread.join()
     assert made[0].bytes == len(content)
     assert longest_s < 1.0
+    assert most - before < 64 * 2**20, "the file is not held in memory"
     client.files.delete(made[0].id)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import Document, DocumentName, DocumentStore, Piece
+from services.gateway.store.documents import ContentPiece, Document, DocumentName, DocumentStore
 
 PIECE_BYTES = 2**20
 MAX_LINES = 50_000  # OpenAI's limit of a batch
@@ -85,7 +85,7 @@ class Files:
             await self._check_usage(owner)
             number = 0
             while data := await asyncio.to_thread(file.read, PIECE_BYTES):
-                await self._store.add_pieces(name, [Piece(number, 0, data)])
+                await self._store.add_pieces(name, [ContentPiece(number, 0, data)])
                 number += 1
             return await self._end(begun, num_bytes, number)
         except BaseException:
@@ -106,11 +106,11 @@ class Files:
             buffer += chunk
             num_bytes += len(chunk)
             while len(buffer) >= PIECE_BYTES:
-                await self._store.add_pieces(name, [Piece(number, 0, bytes(buffer[:PIECE_BYTES]))])
+                await self._store.add_pieces(name, [ContentPiece(number, 0, bytes(buffer[:PIECE_BYTES]))])
                 del buffer[:PIECE_BYTES]
                 number += 1
         if buffer:
-            await self._store.add_pieces(name, [Piece(number, 0, bytes(buffer))])
+            await self._store.add_pieces(name, [ContentPiece(number, 0, bytes(buffer))])
             number += 1
         await self._end(begun, num_bytes, number)
 

@@ -48,7 +48,7 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """`model`: what the gateway that made it serves. `times`: by the names of their fields. `outcome`: _OUTCOME_FIELDS
     that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run."""
 
@@ -89,7 +89,7 @@ class Batch:
         """Whether the event changes the status."""
         return (self.status, event) in TRANSITIONS
 
-    def after(self, event: Event, now_s: float) -> Batch:
+    def after(self, event: Event, now_s: float) -> BatchRecord:
         """The batch after an event."""
         status = TRANSITIONS[self.status, event]
         if event == "finish":
@@ -131,17 +131,17 @@ class Batch:
         return Document(self.name, self.model, self.created_s, expires_s, 0, orjson.dumps(data), self.version)
 
 
-def new_batch(name: DocumentName, model: str, request: BatchRequest, now_s: float, ttl_s: float) -> Batch:
+def new_batch(name: DocumentName, model: str, request: BatchRequest, now_s: float, ttl_s: float) -> BatchRecord:
     """A batch that a client asks for. `ttl_s`: of files, and of the batch after its window."""
     expiry = request.output_expires_after
     fields = request.model_dump(exclude={"output_expires_after"})
-    return Batch(name, model, fields, now_s, expiry.seconds if expiry is not None else ttl_s, ttl_s)
+    return BatchRecord(name, model, fields, now_s, expiry.seconds if expiry is not None else ttl_s, ttl_s)
 
 
-def stored_batch(document: Document) -> Batch:
+def stored_batch(document: Document) -> BatchRecord:
     """What document() made."""
     data = orjson.loads(document.data)
-    return Batch(
+    return BatchRecord(
         document.name,
         document.label,
         created_s=document.created_s,

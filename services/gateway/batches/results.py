@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from services.gateway.batches.calls import LineAnswer
-from services.gateway.batches.records import Batch, Unrun
+from services.gateway.batches.records import BatchRecord, Unrun
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import DocumentName, DocumentStore, Piece
+from services.gateway.store.documents import ContentPiece, DocumentName, DocumentStore
 
 SERVED, FAILED = 0, 1  # marks of the pieces of a batch: one for each line, by the line's number
 _READ = 16  # results that are read at once
@@ -24,23 +24,23 @@ _UNRUN: dict[Unrun, str] = {
 }
 
 
-def line_result(batch_id: str, number: int, custom_id: str, request_id: str, answer: LineAnswer) -> Piece:
+def line_result(batch_id: str, number: int, custom_id: str, request_id: str, answer: LineAnswer) -> ContentPiece:
     """A line of the output file, or of the error file."""
     head = orjson.dumps({"id": _result_id(batch_id, number), "custom_id": custom_id})
     response = orjson.dumps({"status_code": answer.status, "request_id": request_id})
     # The body is JSON already, and may be large.
     data = b'%s,"response":%s,"body":%s},"error":null}\n' % (head[:-1], response[:-1], answer.body)
-    return Piece(number, SERVED if answer.status == 200 else FAILED, data)
+    return ContentPiece(number, SERVED if answer.status == 200 else FAILED, data)
 
 
-def unrun_result(batch_id: str, number: int, custom_id: str, why: Unrun) -> Piece:
+def unrun_result(batch_id: str, number: int, custom_id: str, why: Unrun) -> ContentPiece:
     """A line of the error file for a request that was not run."""
     error = {"code": why, "message": _UNRUN[why]}
     result = {"id": _result_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error}
-    return Piece(number, FAILED, orjson.dumps(result) + b"\n")
+    return ContentPiece(number, FAILED, orjson.dumps(result) + b"\n")
 
 
-def output_id(batch: Batch, mark: int) -> str:
+def output_id(batch: BatchRecord, mark: int) -> str:
     """The id of an output file. It follows from the batch, so that two gateways write one file."""
     return "file-" + sha256(f"{batch.name.owner}:{batch.name.id}:{mark}".encode()).hexdigest()[:32]
 

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from services.gateway.batches.files import INPUT, OUTPUT, StoredFile
-from services.gateway.batches.records import Batch
+from services.gateway.batches.records import BatchRecord
 from services.gateway.batches.schema import BatchRequest, UploadForm
 from services.gateway.batches.service import Batches
 from services.gateway.batches.uploads import Uploads
@@ -125,7 +125,7 @@ def batches_api(batches: Batches) -> OtherApi:
         found = await batches.page(caller_of(request).owner, after=after, most=limit + 1)
         return _page([batch.shown() for batch in found], limit)
 
-    async def found(request: Request) -> Batch:
+    async def found(request: Request) -> BatchRecord:
         return await batches.find(caller_of(request).owner, request.path_params["batch_id"])
 
     @described(answer=BatchObject, errors=_READ_ERRORS)

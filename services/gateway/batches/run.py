@@ -18,7 +18,7 @@ from typing import Any
 from services.gateway.access.caller import Caller
 from services.gateway.batches.calls import CallEndpoint, LineAnswer, call_endpoint, error_answer
 from services.gateway.batches.files import Files, Line, StoredFile
-from services.gateway.batches.records import Batch, Counts, Event, Unrun, stored_batch
+from services.gateway.batches.records import BatchRecord, Counts, Event, Unrun, stored_batch
 from services.gateway.batches.results import (
     FAILED,
     SERVED,
@@ -33,7 +33,7 @@ from services.gateway.batches.throttle import ByteLimit, Throttle
 from services.gateway.batches.validation import InputCheck, parse_line
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
-from services.gateway.store.documents import DocumentStore, Piece
+from services.gateway.store.documents import ContentPiece, DocumentStore
 from services.runtime.logs import bind_request_id, get_logger
 
 _log = get_logger(__name__)
@@ -68,7 +68,7 @@ class RunContext:
 class BatchRun:
     """`batch`: as it was last stored or read here."""
 
-    def __init__(self, context: RunContext, batch: Batch) -> None:
+    def __init__(self, context: RunContext, batch: BatchRecord) -> None:
         self._context = context
         self._gateway, self._store, self._files = context.gateway, context.store, context.files
         self.batch = batch
@@ -120,7 +120,7 @@ class BatchRun:
                     self.batch = changed if changed == stored else replace(changed, version=stored.version + 1)
                     return True
 
-    def _counts(self, stored: Batch) -> Counts:
+    def _counts(self, stored: BatchRecord) -> Counts:
         if not self._marks:
             return stored.counts
         return Counts(stored.counts.total, self._marks[SERVED], self._marks[FAILED])
@@ -213,22 +213,23 @@ class BatchRun:
         try:
             parsed = await parse_line(self._gateway, line)
             piece = await self._result(line.number, parsed, request_id)
-            while piece is not None and not await self._is_stored(piece, request_id):  # noqa: ASYNC110 - another process's state
-                await asyncio.sleep(_STORE_PAUSE_S)
+            if piece is not None:
+                await self._store_result(piece, request_id)
         except Exception as error:
             _log.error("a line of a batch failed", request=request_id, exc_info=error)
 
-    async def _is_stored(self, piece: Piece, request_id: str) -> bool:
-        """Store the result of a line. False if the store fails."""
-        try:
-            if await self._store.add_pieces(self.batch.name, [piece]):
-                self._marks[piece.mark] += 1
-        except ApiError as error:
-            _log.warning("the result of a line has to wait", request=request_id, error=error.message)
-            return False
-        return True
+    async def _store_result(self, piece: ContentPiece, request_id: str) -> None:
+        """Store the result of a line, as soon as the store takes it."""
+        while True:
+            try:
+                if await self._store.add_pieces(self.batch.name, [piece]):
+                    self._marks[piece.mark] += 1
+                return
+            except ApiError as error:
+                _log.warning("the result of a line has to wait", request=request_id, error=error.message)
+                await asyncio.sleep(_STORE_PAUSE_S)
 
-    async def _result(self, number: int, line: BatchLine, request_id: str) -> Piece | None:
+    async def _result(self, number: int, line: BatchLine, request_id: str) -> ContentPiece | None:
         """The result of a line, as soon as the server takes the line. None if the key of the batch was removed."""
         name = self.batch.name
         while True:

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from services.gateway.batches.calls import CallEndpoint
 from services.gateway.batches.files import INPUT, FileLimits, Files, StoredFile
-from services.gateway.batches.records import Batch, new_batch, stored_batch
+from services.gateway.batches.records import BatchRecord, new_batch, stored_batch
 from services.gateway.batches.run import BatchRun, RunContext
 from services.gateway.batches.schema import BatchRequest
 from services.gateway.errors import ApiError, invalid
@@ -66,7 +66,7 @@ class Batches:
 
     # -- for clients -------------------------------------------------------------------------------
 
-    async def create(self, request: BatchRequest, owner: str) -> Batch:
+    async def create(self, request: BatchRequest, owner: str) -> BatchRecord:
         """Store a batch, and begin to run it if there is room here. Raises ApiError 400, 404 and 429."""
         shared = self._shared
         file = await shared.files.find(owner, request.input_file_id, param="input_file_id")
@@ -83,7 +83,7 @@ class Batches:
             await self._take(name)
         return batch
 
-    async def find(self, owner: str, batch_id: str, param: str = "batch_id") -> Batch:
+    async def find(self, owner: str, batch_id: str, param: str = "batch_id") -> BatchRecord:
         """The batch. Raises ApiError 404 if this owner has none of this id."""
         document = await self._shared.store.get(DocumentName("batch", owner, batch_id))
         if document is None:
@@ -91,12 +91,12 @@ class Batches:
             raise ApiError(404, message, param=param, code="batch_not_found")
         return stored_batch(document)
 
-    async def page(self, owner: str, *, after: str | None, most: int) -> list[Batch]:
+    async def page(self, owner: str, *, after: str | None, most: int) -> list[BatchRecord]:
         """The owner's batches behind the one with the id `after`, the newest first. Raises ApiError 404."""
         last = (await self.find(owner, after, "after")).document() if after is not None else None
         return [stored_batch(each) for each in await self._shared.store.page("batch", owner, (), after=last, most=most)]
 
-    async def cancel(self, owner: str, batch_id: str) -> Batch:
+    async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
         """End a batch. The gateway that runs it notices within a second. Raises ApiError 400 if it has ended."""
         while True:
             batch = await self.find(owner, batch_id)
@@ -141,7 +141,10 @@ class Batches:
 
     async def _look(self) -> None:
         for run, _ in list(self._runs.values()):
-            await run.look()
+            try:
+                await run.look()
+            except ApiError as error:  # the others are looked at all the same
+                _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
         room = MAX_RUNS - len(self._runs)

@@ -42,7 +42,7 @@ class Document:
     version: int = 0
 
 
-class Piece(NamedTuple):
+class ContentPiece(NamedTuple):
     """`mark`: a small number that marks() gives without the data."""
 
     number: int
@@ -93,7 +93,7 @@ class DocumentStore(Protocol):
         """Delete a document and its pieces. False if there is none."""
         ...
 
-    async def add_pieces(self, name: DocumentName, pieces: Sequence[Piece]) -> int:
+    async def add_pieces(self, name: DocumentName, pieces: Sequence[ContentPiece]) -> int:
         """Add the pieces with new numbers, and say how many that were. 0 if there is no document of this name."""
         ...
 

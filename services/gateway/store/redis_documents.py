@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from services.gateway.store.documents import Document, DocumentKind, DocumentName, Piece, StoreUsage
+from services.gateway.store.documents import ContentPiece, Document, DocumentKind, DocumentName, StoreUsage
 from services.gateway.store.redis_link import RedisLink
 
 _LOOKED_AT = 256  # documents that are read at once for a page
@@ -162,7 +162,7 @@ class RedisDocuments:
     async def delete(self, name: DocumentName) -> bool:
         return bool(await self._script(_DELETE, name, await self._label(name)))
 
-    async def add_pieces(self, name: DocumentName, pieces: Sequence[Piece]) -> int:
+    async def add_pieces(self, name: DocumentName, pieces: Sequence[ContentPiece]) -> int:
         return int(await self._script(_ADD, name, "", *(part for piece in pieces for part in piece)))
 
     async def marks(self, name: DocumentName) -> Mapping[int, int]:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.gateway.store.documents import Document, DocumentKind, DocumentName, Piece, StoreUsage
+from services.gateway.store.documents import ContentPiece, Document, DocumentKind, DocumentName, StoreUsage
 from services.gateway.store.sqlite_file import SqliteFile, marks
 
 _COLUMNS = "kind, owner, id, label, created_s, expires_s, num_bytes, data, version"
@@ -78,7 +78,7 @@ class SqliteDocuments:
         sql = f"DELETE FROM documents WHERE {_NAMED}"
         return await self._file.run(lambda db: db.execute(sql, name).rowcount > 0)
 
-    async def add_pieces(self, name: DocumentName, pieces: Sequence[Piece]) -> int:
+    async def add_pieces(self, name: DocumentName, pieces: Sequence[ContentPiece]) -> int:
         known = f"SELECT 1 FROM documents WHERE {_NAMED}"
         sql = "INSERT OR IGNORE INTO pieces (kind, owner, id, number, mark, data) VALUES (?, ?, ?, ?, ?, ?)"
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 import pytest_asyncio
 
-from services.gateway.store.documents import Document, DocumentName, DocumentStore, Piece, StoreUsage
+from services.gateway.store.documents import ContentPiece, Document, DocumentName, DocumentStore, StoreUsage
 from services.gateway.store.redis_documents import RedisDocuments
 from services.gateway.store.redis_link import RedisLink
 from services.gateway.store.sqlite_documents import SqliteDocuments
@@ -89,20 +89,20 @@ async def test_only_the_newest_version_is_replaced(stores: Stores, one: Document
 
 async def test_a_piece_never_changes(stores: Stores, one: Document) -> None:
     first, second = stores
-    assert await first.add_pieces(one.name, [Piece(1, 0, b"early")]) == 0, "there is no document yet"
+    assert await first.add_pieces(one.name, [ContentPiece(1, 0, b"early")]) == 0, "there is no document yet"
     await first.put(one)
-    assert await first.add_pieces(one.name, [Piece(3, 1, b"c"), Piece(1, 0, b"a")]) == 2
-    assert await second.add_pieces(one.name, [Piece(1, 1, b"other"), Piece(2, 0, b"")]) == 1
+    assert await first.add_pieces(one.name, [ContentPiece(3, 1, b"c"), ContentPiece(1, 0, b"a")]) == 2
+    assert await second.add_pieces(one.name, [ContentPiece(1, 1, b"other"), ContentPiece(2, 0, b"")]) == 1
     assert dict(await first.marks(one.name)) == {1: 0, 2: 0, 3: 1}
     assert await first.pieces(one.name, [3, 1, 2, 9]) == [b"c", b"a", b""]
     assert await first.pieces(one.name, []) == []
     many = list(range(10, 1500))
-    await first.add_pieces(one.name, [Piece(number, 0, b"%d" % number) for number in many])
+    await first.add_pieces(one.name, [ContentPiece(number, 0, b"%d" % number) for number in many])
     assert await second.pieces(one.name, many) == [b"%d" % number for number in many]
     await second.drop_pieces(one.name)
     assert not await first.marks(one.name)
     assert await first.get(one.name) == one
-    await first.add_pieces(one.name, [Piece(1, 0, b"a")])
+    await first.add_pieces(one.name, [ContentPiece(1, 0, b"a")])
     assert await first.delete(one.name)
     assert not await second.marks(one.name)
     assert await second.pieces(one.name, [1]) == []

@@ -15,7 +15,7 @@ from openai.types import Batch as OpenAiBatch
 
 from services.gateway.batches.calls import LineAnswer, call_endpoint
 from services.gateway.batches.files import PIECE_BYTES, FileLimits, Files, Line
-from services.gateway.batches.records import ENDED, TRANSITIONS, Batch, new_batch, stored_batch
+from services.gateway.batches.records import ENDED, TRANSITIONS, BatchRecord, new_batch, stored_batch
 from services.gateway.batches.results import BatchUsage, line_result, output_id, unrun_result
 from services.gateway.batches.schema import BatchLine, BatchRequest
 from services.gateway.batches.throttle import ByteLimit, Throttle
@@ -28,7 +28,7 @@ REQUEST = BatchRequest(input_file_id="file-1", endpoint="/v1/completions", compl
 NAME = DocumentName("batch", "ann", "batch_1")
 
 
-def batch() -> Batch:
+def batch() -> BatchRecord:
     return new_batch(NAME, "demo", REQUEST, 1000.0, 60.0)
 
 
