@@ -38,6 +38,7 @@ from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
 from services.gateway.parsing.formats import ModelFormats, model_formats
 from services.gateway.responses_api.routes import responses_api
@@ -110,8 +111,10 @@ async def serve(
     gateway = _make_gateway(settings, model, session, keys)
     stores = _open_stores(settings)
     responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
-    batches = _make_batches(settings, gateway, stores, responses)
-    http_server = _make_http_server(settings, gateway, responses, batches, public)
+    apis = [responses_api(responses), anthropic_api(gateway)]
+    batches = _make_batches(settings, gateway, stores, apis)
+    apis += [files_api(batches), batches_api(batches)]
+    http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
     engine = _make_engine(settings, gateway, model.files, kv_events)
@@ -200,11 +203,14 @@ def _open_stores(settings: GatewaySettings) -> Stores | None:
         return None
 
 
-def _make_batches(settings: GatewaySettings, gateway: Gateway, stores: Stores | None, responses: Responses) -> Batches:
+def _make_batches(
+    settings: GatewaySettings, gateway: Gateway, stores: Stores | None, apis: Sequence[OtherApi]
+) -> Batches:
+    """`apis`: a batch may call their paths, too."""
     return Batches(
         gateway,
         stores.documents if stores is not None else None,
-        endpoints_of([*generation_routes(gateway), *responses_api(responses).routes]),
+        endpoints_of([*generation_routes(gateway), *(route for api in apis for route in api.routes)]),
         FileLimits(settings.max_file_bytes, settings.max_files_bytes, settings.file_ttl_s),
         lines=settings.batch_lines,
         all_lines=settings.all_batch_lines,
@@ -212,10 +218,9 @@ def _make_batches(settings: GatewaySettings, gateway: Gateway, stores: Stores | 
 
 
 def _make_http_server(
-    settings: GatewaySettings, gateway: Gateway, responses: Responses, batches: Batches, tls: TlsFiles | None
+    settings: GatewaySettings, gateway: Gateway, apis: Sequence[OtherApi], tls: TlsFiles | None
 ) -> HttpServer:
     hosts = AllowedHosts(settings.hosts, settings.host)
-    apis = [responses_api(responses), anthropic_api(gateway), files_api(batches), batches_api(batches)]
     app: ASGIApp = create_app(gateway, hosts, settings.root_path, apis)
     if settings.origins:
         app = CORSMiddleware(
