@@ -17,6 +17,10 @@ from paceline.third_party.vllm_engine_pb2_grpc import add_VllmEngineServicer_to_
 from paceline.v1 import inference_pb2_grpc
 from services.gateway.access.control import AccessControl
 from services.gateway.anthropic.routes import anthropic_api
+from services.gateway.batches.calls import endpoints_of
+from services.gateway.batches.files import FileLimits
+from services.gateway.batches.routes import batches_api, files_api
+from services.gateway.batches.service import Batches
 from services.gateway.embeddings.routes import embeddings_api
 from services.gateway.engine.request import RequestBuilder
 from services.gateway.engine.request_store import RequestStore
@@ -36,12 +40,13 @@ from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.routes import create_app
+from services.gateway.openai.middleware import OtherApi
+from services.gateway.openai.routes import create_app, generation_routes
 from services.gateway.parsing.formats import ModelFormats, model_formats
 from services.gateway.responses_api.routes import responses_api
 from services.gateway.responses_api.service import Responses
 from services.gateway.settings import GatewaySettings
-from services.gateway.store.opening import open_store
+from services.gateway.store.opening import Stores, open_stores
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
@@ -108,15 +113,19 @@ async def serve(
     public = open_files(paths) if (paths := settings.public_tls) is not None else None
     session = _make_session(settings, model, internal)
     gateway = _make_gateway(settings, model, session, keys)
-    responses = _make_responses(settings, gateway)
-    http_server = _make_http_server(settings, gateway, responses, public)
+    stores = _open_stores(settings)
+    responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
+    apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
+    batches = _make_batches(settings, gateway, stores, apis)
+    apis += [files_api(batches), batches_api(batches)]
+    http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
     engine = _make_engine(settings, gateway, model.files, kv_events)
     grpc_server = _make_grpc_server(settings, gateway, engine, keys, public)
     # grpc.health.v1 says SERVING exactly while /ready says 200.
     session.on_status = lambda: grpc_server.set_serving(gateway.ready)
-    periodic = _start_periodic_work(gateway, responses, http_server, keys)
+    periodic = _start_periodic_work(gateway, responses, batches, http_server, keys)
     try:
         grpc_port = await grpc_server.start()
         background = [*periodic, *session.start()]
@@ -138,12 +147,14 @@ async def serve(
         for task in periodic:
             task.cancel()
         gateway.parser.close()
+        await batches.close()
         await responses.close()
         await session.close()
         kv_events.close()
         await grpc_server.stop(_LAST_WORDS_S)
         await http_server.stop()
-        await responses.close_store()
+        if stores is not None:
+            await stores.close()
         await gateway.builder.close()
 
 
@@ -186,21 +197,33 @@ def _make_grpc_server(
     return server
 
 
-def _make_responses(settings: GatewaySettings, gateway: Gateway) -> Responses:
+def _open_stores(settings: GatewaySettings) -> Stores | None:
     url, ttl_s, max_bytes = settings.response_store, settings.response_ttl_s, settings.response_store_bytes
     try:
-        store = open_store(url, ttl_s=ttl_s, max_bytes=max_bytes)
+        return open_stores(url, ttl_s=ttl_s, max_bytes=max_bytes)
     except OSError as error:  # the user has no home
-        _log.warning("responses are not stored: there is no state folder; set response_store", error=str(error))
-        store = None
-    return Responses(gateway, store, grace_s=settings.resume_grace_s)
+        _log.warning("nothing is stored: there is no state folder; set response_store", error=str(error))
+        return None
+
+
+def _make_batches(
+    settings: GatewaySettings, gateway: Gateway, stores: Stores | None, apis: Sequence[OtherApi]
+) -> Batches:
+    """`apis`: a batch may call their paths, too."""
+    return Batches(
+        gateway,
+        stores.documents if stores is not None else None,
+        endpoints_of([*generation_routes(gateway), *(route for api in apis for route in api.routes)]),
+        FileLimits(settings.max_file_bytes, settings.max_files_bytes, settings.file_ttl_s),
+        lines=settings.batch_lines,
+        all_lines=settings.all_batch_lines,
+    )
 
 
 def _make_http_server(
-    settings: GatewaySettings, gateway: Gateway, responses: Responses, tls: TlsFiles | None
+    settings: GatewaySettings, gateway: Gateway, apis: Sequence[OtherApi], tls: TlsFiles | None
 ) -> HttpServer:
     hosts = AllowedHosts(settings.hosts, settings.host)
-    apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     app: ASGIApp = create_app(gateway, hosts, AllowedOrigins(settings.origins), settings.root_path, apis)
     if settings.origins:
         app = CORSMiddleware(
@@ -301,11 +324,11 @@ def _make_gateway(
 
 
 def _start_periodic_work(
-    gateway: Gateway, responses: Responses, http_server: HttpServer, keys: KeySource | None
+    gateway: Gateway, responses: Responses, batches: Batches, http_server: HttpServer, keys: KeySource | None
 ) -> list[asyncio.Task[None]]:
     """The tasks end only when they are cancelled."""
     work = [_tick(gateway.requests), _watch_lag(gateway.metrics), _trim_at_rest(gateway.bodies), http_server.watch()]
-    work.append(responses.watch())
+    work += [responses.watch(), batches.watch()]
     work += [keys.watch()] if keys is not None else []
     return [asyncio.create_task(each) for each in work]
 

@@ -169,13 +169,23 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
 
     response_store: StoreUrl = Field(
         SQLITE,
-        description="where responses of /v1/responses are stored: none, sqlite (a file in the state folder), "
+        description="where responses, files and batches are stored: none, sqlite (a file in the state folder), "
         "sqlite:///FILE, or redis://, rediss:// or unix:// for gateways on several machines",
     )
     response_ttl_s: float = Field(30 * 86400.0, ge=1, description="seconds after which a stored response is deleted")
     response_store_bytes: int = Field(
         2**30, ge=2**20, description="size of all responses in an SQLite store; the oldest are deleted above it"
     )
+
+    max_file_bytes: int = Field(200 * 2**20, ge=1024, description="largest file of /v1/files; a larger one gets 413")
+    max_files_bytes: int = Field(
+        2 * 2**30, ge=1024, description="size of all files of one API key; an upload above it gets 413"
+    )
+    file_ttl_s: float = Field(
+        30 * 86400.0, ge=1, description="seconds after which a file is deleted, and a batch after its completion window"
+    )
+    batch_lines: int = Field(64, ge=1, description="requests of one batch in flight at this gateway")
+    all_batch_lines: int = Field(256, ge=1, description="requests of all batches in flight at this gateway")
 
     @property
     def origins(self) -> list[str]:

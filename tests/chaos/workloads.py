@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.support.asking import GRPC, RESPONSES, Answer, Question
+from tests.support.asking import BATCHES, GRPC, RESPONSES, Answer, Question
 from tests.support.asking import MESSAGES as PATH_OF_MESSAGES
 from tests.support.stack import Stack
 
@@ -25,7 +25,8 @@ SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}'
 # So a client that resumes has its answer generated again. All else is the default: also the patience of
 # gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
 # matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
-GATEWAY_FLAGS = ["--resume-keep-s", "0"]
+# A batch with few lines in flight has lines that wait when its gateway dies.
+GATEWAY_FLAGS = ["--resume-keep-s", "0", "--batch-lines", "4"]
 # More of them than there is room for.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
@@ -115,6 +116,14 @@ def _messages() -> list[Question]:
     return [Question("messages", PATH_OF_MESSAGES, called | {"seed": seed}) for seed in (3, 4, 5)]
 
 
+def _batches() -> list[Question]:
+    """A batch, of which each line must be there once at the end; half of the lines have a seed."""
+    lines = [{**question.body, "stream": False} for question in _greedy("batches", 24, 12, 100, stream=False)]
+    for number, line in enumerate(lines):
+        line |= {"temperature": 1.0, "seed": number} if number % 2 else {}
+    return [Question("batches", BATCHES, {"lines": lines, "stream": True})]
+
+
 def _grpc() -> list[Question]:
     prompts = [question.body["prompt"] for question in _greedy("grpc", 3, 30, 1)]
     return [
@@ -159,6 +168,7 @@ WORKLOADS: dict[str, Workload] = {
     "tools": Workload(_tools(), _all_have(10)),
     "responses": Workload(_responses(), _all_have(10)),
     "messages": Workload(_messages(), _all_have(10)),
+    "batches": Workload(_batches(), _all_have(2)),
     "grpc": Workload(_grpc(), _all_have(10)),
     "swapped": Workload(_greedy("swapped", 16, 60, 280), _is_swapped),
 }

@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from services.client import PacelineError
+from tests.support.asking_batches import ask_batch
 from tests.support.asking_grpc import ask_grpc
 from tests.support.sse import Event, alike, told
 
 ATTEMPTS = 200
 PAUSE_S = 0.2
 GRPC = "grpc"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, BATCHES = "/v1/responses", "/v1/messages", "/v1/batches"
 LAST_TYPES = ("response.completed", "response.incomplete", "message_stop")
 
 
@@ -48,7 +49,8 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """`name` is of the kind, for reports. With the path GRPC the body has the arguments of the Python client."""
+    """`name` is of the kind, for reports. With the path GRPC the body has the arguments of the Python client,
+    with BATCHES the `lines`."""
 
     name: str
     path: str
@@ -130,6 +132,9 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
             await ask_grpc(gateways, answer)
         except PacelineError as error:
             answer.refusal = f"{error.code.name}: {error}"
+        return
+    if question.path == BATCHES:
+        await ask_batch(http, gateways, answer)
         return
     clock = asyncio.get_running_loop().time
     headers = {"Idempotency-Key": key}

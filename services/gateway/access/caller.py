@@ -11,9 +11,11 @@ from services.runtime.keys.entries import ApiKey
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a request. `key` None: the server has no keys, and every request may do everything."""
+    """The owner of a request. `key` None: the server has no keys, and every request may do everything. `offline`: the
+    owner does not wait for the answer, so the request yields to others."""
 
     key: ApiKey | None = None
+    offline: bool = False
 
     @property
     def owner(self) -> str:
@@ -21,13 +23,16 @@ class Caller:
         return self.key.name if self.key is not None else ""
 
     def permit(self, metadata: inference_pb2.Submission, named_tenant: str | None) -> inference_pb2.Submission:
-        """The metadata with the tenant that the key allows. `named_tenant`: the tenant that the request names itself.
+        """The metadata with `offline` and the tenant that the key allows. `named_tenant`: the tenant that the request
+        names itself.
 
         OpenAI's `user`, which stands for a tenant without keys, names an end user of the key, and is no mistake. Raises
         ApiError 403 for another tenant than the key's, and for a priority above the key's. The order of the queue
         counts a deadline or an SLO as at least the key's `min_slo_s` away.
         """
         key = self.key
+        if self.offline:
+            metadata.offline = True
         if key is None:
             return metadata
         # Rounded as the request's own, which has 32 bits: otherwise 0.1 would be above 0.1.

@@ -59,12 +59,12 @@ ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] =
 
 
 # Where the scope's state has the request's Caller.
-_CALLER = "caller"
+CALLER = "caller"
 
 
 def caller_of(request: Request) -> Caller:
     """The caller of a request that the middleware has let in."""
-    caller: Caller = request.scope["state"].get(_CALLER, ANYONE)
+    caller: Caller = request.scope["state"].get(CALLER, ANYONE)
     return caller
 
 
@@ -135,7 +135,7 @@ class RequestMiddleware:
 
         error: ApiError | None
         try:
-            scope["state"][_CALLER] = self._admit(scope)
+            scope["state"][CALLER] = self._admit(scope)
             error = self._refusal(scope)
         except ApiError as refused:
             error = refused

@@ -64,7 +64,7 @@ def create_app(
     `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those that it serves besides
     OpenAI's."""
     # The most frequent first: each route costs some µs.
-    routes = [*_generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
+    routes = [*generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
     routes.append(openapi_route(routes, with_keys=gateway.access.has_keys))
     kinds = {**_KINDS, **{path: kind for api in apis for path, kind in api.kinds.items()}}
@@ -239,7 +239,9 @@ def _session_routes(gateway: Gateway) -> list[Route]:
     return [Route("/v1/sessions/{session_id:path}", release_session, methods=["DELETE"])]
 
 
-def _generation_routes(gateway: Gateway) -> list[Route]:
+def generation_routes(gateway: Gateway) -> list[Route]:
+    """The routes that generate; a batch calls them, too."""
+
     @described(
         body=schema.CompletionRequest,
         answer=answers.Completion,

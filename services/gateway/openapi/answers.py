@@ -262,3 +262,72 @@ class ItemPage(_Answer):
     first_id: str
     last_id: str
     has_more: bool
+
+
+class FileObject(_Answer):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FilePage(_Answer):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(_Answer):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchCounts(_Answer):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(_Answer):
+    """A batch. Times are Unix times in seconds, and null for a status that the batch has not had."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    output_file_id: str | None
+    error_file_id: str | None
+    errors: dict[str, Any] | None
+    usage: dict[str, Any] | None
+    metadata: dict[str, str] | None
+
+
+class BatchPage(_Answer):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -18,9 +18,10 @@ COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """`body`: the model that parses the request. `answer`: the JSON of status 200. `event`: the JSON of one event of a
-    stream. `text`: the media type of an answer that is no JSON. `statuses`: further statuses without the error shape,
-    each with its meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each with its meaning.
+    """`body`: the model that parses the request. `form`: the model of a multipart body. `query`: parameters, each with
+    its meaning. `answer`: the JSON of status 200. `event`: the JSON of one event of a stream. `text`: the media type of
+    an answer that is no JSON. `statuses`: further statuses without the error shape, each with its meaning. `errors`:
+    statuses with the shape `error`. `headers`: of the request, each with its meaning.
     """
 
     body: type[BaseModel] | None = None
@@ -31,6 +32,8 @@ class Described:
     errors: Sequence[int] = COMMON_ERRORS
     headers: dict[str, str] = field(default_factory=dict)
     error: type[BaseModel] = Error
+    form: type[BaseModel] | None = None
+    query: dict[str, str] = field(default_factory=dict)
 
 
 def described(
@@ -43,11 +46,13 @@ def described(
     errors: Sequence[int] = COMMON_ERRORS,
     headers: dict[str, str] | None = None,
     error: type[BaseModel] = Error,
+    form: type[BaseModel] | None = None,
+    query: dict[str, str] | None = None,
 ) -> Callable[[F], F]:
     """Adds the description to an endpoint. See Described."""
 
     def add(endpoint: F) -> F:
-        one = Described(body, answer, event, text, statuses or {}, errors, headers or {}, error)
+        one = Described(body, answer, event, text, statuses or {}, errors, headers or {}, error, form, query or {})
         setattr(endpoint, _ATTRIBUTE, one)
         return endpoint
 

@@ -31,7 +31,7 @@ def document(routes: Iterable[Route], *, title: str, version: str, with_keys: bo
     for _, one in described:
         modes[one.error] = "serialization"
         modes |= {model: "serialization" for model in (one.answer, one.event) if model is not None}
-        modes |= {one.body: "validation"} if one.body is not None else {}
+        modes |= {model: "validation" for model in (one.body, one.form) if model is not None}
     schemas, shared = models_json_schema([*modes.items()], ref_template=_REF)
     components: dict[str, Any] = {"schemas": _plain(shared.get("$defs", {}))}
     refs = {model: schemas[model, mode] for model, mode in modes.items()}
@@ -80,10 +80,15 @@ def _operation(route: Route, one: Described, method: str, refs: _Refs) -> dict[s
         {"name": name, "in": "header", "required": False, "description": what, "schema": {"type": "string"}}
         for name, what in one.headers.items()
     ]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "description": what, "schema": {"type": "string"}}
+        for name, what in one.query.items()
+    ]
     if parameters:
         value["parameters"] = parameters
-    if one.body is not None:
-        value["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[one.body]}}}
+    bodies = {"application/json": one.body, "multipart/form-data": one.form}
+    if content := {kind: {"schema": refs[model]} for kind, model in bodies.items() if model is not None}:
+        value["requestBody"] = {"required": True, "content": content}
     return value
 
 

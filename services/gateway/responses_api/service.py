@@ -29,14 +29,13 @@ from services.gateway.responses_api.long_work import with_bytes, with_pieces
 from services.gateway.responses_api.pieces import Outcome, OutputPiece, PieceReader
 from services.gateway.responses_api.records import dump_result, head_of, load_result
 from services.gateway.responses_api.running import RunningResponse, ended
+from services.gateway.store.periodic import LEASE_S, PURGE_S, TICK_S, repeat
 from services.gateway.store.records import IN_PROGRESS, ResponseName, ResponseStore, StoredResponse
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
 ENDPOINT = "response"
-# A gateway renews the leases of its responses every _TICK_S. A lease outlives several missed renewals.
-LEASE_S, _TICK_S, _PURGE_S = 10.0, 1.0, 60.0
 # Abandoned responses that are looked at and taken over in one tick. A burst must not push other requests aside.
 _LOOKED_AT, _TAKEN_OVER = 64, 4
 # The scheduler or the store may serve the request later. After any other error it would fail again.
@@ -206,11 +205,6 @@ class Responses:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def close_store(self) -> None:
-        """Close the store, when no request needs it any more."""
-        if self._store is not None:
-            await self._store.close()
-
     # -- the generation ----------------------------------------------------------------------------
 
     def _run(self, response: RunningResponse, reading: Reading) -> None:
@@ -321,24 +315,14 @@ class Responses:
 
     async def watch(self) -> NoReturn:
         """Renew leases, end what was cancelled elsewhere, take over what was abandoned. Runs until cancelled."""
+        if self._store is None:
+            await asyncio.Event().wait()
         async with asyncio.TaskGroup() as group:
             # Apart: a response with a long prompt takes seconds to take over, and leases must be renewed meanwhile.
-            group.create_task(self._repeat(self._renew, _TICK_S))
-            group.create_task(self._repeat(self._take_over_some, _TICK_S))
-            group.create_task(self._repeat(lambda: self.store.purge(), _PURGE_S))
+            group.create_task(repeat(self._renew, TICK_S))
+            group.create_task(repeat(self._take_over_some, TICK_S))
+            group.create_task(repeat(lambda: self.store.purge(), PURGE_S))
         raise AssertionError("the tasks above do not end")
-
-    async def _repeat(self, work: Callable[[], Awaitable[None]], every_s: float) -> NoReturn:
-        while True:
-            await asyncio.sleep(every_s)
-            if self._store is None:
-                continue
-            try:
-                await work()
-            except ApiError as error:
-                _log.warning("the work on stored responses has to wait", error=error.message)
-            except Exception as error:  # a record that cannot be read must not end the gateway
-                _log.error("the work on stored responses failed", exc_info=error)
 
     async def _renew(self) -> None:
         stored = {name: live for name, live in self._live.items() if live.is_stored and live.task is not None}

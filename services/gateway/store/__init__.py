@@ -1,4 +1,4 @@
-"""Stored responses: the records, and where they are kept (SQLite, Redis or Valkey).
+"""What gateways share: stored responses, files and batches, and the stores that keep them (SQLite, Redis or Valkey).
 
 May import `errors`.
 """

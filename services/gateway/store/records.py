@@ -55,7 +55,7 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Keeps responses for all gateways that share it. Every method but `close` raises ApiError 503 if the store fails.
+    """Keeps responses for all gateways that share it. Every method raises ApiError 503 if the store fails.
 
     A lease tells the other gateways that a gateway works on the response. It ends after some seconds without `renew`.
     """
@@ -100,10 +100,6 @@ class ResponseStore(Protocol):
         """Delete what is too old or too much. Call this about once a minute."""
         ...
 
-    async def close(self) -> None:
-        """End the store's connections and threads."""
-        ...
-
 
 def too_large(num_bytes: int, max_bytes: int) -> ApiError:
     """The error for a response that the store could never hold."""
@@ -122,5 +118,5 @@ def full() -> ApiError:
 
 def unavailable(reason: object) -> ApiError:
     """The error of a store that fails."""
-    message = f"the response store does not answer ({type(reason).__name__}); the gateway's log has the details"
+    message = f"the store does not answer ({type(reason).__name__}); the gateway's log has the details"
     return ApiError(503, message, code="store_unavailable", retry_after_s=1.0)

@@ -11,17 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
-
-from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, unavailable
-from services.runtime.logs import get_logger
-
-_log = get_logger(__name__)
+from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse
+from services.gateway.store.redis_link import RedisLink
 
 _PREFIX = "paceline:response:"
 _LEASES = "paceline:responses:leases"
-_CONNECT_S, _ANSWER_S = 2.0, 5.0
 _TEXTS = ("fingerprint", "request", "work", "status", "result", "tokens")
 # KEYS: the response, the leases. ARGV of all scripts begins with the member of the leases.
 _PUT = """
@@ -62,13 +56,12 @@ return redis.call('DEL', KEYS[1])
 
 
 class RedisStore:
-    """`url`: redis://, rediss:// or unix://, as the package redis reads them. `ttl_s`: seconds after which a response
-    is deleted. Of a cluster, all keys must be on one node."""
+    """`ttl_s`: seconds after which a response is deleted."""
 
-    def __init__(self, url: str, *, ttl_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, link: RedisLink, *, ttl_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._link = link
         self._ttl_ms = max(1, int(1000 * ttl_s))
         self._clock = clock
-        self._redis: Redis = Redis.from_url(url, socket_connect_timeout=_CONNECT_S, socket_timeout=_ANSWER_S)
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
         until_s = self._clock() + lease_s
@@ -84,7 +77,7 @@ class RedisStore:
         return bool(await self._script(_PUT, response.name, until_s, self._ttl_ms, has_lease, *flat))
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        found: dict[bytes, bytes] = await self._ask(self._redis.hgetall(_key((owner, response_id))))
+        found: dict[bytes, bytes] = await self._link.ask(self._link.redis.hgetall(_key((owner, response_id))))
         if not found:
             return None
         fields = {name.decode(): value for name, value in found.items()}
@@ -103,7 +96,7 @@ class RedisStore:
         )
 
     async def model_of(self, owner: str, response_id: str) -> str | None:
-        found: bytes | None = await self._ask(self._redis.hget(_key((owner, response_id)), "model"))
+        found: bytes | None = await self._link.ask(self._link.redis.hget(_key((owner, response_id)), "model"))
         return found.decode() if found is not None else None
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
@@ -112,11 +105,11 @@ class RedisStore:
 
     async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
         until_s = self._clock() + lease_s
-        pipeline = self._redis.pipeline(transaction=False)
+        pipeline = self._link.redis.pipeline(transaction=False)
         for name, tokens in progress.items():
             arguments: list[Any] = [_key(name), _LEASES, _member(name), str(until_s), tokens]
             pipeline.eval(_RENEW, 2, *arguments)
-        answers: list[Any] = await self._ask(pipeline.execute())
+        answers: list[Any] = await self._link.ask(pipeline.execute())
         return [name for name, is_renewed in zip(progress, answers, strict=True) if not is_renewed]
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
@@ -126,28 +119,16 @@ class RedisStore:
         return bool(await self._script(_DELETE, (owner, response_id)))
 
     async def abandoned(self, most: int, skip: int = 0) -> list[ResponseName]:
-        over = self._redis.zrangebyscore(_LEASES, "-inf", self._clock(), start=skip, num=most)
-        members: list[bytes] = await self._ask(over)
+        over = self._link.redis.zrangebyscore(_LEASES, "-inf", self._clock(), start=skip, num=most)
+        members: list[bytes] = await self._link.ask(over)
         names = [tuple(member.decode().split(":", 1)) for member in members]
         return [(owner, response_id) for owner, response_id in names]
 
     async def purge(self) -> None:
         """Redis deletes responses itself. Names of deleted responses leave the leases with `claim`."""
 
-    async def close(self) -> None:
-        await self._redis.aclose()
-
     async def _script(self, script: str, name: ResponseName, *values: Any) -> Any:
-        arguments = [value if isinstance(value, bytes | str) else str(value) for value in values]
-        return await self._ask(self._redis.eval(script, 2, _key(name), _LEASES, _member(name), *arguments))
-
-    async def _ask(self, answer: Any) -> Any:
-        """The server's answer. `answer` is awaitable, but the package's types are of its two clients together."""
-        try:
-            return await answer
-        except (RedisError, OSError) as error:
-            _log.error("the response store failed", error=str(error))
-            raise unavailable(error) from error
+        return await self._link.script(script, [_key(name), _LEASES], _member(name), *values)
 
 
 def _member(name: ResponseName) -> str:

@@ -2,85 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TypeVar
 
-from services.gateway.store.records import (
-    IN_PROGRESS,
-    ResponseName,
-    Status,
-    StoredResponse,
-    full,
-    too_large,
-    unavailable,
-)
-from services.runtime.logs import get_logger
+from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, full, too_large
+from services.gateway.store.sqlite_file import SqliteFile, marks
 
-_log = get_logger(__name__)
-T = TypeVar("T")
-
-# In the file's user_version. A file of another version is refused.
-_VERSION = 1
-# How long a write waits for the writes of other gateways.
-_BUSY_S = 5.0
 # Deleted at a time, so that other gateways' writes come between.
 _BATCH = 256
 _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
-# What changes each second is apart, because SQLite writes a whole row anew, and a request may have megabytes.
-# Triggers count each owner's bytes. A file of a version without them is counted once.
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS responses (
-  owner TEXT NOT NULL, id TEXT NOT NULL, model TEXT NOT NULL, created_s INTEGER NOT NULL, background INTEGER NOT NULL,
-  fingerprint BLOB NOT NULL, request BLOB NOT NULL, work BLOB NOT NULL, status TEXT NOT NULL, result BLOB NOT NULL,
-  expires_s REAL NOT NULL, num_bytes INTEGER NOT NULL,
-  PRIMARY KEY (owner, id)
-);
-CREATE INDEX IF NOT EXISTS by_expiry ON responses (expires_s, num_bytes);
-CREATE TABLE IF NOT EXISTS progress (
-  owner TEXT NOT NULL, id TEXT NOT NULL, background INTEGER NOT NULL, lease_until_s REAL NOT NULL, tokens BLOB NOT NULL,
-  PRIMARY KEY (owner, id),
-  FOREIGN KEY (owner, id) REFERENCES responses ON DELETE CASCADE
-);
-CREATE INDEX IF NOT EXISTS by_lease ON progress (lease_until_s) WHERE background;
-CREATE INDEX IF NOT EXISTS ended ON responses (owner, expires_s, num_bytes) WHERE status <> '{IN_PROGRESS}';
-CREATE TABLE IF NOT EXISTS usage (owner TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TRIGGER IF NOT EXISTS use_added AFTER INSERT ON responses BEGIN
-  INSERT INTO usage VALUES (NEW.owner, NEW.num_bytes)
-  ON CONFLICT (owner) DO UPDATE SET num_bytes = num_bytes + NEW.num_bytes;
-END;
-CREATE TRIGGER IF NOT EXISTS use_changed AFTER UPDATE OF num_bytes ON responses BEGIN
-  UPDATE usage SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes WHERE owner = NEW.owner;
-END;
-CREATE TRIGGER IF NOT EXISTS use_deleted AFTER DELETE ON responses BEGIN
-  UPDATE usage SET num_bytes = num_bytes - OLD.num_bytes WHERE owner = OLD.owner;
-  DELETE FROM usage WHERE owner = OLD.owner AND num_bytes <= 0;
-END;
-INSERT INTO usage SELECT owner, sum(num_bytes) FROM responses WHERE NOT EXISTS (SELECT 1 FROM usage) GROUP BY owner;
-PRAGMA user_version = {_VERSION};
-COMMIT;
-"""
 
 
 class SqliteStore:
     """`ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all responses, ended ones of the owner
     with the most bytes are deleted, the one that would expire first at first. So no owner pushes out what another has
-    within an equal share. The file is opened at the first use, because most gateways store nothing."""
+    within an equal share."""
 
-    def __init__(self, path: Path, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
+    def __init__(
+        self, file: SqliteFile, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._file = file
         self._ttl_s, self._max_bytes = ttl_s, max_bytes
         self._clock = clock
-        # One thread: SQLite would let two threads of a process wait for each other's locks.
-        self._thread = ThreadPoolExecutor(1, "response-store")
-        self._opened: sqlite3.Connection | None = None
-        self._locked_s = 0.0  # when a write last waited in vain for another process, by time.monotonic
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
         now_s = self._clock()
@@ -91,7 +35,7 @@ class SqliteStore:
         )
         if response.num_bytes > self._max_bytes:
             raise too_large(response.num_bytes, self._max_bytes)
-        sql = f"INSERT INTO responses ({_COLUMNS}, expires_s, num_bytes) VALUES ({_marks(len(row))})"
+        sql = f"INSERT INTO responses ({_COLUMNS}, expires_s, num_bytes) VALUES ({marks(len(row))})"
         progress = response.owner, response.id, response.background, now_s + lease_s, response.tokens
 
         def put(db: sqlite3.Connection) -> bool:
@@ -104,7 +48,7 @@ class SqliteStore:
                 db.execute("INSERT INTO progress VALUES (?, ?, ?, ?, ?)", progress)
             return True
 
-        return await self._run(put)
+        return await self._file.run(put)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         sql = (
@@ -112,7 +56,7 @@ class SqliteStore:
             "(SELECT owner, id, tokens FROM progress) USING (owner, id) WHERE owner = ? AND id = ? AND expires_s > ?"
         )
         values = owner, response_id, self._clock()
-        row = await self._run(lambda db: db.execute(sql, values).fetchone(), reads=True)
+        row = await self._file.run(lambda db: db.execute(sql, values).fetchone(), reads=True)
         if row is None:
             return None
         owner, id_, model, created_s, background, *texts = row
@@ -120,7 +64,7 @@ class SqliteStore:
 
     async def model_of(self, owner: str, response_id: str) -> str | None:
         sql = "SELECT model FROM responses WHERE owner = ? AND id = ?"
-        row = await self._run(lambda db: db.execute(sql, (owner, response_id)).fetchone(), reads=True)
+        row = await self._file.run(lambda db: db.execute(sql, (owner, response_id)).fetchone(), reads=True)
         return row[0] if row is not None else None
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
@@ -129,11 +73,11 @@ class SqliteStore:
         # the writes of all gateways.
         is_over = "SELECT 1 FROM progress WHERE owner = ? AND id = ? AND lease_until_s <= ?"
         asked = owner, response_id, now_s
-        if not await self._run(lambda db: db.execute(is_over, asked).fetchone() is not None, reads=True):
+        if not await self._file.run(lambda db: db.execute(is_over, asked).fetchone() is not None, reads=True):
             return False
         sql = "UPDATE progress SET lease_until_s = ? WHERE owner = ? AND id = ? AND lease_until_s <= ?"
         values = now_s + lease_s, owner, response_id, now_s
-        return await self._run(lambda db: db.execute(sql, values).rowcount > 0)
+        return await self._file.run(lambda db: db.execute(sql, values).rowcount > 0)
 
     async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
         until_s = self._clock() + lease_s
@@ -149,7 +93,7 @@ class SqliteStore:
                     db.execute(save, (tokens, *name, len(tokens)))
             return ended
 
-        return await self._run(renew)
+        return await self._file.run(renew)
 
     async def finish(self, owner: str, response_id: str, status: Status, result: bytes) -> bool:
         sql = (
@@ -165,27 +109,27 @@ class SqliteStore:
             db.execute("DELETE FROM progress WHERE owner = ? AND id = ?", (owner, response_id))
             return True
 
-        return await self._run(finish)
+        return await self._file.run(finish)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         sql = "DELETE FROM responses WHERE owner = ? AND id = ?"
-        return await self._run(lambda db: db.execute(sql, (owner, response_id)).rowcount > 0)
+        return await self._file.run(lambda db: db.execute(sql, (owner, response_id)).rowcount > 0)
 
     async def abandoned(self, most: int, skip: int = 0) -> list[ResponseName]:
-        if self._opened is None and not self._path.exists():  # nothing was ever stored
+        if not self._file.has_content:  # nothing was ever stored
             return []
         now_s = self._clock()
         sql = (
             "SELECT owner, id FROM progress WHERE background AND lease_until_s <= ? ORDER BY lease_until_s "
             "LIMIT ? OFFSET ?"
         )
-        return await self._run(lambda db: db.execute(sql, (now_s, most, skip)).fetchall(), reads=True)
+        return await self._file.run(lambda db: db.execute(sql, (now_s, most, skip)).fetchall(), reads=True)
 
     async def purge(self) -> None:
-        if self._opened is None and not self._path.exists():
+        if not self._file.has_content:
             return
         old = f"DELETE FROM responses WHERE rowid IN (SELECT rowid FROM responses WHERE expires_s <= ? LIMIT {_BATCH})"
-        while await self._run(lambda db: db.execute(old, (self._clock(),)).rowcount):
+        while await self._file.run(lambda db: db.execute(old, (self._clock(),)).rowcount):
             pass
 
         def shrink(db: sqlite3.Connection) -> bool:
@@ -193,7 +137,7 @@ class SqliteStore:
             excess = sum(usage.values()) - self._max_bytes
             return self._delete_ended(db, usage, excess, most=_BATCH) == _BATCH
 
-        while await self._run(shrink):
+        while await self._file.run(shrink):
             pass
 
     def _make_room(self, db: sqlite3.Connection, owner: str, num_bytes: int) -> None:
@@ -230,61 +174,3 @@ class SqliteStore:
             excess -= num_bytes
             num_deleted += 1
         return num_deleted
-
-    async def close(self) -> None:
-        def close() -> None:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
-
-        await asyncio.get_running_loop().run_in_executor(self._thread, close)
-        self._thread.shutdown(wait=False)
-
-    async def _run(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
-        """Run a transaction in the store's thread. `reads`: it writes nothing, so another process's lock cannot delay
-        it."""
-        asked_s = time.monotonic()
-
-        def run() -> T:
-            # Writes that came while one waited in vain for the lock fail with it. Otherwise each would wait after the
-            # other, and a hundred requests would hang for minutes.
-            if not reads and asked_s < self._locked_s:
-                raise sqlite3.OperationalError("database is locked")
-            try:
-                db = self._connection()
-                with db:  # commits, or rolls back
-                    return work(db)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                    self._locked_s = time.monotonic()
-                raise
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-        except (sqlite3.Error, OSError) as error:
-            _log.error("the response store failed", file=str(self._path), error=str(error))
-            raise unavailable(error) from error
-
-    def _connection(self) -> sqlite3.Connection:
-        if self._opened is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Responses are private. SQLite gives its other files the mode of this one.
-            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-            db = sqlite3.connect(self._path, timeout=_BUSY_S, check_same_thread=False)
-            try:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA foreign_keys = ON")
-                db.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last writes, a crash loses none
-                (version,) = db.execute("PRAGMA user_version").fetchone()
-                if version not in (0, _VERSION):
-                    raise sqlite3.DatabaseError(f"the file has version {version}, and this server reads {_VERSION}")
-                db.executescript(_SCHEMA)
-            except BaseException:
-                db.close()
-                raise
-            self._opened = db
-        return self._opened
-
-
-def _marks(count: int) -> str:
-    return ", ".join("?" * count)

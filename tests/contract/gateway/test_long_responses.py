@@ -20,6 +20,7 @@ from services.gateway.responses_api.pieces import Outcome, OutputPiece
 from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.service import Responses
 from services.gateway.store.records import StoredResponse
+from services.gateway.store.sqlite_file import SqliteFile
 from services.gateway.store.sqlite_store import SqliteStore
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_responses import PATH, create, done
@@ -39,10 +40,11 @@ def stored(file: Path) -> dict[str, Any]:
 
 
 async def keep(file: Path, *responses: StoredResponse) -> None:
-    store = SqliteStore(file, ttl_s=1e6, max_bytes=2**30)
+    opened = SqliteFile(file)
+    store = SqliteStore(opened, ttl_s=1e6, max_bytes=2**30)
     for response in responses:
         assert await store.put(response, 0.0)
-    await store.close()
+    await opened.close()
 
 
 def stuck(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, go_on: threading.Event) -> list[str]:
@@ -171,7 +173,8 @@ async def test_a_response_is_released_though_its_task_is_cancelled_twice(file: P
         await asyncio.Event().wait()
         return ""
 
-    store = Slow(file, ttl_s=100, max_bytes=2**20)
+    opened = SqliteFile(file)
+    store = Slow(opened, ttl_s=100, max_bytes=2**20)
     generation = SimpleNamespace(job=SimpleNamespace(reply=None, logprobs=False), next=never)
     reading = SimpleNamespace(generations=[generation], close=lambda: None)
     responses = Responses(cast(Any, SimpleNamespace(open=lambda *_: reading)), store)
@@ -187,7 +190,7 @@ async def test_a_response_is_released_though_its_task_is_cancelled_twice(file: P
     await asyncio.wait([response.task])
     assert response.is_over
     assert await store.abandoned(8) == [ONE.name], "another gateway may go on at once"
-    await store.close()
+    await opened.close()
 
 
 async def test_responses_of_other_models_are_not_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jsonschema
@@ -31,6 +32,10 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+# Multipart; test_batches.py has it, and the body of a batch, which needs a file.
+FILES, BATCHES = "/v1/files", "/v1/batches"
+
+
 async def document(running: Running, **options: Any) -> dict[str, Any]:
     answer = await running.http.get("/openapi.json", **options)
     assert answer.status_code == 200, answer.text
@@ -39,6 +44,10 @@ async def document(running: Running, **options: Any) -> dict[str, Any]:
 
 def validator(api: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator({**schema, "components": api["components"]})
+
+
+def referenced(api: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    return dict(api["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
 
 
 async def test_every_operation_has_an_id_of_its_own(running: Running) -> None:
@@ -57,8 +66,18 @@ async def test_every_operation_has_an_id_of_its_own(running: Running) -> None:
 
 async def test_legal_bodies_and_their_answers_have_the_shapes_of_the_document(running: Running) -> None:
     api = await document(running)
-    assert BODIES.keys() == {path for path, each in api["paths"].items() if "requestBody" in each.get("post", {})}
-    for path, bodies in BODIES.items():
+    with_body = {path for path, each in api["paths"].items() if "requestBody" in each.get("post", {})}
+    assert with_body == BODIES.keys() | {FILES, BATCHES}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODIES["/v1/completions"][0]}
+    expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    data = {"purpose": "batch"} | expiry
+    made = await running.http.post(FILES, files={"file": ("in.jsonl", json.dumps(line))}, data=data)
+    form = api["paths"][FILES]["post"]
+    fields = referenced(api, form["requestBody"]["content"]["multipart/form-data"]["schema"])["properties"]
+    assert fields.keys() == data.keys() | {"file"}
+    validator(api, form["responses"]["200"]["content"]["application/json"]["schema"]).validate(made.json())
+    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    for path, bodies in (BODIES | {BATCHES: [batch, batch | {"metadata": {"a": "b"}}]}).items():
         operation = api["paths"][path]["post"]
         body_schema = operation["requestBody"]["content"]["application/json"]["schema"]
         answers = operation["responses"]["200"]["content"]["application/json"]["schema"]
@@ -71,7 +90,7 @@ async def test_legal_bodies_and_their_answers_have_the_shapes_of_the_document(ru
 
 async def test_errors_have_the_shape_of_the_document(running: Running) -> None:
     api = await document(running)
-    for path in BODIES:
+    for path in (*BODIES, BATCHES):
         refused = await running.http.post(path, json={"model": "no such model"})
         described = api["paths"][path]["post"]["responses"][str(refused.status_code)]
         validator(api, described["content"]["application/json"]["schema"]).validate(refused.json())

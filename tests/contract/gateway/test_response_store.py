@@ -15,10 +15,12 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.errors import ApiError
-from services.gateway.store import redis_store, sqlite_store
-from services.gateway.store.opening import open_store
+from services.gateway.store import redis_link, sqlite_file
+from services.gateway.store.opening import open_stores
 from services.gateway.store.records import ResponseStore, StoredResponse
+from services.gateway.store.redis_link import RedisLink
 from services.gateway.store.redis_store import RedisStore
+from services.gateway.store.sqlite_file import SqliteFile
 from services.gateway.store.sqlite_store import SqliteStore
 from services.gateway.store.urls import check_store_url
 from tests.support.redis_server import RedisProcess, needs_redis
@@ -54,14 +56,18 @@ async def stores(
     """The store as two gateways have it."""
     if request.param == "sqlite":
         path = tmp_path / "state" / "responses.db"
-        pair: list[ResponseStore] = [SqliteStore(path, ttl_s=100, max_bytes=2**20, clock=clock) for _ in range(2)]
+        files = [SqliteFile(path), SqliteFile(path)]
+        pair: list[ResponseStore] = [SqliteStore(file, ttl_s=100, max_bytes=2**20, clock=clock) for file in files]
+        opened: list[SqliteFile | RedisLink] = [*files]
     else:
         server: RedisProcess = request.getfixturevalue("redis")
-        pair = [RedisStore(server.url, ttl_s=100, clock=clock) for _ in range(2)]
+        links = [RedisLink(server.url), RedisLink(server.url)]
+        pair = [RedisStore(link, ttl_s=100, clock=clock) for link in links]
+        opened = [*links]
     yield pair[0], pair[1]
     await pair[0].delete(*ONE.name)
-    for store in pair:
-        await store.close()
+    for each in opened:
+        await each.close()
 
 
 Stores = tuple[ResponseStore, ResponseStore]
@@ -162,7 +168,8 @@ async def test_two_claims_at_once_have_one_winner(stores: Stores) -> None:
 
 async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
-    store = SqliteStore(path, ttl_s=100, max_bytes=1000, clock=clock)
+    file = SqliteFile(path)
+    store = SqliteStore(file, ttl_s=100, max_bytes=1000, clock=clock)
     await store.purge()
     assert await store.abandoned(8) == []
     assert not path.exists(), "nothing was stored"
@@ -179,11 +186,12 @@ async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock:
     clock.now_s -= 101
     assert await store.get("ann", "resp_599") is None
     assert not await store.claim("ann", "resp_599", LEASE_S)
-    await store.close()
+    await file.close()
 
 
 async def test_sqlite_deletes_no_response_of_an_owner_for_one_that_has_more(tmp_path: Path, clock: Clock) -> None:
-    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=1000, clock=clock)
+    file = SqliteFile(tmp_path / "responses.db")
+    store = SqliteStore(file, ttl_s=100, max_bytes=1000, clock=clock)
     row = replace(ENDED, request=b"x" * 100, result=b"")
     for number in range(4):
         await store.put(replace(row, id=f"mine_{number}"), 0.0)
@@ -198,7 +206,7 @@ async def test_sqlite_deletes_no_response_of_an_owner_for_one_that_has_more(tmp_
         assert await store.put(replace(row, id=f"mine_{number}"), 0.0)
     assert await found(store, "ann", "mine", 20) == [15, 16, 17, 18, 19]
     assert await found(store, "bob", "resp", 30) == list(range(25, 30))
-    await store.close()
+    await file.close()
 
 
 async def found(store: ResponseStore, owner: str, name: str, count: int) -> list[int]:
@@ -206,7 +214,8 @@ async def found(store: ResponseStore, owner: str, name: str, count: int) -> list
 
 
 async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clock) -> None:
-    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=1000, clock=clock)
+    file = SqliteFile(tmp_path / "responses.db")
+    store = SqliteStore(file, ttl_s=100, max_bytes=1000, clock=clock)
     row = replace(ENDED, request=b"x" * 100, result=b"")
     runs = replace(row, owner="bob", status="in_progress")
     for number in range(3):
@@ -227,38 +236,41 @@ async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clo
     await store.purge()
     assert await found(store, "ann", "mine", 3) == [0, 1, 2]
     assert len(await found(store, "bob", "resp", 7)) == 3
-    await store.close()
+    await file.close()
 
 
 async def test_sqlite_counts_what_a_file_of_an_earlier_version_has(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
     options = {"ttl_s": 100.0, "max_bytes": 1000, "clock": clock}
-    store = SqliteStore(path, **options)  # type: ignore[arg-type]
+    file = SqliteFile(path)
+    store = SqliteStore(file, **options)  # type: ignore[arg-type]
     row = replace(ENDED, request=b"x" * 100, result=b"")
     for number in range(10):
         await store.put(replace(row, id=f"mine_{number}"), 0.0)
         clock.now_s += 0.01
-    await store.close()
+    await file.close()
     with closing(sqlite3.connect(path)) as old:
         for trigger in ("use_added", "use_changed", "use_deleted"):
             old.execute(f"DROP TRIGGER {trigger}")
         old.execute("DROP TABLE usage")
         old.execute("DROP INDEX ended")
-    store = SqliteStore(path, **options)  # type: ignore[arg-type]
+    file = SqliteFile(path)
+    store = SqliteStore(file, **options)  # type: ignore[arg-type]
     await store.put(replace(row, id="mine_10"), 0.0)
     assert await found(store, "ann", "mine", 11) == list(range(1, 11))
-    await store.close()
+    await file.close()
 
 
 async def test_sqlite_asks_for_a_held_lease_without_a_write(tmp_path: Path) -> None:
     """A client polls, and a write would wait for those of all gateways."""
-    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=2**20)
+    file = SqliteFile(tmp_path / "responses.db")
+    store = SqliteStore(file, ttl_s=100, max_bytes=2**20)
     await store.put(ONE, LEASE_S)
     with closing(sqlite3.connect(tmp_path / "responses.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         async with asyncio.timeout(2):
             assert not await store.claim(*ONE.name, LEASE_S)
-    await store.close()
+    await file.close()
 
 
 async def test_the_model_of_a_response_is_read_alone(stores: Stores) -> None:
@@ -271,9 +283,10 @@ async def test_the_model_of_a_response_is_read_alone(stores: Stores) -> None:
 
 @needs_redis
 async def test_a_frozen_redis_delays_no_request_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_store, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(redis_link, "_ANSWER_S", 0.5)
     server = RedisProcess(tmp_path).start()
-    store = RedisStore(server.url, ttl_s=100)
+    link = RedisLink(server.url)
+    store = RedisStore(link, ttl_s=100)
     try:
         assert await store.put(ONE, LEASE_S)
         assert server.process is not None
@@ -284,13 +297,14 @@ async def test_a_frozen_redis_delays_no_request_for_long(tmp_path: Path, monkeyp
                 with pytest.raises(ApiError, match="does not answer"):
                     await put
     finally:
-        await store.close()
+        await link.close()
         server.stop()
 
 
 @needs_redis
 async def test_redis_deletes_what_is_too_old(redis: RedisProcess) -> None:
-    store = RedisStore(redis.url, ttl_s=0.05)
+    link = RedisLink(redis.url)
+    store = RedisStore(link, ttl_s=0.05)
     await store.put(ONE, 0.0)
     async with asyncio.timeout(20):
         while await store.get(*ONE.name) is not None:  # noqa: ASYNC110 - the server's clock
@@ -298,24 +312,25 @@ async def test_redis_deletes_what_is_too_old(redis: RedisProcess) -> None:
     assert await store.abandoned(8) == [ONE.name]
     assert not await store.claim(*ONE.name, LEASE_S)
     assert await store.abandoned(8) == [], "the name went with the claim"
-    await store.close()
+    await link.close()
 
 
 async def test_a_store_that_fails_is_a_503(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "other.db").write_text("no database, but long enough to be read as one" * 10)
     for url in (f"sqlite:///{tmp_path}/file/x.db", f"sqlite:///{tmp_path}/other.db", "redis://127.0.0.1:1"):
-        store = open_store(url, ttl_s=100, max_bytes=2**20)
-        assert store is not None
+        stores = open_stores(url, ttl_s=100, max_bytes=2**20)
+        assert stores is not None
         with pytest.raises(ApiError) as caught:
-            await store.put(ONE, LEASE_S)
+            await stores.responses.put(ONE, LEASE_S)
         assert (caught.value.status, caught.value.code) == (503, "store_unavailable")
-        await store.close()
+        await stores.close()
 
 
 async def test_a_locked_file_delays_no_request_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_store, "_BUSY_S", 0.5)
-    store = SqliteStore(tmp_path / "responses.db", ttl_s=100, max_bytes=2**20)
+    monkeypatch.setattr(sqlite_file, "_BUSY_S", 0.5)
+    file = SqliteFile(tmp_path / "responses.db")
+    store = SqliteStore(file, ttl_s=100, max_bytes=2**20)
     assert await store.put(ONE, LEASE_S)
     with closing(sqlite3.connect(tmp_path / "responses.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -325,11 +340,11 @@ async def test_a_locked_file_delays_no_request_for_long(tmp_path: Path, monkeypa
         assert all(isinstance(error, ApiError) and error.status == 503 for error in failed)
         assert found == ONE, "a read needs no lock"
     assert await store.put(replace(ONE, id="resp_x"), LEASE_S)
-    await store.close()
+    await file.close()
 
 
 def test_a_setting_that_names_no_store_is_refused() -> None:
-    assert open_store("none", ttl_s=1, max_bytes=1) is None
+    assert open_stores("none", ttl_s=1, max_bytes=1) is None
     for good in ("none", "sqlite", "sqlite:////var/x.db", "redis://host/0", "rediss://host", "unix:///run/redis"):
         assert check_store_url(good) == good
     for bad in ("", "memory", "sqlite://", "sqlite:///", "/var/x.db", "postgres://host"):
@@ -339,7 +354,8 @@ def test_a_setting_that_names_no_store_is_refused() -> None:
 
 async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
-    store = SqliteStore(path, ttl_s=100, max_bytes=2**20, clock=clock)
+    file = SqliteFile(path)
+    store = SqliteStore(file, ttl_s=100, max_bytes=2**20, clock=clock)
     await store.put(ONE, 0.0)
     await store.put(replace(ONE, id="resp_2"), 0.0)
     await store.delete(*ONE.name)
@@ -348,4 +364,4 @@ async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Cloc
     clock.now_s += 101
     await store.purge()
     assert await store.abandoned(8) == []
-    await store.close()
+    await file.close()

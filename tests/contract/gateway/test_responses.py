@@ -20,6 +20,7 @@ from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
 from services.gateway.responses_api.service import Responses
 from services.gateway.store.records import StoredResponse
+from services.gateway.store.sqlite_file import SqliteFile
 from services.gateway.store.sqlite_store import SqliteStore
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually, until
 from tests.contract.gateway.test_tools import CITY, HERMES, PARIS, THINKS, TOKENIZER, TWO_CALLS, says
@@ -351,10 +352,11 @@ async def test_many_responses_of_other_models_keep_none_from_being_taken_over(
     await first.task
     path = Path(stored["response_store"].removeprefix("sqlite:///"))
     an_hour_ago = time.time() - 3600
-    store = SqliteStore(path, ttl_s=7200, max_bytes=2**20, clock=lambda: an_hour_ago)
+    file = SqliteFile(path)
+    store = SqliteStore(file, ttl_s=7200, max_bytes=2**20, clock=lambda: an_hour_ago)
     for i in range(70):
         assert await store.put(StoredResponse("", f"resp_{i}", "other", 0, True, b"", b"{}", b"{}"), 0.0)
-    await store.close()
+    await file.close()
     second = await start(settings=stored)
 
     def is_done() -> bool:  # no client asks for it

@@ -8,12 +8,19 @@ import pytest
 
 from paceline.request_fields import SAMPLING
 from services.gateway.anthropic.schema import MAX_CACHE_MARKS
+from services.gateway.batches import files, uploads
+from services.gateway.batches import schema as batch_schema
+from services.gateway.batches.files import FileLimits
+from services.gateway.batches.records import ENDED, TRANSITIONS
+from services.gateway.batches.routes import IDLE_S
+from services.gateway.batches.service import MAX_RUNS, MAX_UNFINISHED
 from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
 from services.gateway.grpc import kserve_tensors
 from services.gateway.openai import jobs
 from services.gateway.responses_api import creation
 from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
+from services.gateway.settings import GatewaySettings
 from services.gateway.text import chat_values
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +51,14 @@ LIMITS = {
     "`cache_retention`": [request.MAX_RETENTION_RANGES],
     "`inputs`, `outputs`": [kserve_tensors.MAX_TENSORS, kserve_tensors.MAX_PARAMETERS],
     "tokens of `/detokenize`": [list_limits.MAX_DETOKENIZED],
+    "a [file]": [FileLimits().max_bytes >> 20, files.MAX_LINES],
+    "files of one API key": [files.MAX_FILES, FileLimits().max_owner_bytes >> 30],
+    "name of a file": [files.MAX_NAME_CHARS],
+    "`custom_id`": [batch_schema.MAX_CUSTOM_ID_CHARS],
+    "unfinished batches": [MAX_UNFINISHED, MAX_RUNS],
+    "uploads at a time": [uploads.MAX_OWNER_UPLOADS, uploads.MAX_UPLOADS, int(uploads.UPLOAD_S), int(IDLE_S)],
+    "`metadata`": [batch_schema.MAX_METADATA, batch_schema.MAX_METADATA_KEY_CHARS, batch_schema.MAX_METADATA_CHARS],
+    "`expires_after`": [batch_schema.MIN_TTL_S, batch_schema.MAX_TTL_S],
     "a prompt with `truncate": [list_limits.MAX_TRUNCATED],
 }
 
@@ -56,6 +71,23 @@ def test_the_page_of_responses_shows_the_example_and_the_fields() -> None:
     assert ", ".join(f"`{name}`" for name in REFUSED) in page
     assert "".join(f"| `{name}` | {why} |\n" for name, why in IGNORED.items()) in page
     assert not [name for name in ResponsesRequest.model_fields if f"`{name}" not in page and name not in SAMPLING]
+
+
+def test_the_page_of_batches_shows_the_example_the_statuses_and_the_settings() -> None:
+    page = (ROOT / "docs/batches.md").read_text()
+    example = (ROOT / "examples/running_a_batch.py").read_text()
+    function = example[example.index("def run_batch") : example.index('\n\nif __name__ == "__main__"')]
+    assert f"```python\n{function}```" in page
+    for status in {*ENDED, *TRANSITIONS.values(), "validating"}:
+        assert f"\n| `{status}` |" in page
+    for endpoint in batch_schema.ENDPOINTS:
+        assert f"`{endpoint}`" in page
+    defaults = GatewaySettings.model_fields
+    assert f"| `--batch-lines` | {defaults['batch_lines'].default} |" in page
+    assert f"| `--all-batch-lines` | {defaults['all_batch_lines'].default} |" in page
+    limits = FileLimits()
+    given = [defaults[name].default for name in ("max_file_bytes", "max_files_bytes", "file_ttl_s")]
+    assert given == [limits.max_bytes, limits.max_owner_bytes, limits.ttl_s]
 
 
 def test_the_page_on_resuming_shows_the_example() -> None:

@@ -1,0 +1,79 @@
+"""Limits the lines of a batch that are in flight, by what the server takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
+
+
+class Throttle:
+    """Additive increase, multiplicative decrease, as TCP does it (RFC 5681): a refusal halves the number of lines in
+    flight and pauses new ones, and each `limit` successes raise it by one, up to `most`.
+
+    So a batch that meets a quota or a full server takes what others leave, and does not ask in vain again and again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.limit = float(most)
+        self.num_running = 0
+        self._resume_s = 0.0  # on the loop's clock
+        self._pause_s = _FIRST_PAUSE_S
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def entering(self) -> AsyncIterator[None]:
+        """The context of a line in flight."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if (wait_s := self._resume_s - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+            elif self.num_running < max(1, int(self.limit)):
+                break
+            else:
+                self._left.clear()
+                await self._left.wait()
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._left.set()
+
+    def served(self) -> None:
+        """The server has served a line."""
+        self.limit = min(self.limit + 1 / self.limit, float(self._most))
+        self._pause_s = _FIRST_PAUSE_S
+
+    def refused(self, retry_after_s: float | None) -> None:
+        """The server has refused a line. Several refusals in one pause count as one."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._resume_s:
+            return
+        self.limit = max(1.0, self.limit / 2)
+        self._resume_s = now_s + min(max(self._pause_s, retry_after_s or 0.0), _LAST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+class ByteLimit:
+    """At most so many bytes at a time; something larger alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.num_bytes = 0
+        self._released = asyncio.Event()
+
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait until there is room."""
+        while self.num_bytes and self.num_bytes + num_bytes > self._most:
+            self._released.clear()
+            await self._released.wait()
+        self.num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give room back."""
+        self.num_bytes -= num_bytes
+        self._released.set()

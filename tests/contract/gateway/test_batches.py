@@ -1,0 +1,372 @@
+"""Files and batches at a gateway over loopback, with the official client where it can say what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
+from tests.contract.gateway.test_keys import Keys, bearer
+
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "ignore_eos": True, "temperature": 0},
+    COMPLETION: {"prompt": "hello", "max_tokens": 4, "ignore_eos": True, "temperature": 0},
+    RESPONSE: {"input": "hello", "max_output_tokens": 4, "ignore_eos": True, "temperature": 0},
+}
+
+
+def line(custom_id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": MODEL, **BODIES[url], **body}}
+
+
+def jsonl(*lines: dict[str, Any]) -> bytes:
+    return b"\n".join(json.dumps(one).encode() for one in lines)
+
+
+async def launch(start: Start, tmp_path: Path, settings: dict[str, Any] | None = None, **scheduler: Any) -> Running:
+    store = {"response_store": f"sqlite:///{tmp_path}/store.db", "drain_s": 0.0}
+    return await start(settings=store | (settings or {}), **scheduler)
+
+
+async def upload(running: Running, content: bytes, name: str = "in.jsonl", **options: Any) -> httpx.Response:
+    """With `data` for other fields than the purpose."""
+    data = options.pop("data", {"purpose": "batch"})
+    return await running.http.post("/v1/files", files={"file": (name, content)}, data=data, **options)
+
+
+async def begin(running: Running, content: bytes, endpoint: str = CHAT, **options: Any) -> str:
+    """The id of a new batch. `options`: headers."""
+    file_id = (await upload(running, content, **options)).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+    made = await running.http.post("/v1/batches", json=body, **options)
+    assert made.status_code == 200, made.text
+    return str(made.json()["id"])
+
+
+async def batch_of(running: Running, batch_id: str, **options: Any) -> dict[str, Any]:
+    return dict((await running.http.get(f"/v1/batches/{batch_id}", **options)).json())
+
+
+async def until_status(running: Running, batch_id: str, *statuses: str, **options: Any) -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while (batch := await batch_of(running, batch_id, **options))["status"] not in statuses:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def results(running: Running, file_id: str, **options: Any) -> dict[str, dict[str, Any]]:
+    """The lines of an output or error file, by custom id."""
+    content = (await running.http.get(f"/v1/files/{file_id}/content", **options)).text
+    lines = [json.loads(one) for one in content.splitlines()]
+    found = {one["custom_id"]: one for one in lines}
+    assert len(found) == len(lines), "a line is there twice"
+    return found
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETION, RESPONSE])
+async def test_a_batch_answers_as_its_endpoint_does(running: Running, url: Any) -> None:
+    client = running.openai
+    lines = [line(f"r{i}", url, seed=i) for i in range(5)] + [line("bad", url, temperature=-1)]
+    file = await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"a": "b"}
+    )
+    assert (batch.status, batch.metadata, batch.endpoint) == ("validating", {"a": "b"}, url)
+    await until_status(running, batch.id, "completed")
+    batch = await client.batches.retrieve(batch.id)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (6, 5, 1)
+    assert batch.model == MODEL
+    assert batch.created_at <= (batch.in_progress_at or 0) <= (batch.finalizing_at or 0) <= (batch.completed_at or 0)
+    assert all(submission.offline for submission in running.scheduler.submissions)
+
+    right = await running.http.post(url, json=lines[0]["body"])
+    assert not running.scheduler.submissions[-1].offline
+    served = await results(running, batch.output_file_id or "")
+    assert served.keys() == {f"r{i}" for i in range(5)}
+    assert _without_ids(served["r0"]["response"]["body"]) == _without_ids(right.json())
+    assert served["r0"]["response"]["status_code"] == 200
+    assert served["r0"]["error"] is None
+    assert served["r0"]["id"].startswith("batch_req_")
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == 5 * 4
+
+    failed = await results(running, batch.error_file_id or "")
+    wrong = await running.http.post(url, json=lines[-1]["body"])
+    assert failed["bad"]["response"]["status_code"] == wrong.status_code == 400
+    assert failed["bad"]["response"]["body"] == wrong.json()
+    output = await client.files.retrieve(batch.output_file_id or "")
+    assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+    assert output.bytes == len((await client.files.content(output.id)).content)
+
+
+def _without_ids(body: dict[str, Any]) -> dict[str, Any]:
+    dropped = {"id", "created", "created_at", "timings", "output"}
+    kept = {name: value for name, value in body.items() if name not in dropped}
+    return kept | {"texts": [item["content"] for item in body.get("output", ())]}
+
+
+async def test_files_are_listed_in_pages_shown_and_deleted(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    client = running.openai
+    made = []
+    for number in range(5):
+        expiry: Any = {"anchor": "created_at", "seconds": 3600} if number else openai.omit
+        made.append(
+            await client.files.create(
+                file=(f"{number}.jsonl", b"x" * number + b"{}\n"), purpose="batch", expires_after=expiry
+            )
+        )
+    assert [made[0].expires_at, made[1].expires_at] == [made[0].created_at + 30 * 86400, made[1].created_at + 3600]
+    assert [file.id async for file in client.files.list(limit=2)] == [file.id for file in reversed(made)]
+    assert [file.id async for file in client.files.list(limit=2, order="asc")] == [file.id for file in made]
+    page = await client.files.list(limit=5)
+    assert not page.has_more
+    assert not (await client.files.list(purpose="batch_output")).data
+    assert await client.files.retrieve(made[3].id) == made[3]
+    assert (await client.files.content(made[3].id)).content == b"xxx{}\n"
+    head = await running.http.head(f"/v1/files/{made[3].id}/content")
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, "6", b"")
+    assert (await client.files.delete(made[3].id)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await client.files.retrieve(made[3].id)
+    with pytest.raises(openai.NotFoundError):
+        await client.files.content(made[3].id)
+    assert [file.id async for file in client.files.list(limit=1)] == [made[i].id for i in (4, 2, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        ({}, "purpose"),
+        ({"purpose": "fine-tune"}, "purpose"),
+        ({"purpose": ["batch", "batch"]}, "purpose"),
+        ({"purpose": "batch", "porpoise": "x"}, "porpoise"),
+        ({"purpose": "batch", "expires_after[seconds]": "3600"}, "expires_after[anchor]"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at"}, "expires_after[seconds]"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"},
+            "expires_after[seconds]",
+        ),
+    ],
+)
+async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[str, Any], param: str) -> None:
+    refused = await upload(running, b"{}", data=data)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
+    post = running.http.post
+    two = [("file", ("a", b"{}")), ("file", ("b", b"{}"))]
+    for answer, status in (
+        (await post("/v1/files", json={"purpose": "batch"}), 415),
+        (await post("/v1/files", data={"purpose": "batch"}), 415),
+        (await post("/v1/files", files={"purpose": (None, "batch")}), 400),
+        (await post("/v1/files", files={"file": (None, "{}"), "purpose": (None, "batch")}), 400),
+        (await post("/v1/files", files=two, data={"purpose": "batch"}), 400),
+        (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"}), 400),
+        (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data; boundary=y"}), 400),
+        (await upload(running, b""), 400),
+        (await upload(running, b"{}", name="a" * 256), 400),
+    ):
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+
+
+async def test_an_upload_beyond_a_limit_names_it(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"max_file_bytes": 400_000, "max_files_bytes": 900_000})
+    large = await upload(running, b"x" * 400_001)
+    assert (large.status_code, large.json()["error"]["param"]) == (413, "file")
+    assert "400000 bytes" in large.json()["error"]["message"]
+
+    async def without_length() -> Any:
+        yield b'--y\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(60):
+            yield b"x" * 10_000
+
+    kind = {"content-type": "multipart/form-data; boundary=y"}
+    cut = await running.http.post("/v1/files", content=without_length(), headers=kind)
+    assert cut.status_code == 413
+    many = await upload(running, b"\n" * 50_001)
+    assert many.status_code == 400
+    assert "50000" in many.json()["error"]["message"]
+    kept = [await upload(running, b"x" * 300_000) for _ in range(4)]
+    assert [answer.status_code for answer in kept] == [200, 200, 200, 413]
+    assert "900000 bytes" in kept[-1].json()["error"]["message"]
+    await running.http.delete(f"/v1/files/{kept[0].json()['id']}")
+    assert (await upload(running, b"x" * 300_000)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[]", "invalid_request", None),
+        (json.dumps(line("") | {"custom_id": "r0"}).encode(), "duplicate_custom_id", "custom_id"),
+        (json.dumps(line("")).encode(), "invalid_type", "custom_id"),
+        (json.dumps(line("x") | {"method": "GET"}).encode(), "invalid_type", "method"),
+        (json.dumps(line("x", COMPLETION)).encode(), "invalid_url", "url"),
+        (json.dumps(line("x") | {"body": []}).encode(), "invalid_type", "body"),
+        (json.dumps(line("x", model="other")).encode(), "model_not_found", "body.model"),
+        (json.dumps(line("x", model=None)).encode(), "mismatched_model", "body.model"),
+        (json.dumps(line("x", stream=True)).encode(), "unsupported_value", "body.stream"),
+    ],
+)
+async def test_a_bad_line_fails_the_batch_with_its_number(
+    running: Running, bad: bytes, code: str, param: str | None
+) -> None:
+    batch_id = await begin(running, jsonl(line("r0")) + b"\n\n" + bad + b"\n")
+    batch = await until_status(running, batch_id, "failed", "completed")
+    assert batch["status"] == "failed", batch
+    [error] = batch["errors"]["data"]
+    assert (error["line"], error["param"], error["message"] != "") == (3, param, True)
+    assert error["code"] == code or (code == "invalid_type" and error["code"])
+    assert batch["failed_at"] >= batch["created_at"]
+    assert not running.scheduler.submissions, "no line was run"
+    Batch.model_validate(batch, strict=True)
+
+
+async def test_a_wrong_field_of_a_batch_is_named(running: Running) -> None:
+    file_id = (await upload(running, jsonl(line("a")))).json()["id"]
+    good = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for wrong, status, param in (
+        ({"input_file_id": "file-0"}, 404, "input_file_id"),
+        ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, 400, "metadata"),
+        ({"metadata": {str(i): "v" for i in range(17)}}, 400, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after.seconds"),
+    ):
+        refused = await running.http.post("/v1/batches", json=good | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
+
+
+async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"batch_lines": 4}, step_s=0.05)
+    lines = [line(f"r{i}", max_tokens=1500 if i else 1) for i in range(20)]
+    batch_id = await begin(running, jsonl(*lines))
+    await until(lambda: running.scheduler.num_running == 4)
+    assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+    batch = await until_status(running, batch_id, "cancelled")
+    assert running.scheduler.num_running == 0
+    assert batch["request_counts"] == {"total": 20, "completed": 1, "failed": 19}
+    assert (await results(running, batch["output_file_id"])).keys() == {"r0"}
+    failed = await results(running, batch["error_file_id"])
+    assert {one["error"]["code"] for one in failed.values()} == {"batch_cancelled"}
+    assert failed.keys() == {f"r{i}" for i in range(1, 20)}
+    again = await running.http.post(f"/v1/batches/{batch_id}/cancel")
+    assert again.status_code == 400
+
+
+async def test_a_batch_expires_with_what_it_has(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.batches.records.WINDOW_S", 3)
+    running = await launch(start, tmp_path, {"batch_lines": 1}, step_s=0.05)
+    batch_id = await begin(running, jsonl(line("r0", max_tokens=1), *(line(f"r{i}", max_tokens=900) for i in (1, 2))))
+    batch = await until_status(running, batch_id, "expired")
+    assert batch["expired_at"] >= batch["expires_at"] == batch["created_at"] + 3
+    assert batch["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+    failed = await results(running, batch["error_file_id"])
+    assert {name: one["error"]["code"] for name, one in failed.items()} == dict.fromkeys(("r1", "r2"), "batch_expired")
+    assert running.scheduler.num_running == 0
+
+
+async def test_the_input_of_a_batch_cannot_be_deleted_before_its_end(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    running.scheduler.paused = True
+    batch_id = await begin(running, jsonl(line("a")))
+    file_id = (await batch_of(running, batch_id))["input_file_id"]
+    refused = await running.http.delete(f"/v1/files/{file_id}")
+    assert refused.status_code == 409
+    assert batch_id in refused.text
+    running.scheduler.paused = False
+    await until_status(running, batch_id, "completed")
+    assert (await running.http.delete(f"/v1/files/{file_id}")).status_code == 200
+
+
+async def test_a_full_server_delays_lines_and_fails_none(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"max_live_requests": 2})
+    running.scheduler.set_ready(False)
+    batch_id = await begin(running, jsonl(*(line(f"r{i}") for i in range(30))))
+    await until_status(running, batch_id, "in_progress")
+    running.scheduler.set_ready(True)
+    batch = await until_status(running, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
+
+
+async def test_files_and_batches_belong_to_their_key(start: Start, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    ann, bob = (bearer(keys.add(name, max_requests=2)) for name in ("ann", "bob"))
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path)})
+    batch_id = await begin(running, jsonl(*(line(f"r{i}") for i in range(8))), headers=ann)
+    batch = await until_status(running, batch_id, "completed", headers=ann)
+    assert batch["request_counts"]["completed"] == 8
+    assert {submission.tenant for submission in running.scheduler.submissions} == {"ann"}
+    for path in (f"/v1/files/{batch['input_file_id']}", f"/v1/files/{batch['output_file_id']}/content"):
+        assert (await running.http.get(path, headers=ann)).status_code == 200
+        assert (await running.http.get(path, headers=bob)).status_code == 404
+        assert (await running.http.get(path)).status_code == 401
+    assert (await running.http.delete(f"/v1/files/{batch['input_file_id']}", headers=bob)).status_code == 404
+    assert (await running.http.get(f"/v1/batches/{batch_id}", headers=bob)).status_code == 404
+    assert (await running.http.post(f"/v1/batches/{batch_id}/cancel", headers=bob)).status_code == 404
+    for path in ("/v1/files", "/v1/batches"):
+        assert (await running.http.get(path, headers=bob)).json()["data"] == []
+        assert (await running.http.get(path, headers=ann)).json()["data"] != []
+    foreign = {"input_file_id": batch["input_file_id"], "endpoint": CHAT, "completion_window": "24h"}
+    assert (await running.http.post("/v1/batches", json=foreign, headers=bob)).status_code == 404
+
+
+async def until_head(running: Running, status: int, headers: dict[str, str]) -> None:
+    async with asyncio.timeout(30):
+        while (await running.http.get("/v1/batches", headers=headers)).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_removed_key_fails_the_lines_that_are_left(start: Start, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    ann, _ = (bearer(keys.add(name)) for name in ("ann", "bob"))
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path), "batch_lines": 1}, step_s=0.2)
+    batch_id = await begin(running, jsonl(*(line(f"r{i}") for i in range(30))), headers=ann)
+    await until(lambda: running.scheduler.num_requests > 2)
+    keys.remove("ann")
+    await until_head(running, 401, ann)
+    await until(lambda: running.scheduler.num_running == 0)
+    keys.add("ann")  # to read what has become of it
+    await until_head(running, 200, ann)
+    batch = await until_status(running, batch_id, "completed", headers=ann)
+    counts = batch["request_counts"]
+    assert counts["completed"] >= 1
+    assert counts["completed"] + counts["failed"] == 30
+    failed = await results(running, batch["error_file_id"], headers=ann)
+    assert {one["error"]["code"] for one in failed.values()} == {"api_key_revoked"}
+
+
+async def test_a_stopped_gateway_leaves_its_batch_to_the_next_one(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"batch_lines": 4}, step_s=0.02)
+    batch_id = await begin(running, jsonl(*(line(f"r{i}", max_tokens=20) for i in range(40))))
+    async with asyncio.timeout(30):
+        while (await batch_of(running, batch_id))["request_counts"]["completed"] < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    running.stop.set()
+    await running.task
+    second = await launch(start, tmp_path)
+    batch = await until_status(second, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    assert second.scheduler.num_requests < 40, "lines with a result are not run again"
+    assert (await results(second, batch["output_file_id"])).keys() == {f"r{i}" for i in range(40)}
+
+
+async def test_without_a_store_there_are_no_files(start: Start) -> None:
+    running = await start(settings={"response_store": "none"})
+    assert (await upload(running, b"{}")).status_code == 404
+    for path in ("/v1/files", "/v1/files/x", "/v1/batches", "/v1/batches/x"):
+        answer = await running.http.get(path)
+        assert answer.status_code == 404
+        assert "--response-store none" in answer.json()["error"]["message"]

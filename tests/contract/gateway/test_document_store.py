@@ -1,0 +1,168 @@
+"""Both stores of files and batches keep one promise: about owners, versions, pieces, pages and leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.store.documents import ContentPiece, Document, DocumentName, DocumentStore, StoreUsage
+from services.gateway.store.redis_documents import RedisDocuments
+from services.gateway.store.redis_link import RedisLink
+from services.gateway.store.sqlite_documents import SqliteDocuments
+from services.gateway.store.sqlite_file import SqliteFile
+from tests.contract.gateway.test_response_store import Clock
+from tests.support.redis_server import RedisProcess, needs_redis
+
+LEASE_S = 10.0
+Stores = tuple[DocumentStore, DocumentStore]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    server = RedisProcess(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def owner() -> str:
+    """Of one test, as the tests share a redis-server."""
+    return f"ann-{uuid4().hex}"
+
+
+@pytest.fixture
+def one(owner: str) -> Document:
+    return Document(DocumentName("batch", owner, "batch_1"), f"model of {owner}", 900.5, 2000.0, 7, b'{"a":1}')
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=["sqlite", pytest.param("redis", marks=needs_redis)])
+async def stores(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[Stores]:
+    """The store as two gateways have it."""
+    if request.param == "sqlite":
+        files = [SqliteFile(tmp_path / "state" / "responses.db") for _ in range(2)]
+        yield SqliteDocuments(files[0], clock=clock), SqliteDocuments(files[1], clock=clock)
+        for file in files:
+            await file.close()
+        return
+    server: RedisProcess = request.getfixturevalue("redis")
+    links = [RedisLink(server.url) for _ in range(2)]
+    yield RedisDocuments(links[0], clock=clock), RedisDocuments(links[1], clock=clock)
+    for link in links:
+        await link.close()
+
+
+async def test_a_document_is_what_was_stored(stores: Stores, one: Document, clock: Clock) -> None:
+    first, second = stores
+    assert await second.get(one.name) is None
+    assert await first.put(one)
+    assert await second.get(one.name) == one
+    assert not await second.put(replace(one, data=b"{}"))
+    other = one.name._replace(owner="bob")
+    assert await second.get(other) is None
+    assert not await second.delete(other)
+    clock.now_s = 2000.0
+    assert await second.get(one.name) is None
+
+
+async def test_only_the_newest_version_is_replaced(stores: Stores, one: Document) -> None:
+    first, second = stores
+    assert not await first.replace(one), "there is none"
+    await first.put(one)
+    assert await first.replace(replace(one, label="x", data=b"2", num_bytes=8, expires_s=3000.0))
+    assert not await second.replace(replace(one, data=b"3"))
+    found = await second.get(one.name)
+    assert found == replace(one, label="x", data=b"2", num_bytes=8, expires_s=3000.0, version=1)
+    assert await second.replace(replace(found, data=b"3"))
+    assert (await first.get(one.name)) == replace(found, data=b"3", version=2)
+
+
+async def test_a_piece_never_changes(stores: Stores, one: Document) -> None:
+    first, second = stores
+    assert await first.add_pieces(one.name, [ContentPiece(1, 0, b"early")]) == 0, "there is no document yet"
+    await first.put(one)
+    assert await first.add_pieces(one.name, [ContentPiece(3, 1, b"c"), ContentPiece(1, 0, b"a")]) == 2
+    assert await second.add_pieces(one.name, [ContentPiece(1, 1, b"other"), ContentPiece(2, 0, b"")]) == 1
+    assert dict(await first.marks(one.name)) == {1: 0, 2: 0, 3: 1}
+    assert await first.pieces(one.name, [3, 1, 2, 9]) == [b"c", b"a", b""]
+    assert await first.pieces(one.name, []) == []
+    many = list(range(10, 1500))
+    await first.add_pieces(one.name, [ContentPiece(number, 0, b"%d" % number) for number in many])
+    assert await second.pieces(one.name, many) == [b"%d" % number for number in many]
+    await second.drop_pieces(one.name)
+    assert not await first.marks(one.name)
+    assert await first.get(one.name) == one
+    await first.add_pieces(one.name, [ContentPiece(1, 0, b"a")])
+    assert await first.delete(one.name)
+    assert not await second.marks(one.name)
+    assert await second.pieces(one.name, [1]) == []
+
+
+async def test_pages_go_by_time(stores: Stores, one: Document, owner: str, clock: Clock) -> None:
+    first, second = stores
+    made = [
+        Document(DocumentName("file", owner, f"file-{i}"), "ab"[i % 2], 100.0 + i // 2, 2000.0 + i, i, b"{}")
+        for i in range(7)
+    ]
+    for document in made[::-1]:
+        await first.put(document)
+    await first.put(one)
+    assert await second.page("file", owner, (), most=9) == made[::-1]
+    assert await second.page("file", owner, ("a", "b"), most=3, newest_first=False) == made[:3]
+    assert await second.page("file", owner, (), after=made[2], most=2, newest_first=False) == made[3:5]
+    assert await second.page("file", owner, ("b",), after=made[5], most=9) == [made[3], made[1]]
+    assert await second.page("file", "bob", (), most=9) == []
+    assert await second.usage("file", owner) == StoreUsage(7, 21)
+    clock.now_s = 2002.0  # three have expired
+    assert await second.page("file", owner, (), most=9, newest_first=False) == made[3:]
+    assert await second.usage("batch", "bob") == StoreUsage(0, 0)
+    await first.purge()
+    assert await second.page("file", owner, (), after=made[4], most=9, newest_first=False) == made[5:]
+
+
+async def test_work_is_done_by_the_gateway_with_the_lease(stores: Stores, one: Document, clock: Clock) -> None:
+    first, second = stores
+    kind, label, owner = one.name.kind, one.label, one.name.owner
+    await first.put(one, has_work=True)
+    assert await second.waiting(kind, label, 9) == [one.name]
+    assert await second.waiting(kind, "another model", 9) == []
+    assert sum(await asyncio.gather(*(store.claim(one.name, LEASE_S) for store in (first, second) * 3))) == 1
+    holder, other = (first, second) if await first.renew([one.name], LEASE_S) == [] else (second, first)
+    assert await other.renew([one.name], LEASE_S) == [one.name], "the lease belongs to the other gateway"
+    clock.now_s += 9
+    assert await holder.renew([one.name], LEASE_S) == []
+    clock.now_s += 9
+    assert await other.waiting(kind, label, 9) == []
+    assert not await other.claim(one.name, LEASE_S)
+    clock.now_s += 2
+    assert await other.waiting(kind, label, 9) == [one.name]
+    assert await other.claim(one.name, LEASE_S)
+    assert await holder.renew([one.name], LEASE_S) == [one.name], "another gateway has taken over"
+    await other.renew([one.name], 0.0)
+    assert await holder.claim(one.name, LEASE_S)
+    assert await other.unfinished(kind, owner) == [one.name.id]
+    assert await holder.replace(one, ends_work=True)
+    assert await other.unfinished(kind, owner) == []
+    clock.now_s += 20
+    assert await other.waiting(kind, label, 9) == []
+    assert not await other.claim(one.name, LEASE_S)
+    assert await holder.renew([one.name], LEASE_S) == [one.name]
+
+
+async def test_deleted_work_waits_no_longer(stores: Stores, one: Document) -> None:
+    first, second = stores
+    await first.put(one, has_work=True)
+    assert await second.delete(one.name)
+    assert await first.waiting(one.name.kind, one.label, 9) == []
+    assert await first.unfinished(one.name.kind, one.name.owner) == []
+    assert not await first.claim(one.name, LEASE_S)
