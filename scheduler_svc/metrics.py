@@ -45,11 +45,19 @@ class SchedulerMetrics(Collector):
         model = {"model_name": self._server.model_name}
         total = sum(w.num_blocks for w in workers)
         available = sum(w.available_blocks for w in workers)
+        load = core.load(time.monotonic())
         gauges_of_model = (
-            ("num_requests_waiting", "Requests in the queue", len(core.queue)),
-            ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.num_tokens),
-            ("work_waiting_seconds", "Time until the present queue is empty", core.load(time.monotonic()).waiting_s),
-            ("num_requests_running", "Requests that hold a slot", sum(len(w.batch.running) for w in workers)),
+            ("num_requests_waiting", "Requests in the queue", len(core.queue.online)),
+            ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.online.num_tokens),
+            ("work_waiting_seconds", "Time until the present queue is empty", load.waiting_s),
+            ("num_requests_running", "Requests that hold a slot", load.num_running),
+            ("num_offline_requests_waiting", "Offline requests in their queue", len(core.queue.offline)),
+            ("num_offline_tokens_waiting", "Known tokens of these requests", core.queue.offline.num_tokens),
+            (
+                "num_offline_requests_running",
+                "Offline requests that hold a slot",
+                sum(len(w.batch.offline) for w in workers),
+            ),
             ("kv_cache_usage_ratio", "KV blocks in use, of all", (total - available) / total if total else 0.0),
         )
         yield from _families(GaugeMetricFamily, gauges_of_model, model)

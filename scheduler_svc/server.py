@@ -46,6 +46,9 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
     return SchedulerConfig(
         window=settings.window,
         max_queued_requests=settings.max_queued_requests,
+        max_queued_offline_requests=settings.max_queued_offline_requests,
+        max_queued_offline_tokens=settings.max_queued_offline_tokens,
+        max_offline_tokens=settings.max_offline_tokens,
         max_queued_tokens=settings.max_queued_tokens,
         stall_s=settings.heartbeat_timeout_s,
         poison_failures=settings.poison_failures,

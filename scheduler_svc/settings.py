@@ -54,6 +54,11 @@ class SchedulerSettings(KeySettings, section="scheduler"):
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
     max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
+    max_queued_offline_requests: int = Field(4096, ge=1, description="the same for offline requests")
+    max_queued_offline_tokens: int = Field(4_000_000, ge=1, description="the same for tokens of offline requests")
+    max_offline_tokens: int = Field(
+        256, ge=0, description="tokens of offline requests in a step that runs online requests, too; 0: none"
+    )
     poison_failures: int = Field(
         2,
         ge=1,

@@ -127,18 +127,20 @@ class NullWorker:
 
 
 class ScenarioRun:
-    def __init__(self, scenario: Scenario, policies: Policies) -> None:
+    def __init__(self, scenario: Scenario, policies: Policies, **config: Any) -> None:
+        """`config`: other fields of SchedulerConfig."""
         self.scenario = scenario
         loras = scenario.max_loras or len({request.lora for request in scenario.requests if request.lora})
-        config = SchedulerConfig(
+        scheduler_config = SchedulerConfig(
             window=1,
             prefix_caching=scenario.prefix_caching,
             partial_reuse=False,  # none of the original systems copies within a block by the same rules
             host_cache=False,  # as in the schedulers that it is compared with
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
+            **config,
         )
-        self.core = SchedulerCore(config, policies, lambda: build(choose()), epoch=1, on_policy_error=_raise)
+        self.core = SchedulerCore(scheduler_config, policies, lambda: build(choose()), epoch=1, on_policy_error=_raise)
         self.cache = CacheCore()
         self.worker = NullWorker()
         self.core.open_session("scenario", window=1 << 30)
@@ -292,12 +294,13 @@ class ScenarioRun:
             priority=request.priority,
             tenant=request.tenant,
             lora=request.lora or "",
+            offline=request.offline,
         )
 
 
-def play(scenario: Scenario) -> ScenarioOutcome:
+def play(scenario: Scenario, **config: Any) -> ScenarioOutcome:
     """Raises PolicyError for an unknown preset or option, and PolicyFailed if a policy fails."""
-    return ScenarioRun(scenario, scenario.policies()).play()
+    return ScenarioRun(scenario, scenario.policies(), **config).play()
 
 
 def _ints(packed: bytes) -> list[int]:

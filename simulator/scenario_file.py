@@ -42,6 +42,7 @@ class ScenarioRequest(Strict):
     priority: float = 0.0
     tenant: str = ""
     lora: str | None = None
+    offline: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -273,8 +273,8 @@ class LocalSystem:
     def assert_at_rest(self) -> None:
         """Nothing is left: no request, no sequence, no used block (invariant 1 of docs/design.md)."""
         assert not self.moves()
-        queue = self.scheduler.queue
-        assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
+        for queue in (self.scheduler.queue.online, self.scheduler.queue.offline):
+            assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
         for worker in self.scheduler.workers.values():
             assert not worker.batch.running
             assert not worker.in_flight

@@ -212,8 +212,8 @@ class World:
         assert isinstance(scheduler, SchedulerParty)
         assert isinstance(cache, CacheParty)
         core = scheduler.core
-        queue = core.queue
-        assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
+        for queue in (core.queue.online, core.queue.offline):
+            assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
         assert len(core.workers) == self.sizes.num_workers, "not every worker is back"
         assert len(core.sessions) == NUM_GATEWAYS, "not every gateway is back, or one is there twice"
         for session in core.sessions.values():

@@ -81,12 +81,12 @@ class SamplingParam:
 
 @dataclass(frozen=True, slots=True)
 class MetadataField:
-    """A number or a text that does not change the tokens. 0 or "": not given."""
+    """A number, a text or a flag that does not change the tokens. 0, "" and false: not given."""
 
     max_chars: int = 0  # of a text
     above_zero: bool = False  # HTTP clients leave a number out instead of giving 0
     name: str = ""  # set by `_table`, as is `kind`
-    kind: type[float] | type[str] = float  # float or str
+    kind: type[float] | type[str] | type[bool] = float  # float, str or bool
 
 
 class SamplingNumbers(TypedDict, total=False):
@@ -150,6 +150,7 @@ class MetadataValues(TypedDict, total=False):
     ttft_slo_s: Annotated[float, MetadataField(above_zero=True)]  # a goal for the first token, from now
     tenant: Annotated[str, MetadataField(max_chars=128)]  # budgets and fair order are per tenant
     cache_salt: Annotated[str, MetadataField(max_chars=256)]  # only requests with the same salt share KV
+    offline: Annotated[bool, MetadataField()]  # runs on what other requests leave of each step
 
 
 def _table(declarations: type) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from paceline.v1.worker_pb2 import (
     WorkerReleased,
     WorkerServiceLinkResponse,
 )
-from scheduler_svc.core.admission.budgets import Budgets
+from scheduler_svc.core.admission.budgets import Budgets, ClassBudgets
 from scheduler_svc.core.admission.validation import (
     Limits,
     check_limits,
@@ -91,7 +91,7 @@ class SchedulerCore:
         self._next_worker = 1
         self._step_times = FleetStepTimes()
         cache = self._cache = CacheLink(epoch)
-        budgets = Budgets(config)
+        budgets = ClassBudgets(Budgets(config), Budgets(config))
         output_length = OutputLength()
         step_scheduler = self._step_scheduler = StepScheduler(
             policies, fallback, self.counters, on_policy_error, budgets, self._step_times, output_length
@@ -112,7 +112,7 @@ class SchedulerCore:
             self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
         )
         self._results = ResultReader(life, self._publisher, self._groups)
-        self._status = StatusReport(config, self.workers, self.sessions, self.queue, cache)
+        self._status = StatusReport(config, self.workers, self.sessions, self.queue.online, cache)
         self._note_outage()
 
     @property
@@ -157,7 +157,7 @@ class SchedulerCore:
         gets an answer with the reason; the session goes on. Raises KeyError if no such session is open."""
         session = self.sessions[session_id]
         session.read = max(session.read, min(message.responses_read, session.sent))
-        session.num_submissions += len(message.submissions)
+        session.num_submissions += sum(not submission.offline for submission in message.submissions)
         for submission in message.submissions:
             try:
                 self._submit(session, submission, now_s)
@@ -394,7 +394,8 @@ class SchedulerCore:
         if not self._status.has_worker:
             self.life.timeouts.no_worker(now_s)
         self.life.conversations.expire(now_s)
-        self.life.budgets.measure(now_s, self.queue.tenant_tokens)
+        self.life.budgets.online.measure(now_s, self.queue.online.tenant_tokens)
+        self.life.budgets.offline.measure(now_s, self.queue.offline.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._retry_groups.find_poisoned():
             if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
@@ -403,7 +404,7 @@ class SchedulerCore:
 
     def load(self, now_s: float) -> SchedulerLoad:
         """The load of all workers. Changes nothing."""
-        return self._status.load(self.life.budgets, self.counters, now_s)
+        return self._status.load(self.life.budgets.online, self.counters, now_s)
 
     def poll(self, now_s: float) -> Outbox:
         """Plan whatever can be planned. Returns everything to send."""
@@ -413,7 +414,7 @@ class SchedulerCore:
         for worker in self.workers.values():
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
-        credit = queue_credit(self.queue, self.config)
+        credit = queue_credit(self.queue.online, self.config)
         if (not credit) != self._status.told_full:  # at once, because gateways refuse requests by it
             self._status.announce(self.limits)
         for session in self.sessions.values():

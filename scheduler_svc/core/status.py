@@ -20,7 +20,7 @@ class StatusReport:
     _config: SchedulerConfig
     _workers: Mapping[int, WorkerState]
     _sessions: Mapping[str, Session]
-    _queue: WaitingQueue
+    _queue: WaitingQueue  # of online requests: gateways refuse others by it
     _cache: CacheLink
     _told: SchedulerStatus | None = field(default=None, init=False)
     told_full: bool = field(default=False, init=False)
@@ -55,12 +55,13 @@ class StatusReport:
         return status
 
     def load(self, budgets: Budgets, counters: SchedulerCounters, now_s: float) -> SchedulerLoad:
-        """The load of all workers. `waiting_s` is the time until the present queue is empty, by the rate at which
-        tokens have left the queue; before a rate was measured, the time that the oldest request has waited."""
+        """The load of all workers by online requests. `waiting_s` is the time until the present queue is empty, by the
+        rate at which tokens have left the queue; before a rate was measured, the time that the oldest request has
+        waited."""
         workers = self._workers.values()
         num_blocks = sum(worker.num_blocks for worker in workers)
         return SchedulerLoad(
-            num_running=sum(len(worker.batch.running) for worker in workers),
+            num_running=sum(len(worker.batch.running) - len(worker.batch.offline) for worker in workers),
             num_waiting=len(self._queue),
             num_waiting_tokens=self._queue.num_tokens,
             waiting_s=self._waiting_s(budgets, now_s),

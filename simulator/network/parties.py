@@ -35,6 +35,7 @@ from scheduler_svc.core.types import SchedulerConfig
 from services.runtime.fence import Fence, StaleScheduler
 from simulator.exchanges import check_exchange, check_plan
 from simulator.network.network import Network, Party, SimulatedConnection
+from simulator.system import default_policies
 from simulator.toy_worker import ToyWorker
 
 Find = Callable[[], Party]  # returns the current process of a name
@@ -366,4 +367,4 @@ def new_scheduler_core(config: SchedulerConfig, policies: Callable[[], Policies]
     def fail(error: Exception) -> None:
         raise AssertionError(f"policy failed: {error!r}") from error
 
-    return SchedulerCore(config, policies(), policies, epoch, on_policy_error=fail)
+    return SchedulerCore(config, policies(), default_policies, epoch, on_policy_error=fail)

@@ -204,7 +204,8 @@ class Run:
 
     def check(self) -> None:
         core = self.system.scheduler
-        assert not core.life.budgets.tenant_tokens
+        assert not core.life.budgets.online.tenant_tokens
+        assert not core.life.budgets.offline.tenant_tokens
         assert not core.timeline._live
         for (session, handle), (prompt, sampling) in self.asked.items():
             client = self.system.clients[session]

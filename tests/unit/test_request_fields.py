@@ -34,7 +34,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = ModelFiles(Path(), 50, 50, frozenset())
 BUILDER = RequestBuilder(IdTokenizer(50), FILES)
 LIMITS = SlotLimits(4, 16, 64, 4, 16, 50, ())
-KINDS = {float: FieldDescriptor.CPPTYPE_FLOAT, int: FieldDescriptor.CPPTYPE_INT32, str: FieldDescriptor.CPPTYPE_STRING}
+KINDS = {
+    float: FieldDescriptor.CPPTYPE_FLOAT,
+    int: FieldDescriptor.CPPTYPE_INT32,
+    str: FieldDescriptor.CPPTYPE_STRING,
+    bool: FieldDescriptor.CPPTYPE_BOOL,
+}
+METADATA_VALUES: dict[type, float | str | bool] = {float: 2.5, str: "x", bool: True}
 each_param = pytest.mark.parametrize("param", SAMPLING.values(), ids=lambda param: param.name)
 each_field = pytest.mark.parametrize("field", METADATA.values(), ids=lambda field: field.name)
 
@@ -99,7 +105,7 @@ def test_metadata_has_a_field_of_its_type_in_both_messages(field: MetadataField)
 
 @each_field
 def test_metadata_travels_from_the_client_to_the_scheduler(field: MetadataField) -> None:
-    value = "x" if field.kind is str else 2.5
+    value = METADATA_VALUES[field.kind]
     given: Any = {field.name: value}
     request = make_request(None, None, [1], "", given)
     submissions = [

@@ -881,7 +881,7 @@ Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):
-    """The load of all workers, for metrics and outside routers."""
+    """The load of all workers by online requests (those without Submission.offline), for metrics and outside routers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -950,7 +950,7 @@ class QueueRoom(_message.Message):
     places: _builtins.int
     """Requests that the queue would take now, whichever session they come from."""
     num_submissions: _builtins.int
-    """Submissions of this stream that are counted in `places` already. Later submissions take of these places."""
+    """Submissions of online requests on this stream that are counted in `places` already. Later submissions take of these places."""
     def __init__(
         self,
         *,
@@ -1176,7 +1176,7 @@ class SchedulerStatus(_message.Message):
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
     full: _builtins.bool
-    """The queue has no place: whatever is submitted now is refused, unless it was accepted before."""
+    """The queue has no place: an online request that is submitted now is refused, unless it was accepted before."""
     no_worker_timeout_s: _builtins.float
     """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
     @_builtins.property

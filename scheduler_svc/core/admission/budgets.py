@@ -17,7 +17,7 @@ MAX_RATES = 1024  # tenants with a stored rate: those that were active last
 
 @dataclass(slots=True)
 class Budgets:
-    """Tokens of bound and running requests, by tenant."""
+    """Tokens of bound and running requests of one class, by tenant."""
 
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that the requests may grow to
@@ -65,7 +65,7 @@ class Budgets:
                 return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
         if request.lora:
             limit = worker.adapters.limit
-            loras = worker.adapters.num_bound.keys() | admitted.loras
+            loras = worker.adapters_beside(request) | admitted.loras
             if request.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None
@@ -97,3 +97,19 @@ class Budgets:
         estimate = self._estimates.pop(name, None) or RetryAfter(assigned_share=1.0, began_s=now_s)
         self._estimates[name] = estimate
         return estimate
+
+
+@dataclass(frozen=True, slots=True)
+class ClassBudgets:
+    """The budgets of online and of offline requests: a limit of the configuration holds for each class."""
+
+    online: Budgets
+    offline: Budgets
+
+    def of(self, request: Request) -> Budgets:
+        """The budgets of the request's class."""
+        return self.offline if request.offline else self.online
+
+    def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
+        """As Budgets.exceeded, for the request's class."""
+        return self.of(request).exceeded(worker, request, admitted)

@@ -1,9 +1,12 @@
-"""The central queue of waiting requests."""
+"""The central queue of waiting requests, one for each class."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
 from typing import Any
 
 from scheduler_svc.core.admission.tenant_lines import TenantLines
@@ -12,7 +15,8 @@ from scheduler_svc.core.requests.request import Request, RequestView, view_of
 
 
 class WaitingQueue:
-    """Waiting requests by arrival index. Counts their tokens, in total and by tenant. The order is a policy's.
+    """Waiting requests of one class, by arrival index. Counts their tokens, in total and by tenant. The order is a
+    policy's.
 
     Entering and leaving, at any position in the queue, cost what the policy's index costs: mostly O(log n).
     """
@@ -184,6 +188,33 @@ class WaitingQueue:
         self.tenant_tokens[request.tenant] += sign * request.num_tokens
         if not self.tenant_tokens[request.tenant]:
             del self.tenant_tokens[request.tenant]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassQueues:
+    """The queues of online and of offline requests. Each request waits in the queue of its class."""
+
+    online: WaitingQueue
+    offline: WaitingQueue
+
+    def of(self, request: Request) -> WaitingQueue:
+        """The queue of the request's class."""
+        return self.offline if request.offline else self.online
+
+    def __len__(self) -> int:
+        return len(self.online._by_arrival_index) + len(self.offline._by_arrival_index)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.of(request)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Oldest first. Sorts all waiting requests, so not for every step."""
+        return merge(self.online, self.offline, key=attrgetter("arrival_index"))
+
+    def rematched(self, requests: Sequence[Request]) -> None:
+        """The cache holds more or fewer tokens of these waiting requests than before."""
+        self.online.rematched(requests)  # a queue ignores the requests of the other class
+        self.offline.rematched(requests)
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:

@@ -10,8 +10,8 @@ from paceline.request_fields import METADATA
 from paceline.v1.common_pb2 import FinishReason, ModelInfo, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
-from scheduler_svc.core.admission.budgets import Budgets
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.budgets import ClassBudgets
+from scheduler_svc.core.admission.queue import ClassQueues, WaitingQueue
 from scheduler_svc.core.admission.sampling_checks import (
     MAX_STOP_TOKEN_IDS,
     check_logit_tokens,
@@ -33,7 +33,7 @@ _TEXTS = (
     *(name for name, field in METADATA.items() if field.kind is str),
 )
 _KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
-_NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is not str)
+_NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is float)
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
@@ -187,22 +187,27 @@ def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iter
 
 
 def queue_credit(queue: WaitingQueue, config: SchedulerConfig) -> int:
-    """Requests that the queue still takes, if their tokens fit. 0: it takes none."""
+    """Online requests that the queue still takes, if their tokens fit. 0: it takes none."""
     return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
 
 
-def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, budgets: Budgets) -> None:
-    """Check that the queue has room for the request. Raises Rejection. An empty queue accepts a request of any size;
-    otherwise a request larger than the token limit could never enter."""
+def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, all_budgets: ClassBudgets) -> None:
+    """Check that the queue of the request's class has room for it. Raises Rejection. An empty queue accepts a request
+    of any size; otherwise a request larger than the token limit could never enter."""
+    queue, budgets = queues.of(request), all_budgets.of(request)
+    name, max_requests, max_tokens = "queue", config.max_queued_requests, config.max_queued_tokens
+    if request.offline:
+        name = "offline queue"
+        max_requests, max_tokens = config.max_queued_offline_requests, config.max_queued_offline_tokens
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
-    if queue.num_requests >= config.max_queued_requests:
-        why = f"queue: full with {queue.num_requests} requests"
+    if queue.num_requests >= max_requests:
+        why = f"{name}: full with {queue.num_requests} requests"
         # One request has to leave. How many tokens it has is not known, only the average.
         excess = tokens = queue.num_tokens // max(queue.num_requests, 1)
-    elif queue.num_tokens and queue.num_tokens + tokens > config.max_queued_tokens:
-        why = f"queue: {queue.num_tokens} tokens wait, the limit is {config.max_queued_tokens}"
-        excess = queue.num_tokens + tokens - config.max_queued_tokens
+    elif queue.num_tokens and queue.num_tokens + tokens > max_tokens:
+        why = f"{name}: {queue.num_tokens} tokens wait, the limit is {max_tokens}"
+        excess = queue.num_tokens + tokens - max_tokens
     elif queued and 0 < (limit := config.tenant_max_queued_tokens) < queued + tokens:
         why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
         excess, tenant = queued + tokens - limit, request.tenant
@@ -215,7 +220,8 @@ def check_queue(queue: WaitingQueue, request: Request, config: SchedulerConfig, 
 
 def is_sample_of(parent: Request, request: Request) -> bool:
     """Whether both are samples of one client request, and share their blocks."""
-    return (parent.tenant, parent.namespace, parent.prompt) == (request.tenant, request.namespace, request.prompt)
+    of_parent = parent.tenant, parent.namespace, parent.offline, parent.prompt
+    return of_parent == (request.tenant, request.namespace, request.offline, request.prompt)
 
 
 def check_registration(

@@ -64,6 +64,8 @@ def check_beam(submission: Submission) -> None:
     for name in UNSEARCHED:
         if getattr(sampling, name):
             raise invalid(name, "a beam search goes by the model's own probabilities; leave it out")
+    if submission.offline:
+        raise invalid("offline", "a beam search cannot be offline; leave one of the two out")
     if submission.output_token_ids:
         raise invalid("output_token_ids", "a beam search delivers nothing before its ending")
 
@@ -87,7 +89,7 @@ class BeamGroups:
             if group.root.phase is Phase.ENDED:
                 continue
             if group.root in self._life.queue:  # the root never runs: its members run for it
-                self._life.queue.remove(group.root)
+                self._life.queue.of(group.root).remove(group.root)
                 self._life.holdings.release(group.root)
             group.search = make_search(group.options, group.root.sampling, limits.model.eos_token_ids)
             self._run_beams(group, group.search, parents=[])

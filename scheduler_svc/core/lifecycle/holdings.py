@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paceline.v1.cache_pb2 import WorkerMatch
-from scheduler_svc.core.admission.budgets import Budgets
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.budgets import ClassBudgets
+from scheduler_svc.core.admission.queue import ClassQueues
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.cache.swapping import Swaps
 from scheduler_svc.core.requests.phases import Phase
@@ -25,8 +25,8 @@ from scheduler_svc.core.workers.state import WorkerState
 class Holdings:
     """Binds requests to workers, and releases what they hold. The caller changes the phase, after the release."""
 
-    _queue: WaitingQueue
-    _budgets: Budgets
+    _queue: ClassQueues
+    _budgets: ClassBudgets
     _cache: CacheLink
     _workers: dict[int, WorkerState]
     _swaps: Swaps
@@ -52,7 +52,8 @@ class Holdings:
                     on_host = match.num_host_tokens
                     by_worker[match.worker] = PrefixMatch(match.num_tokens + on_host, match.num_live_tokens, on_host)
                 changed.append(request)
-        self._queue.rematched(changed)
+        if changed:
+            self._queue.rematched(changed)
 
     def forget_matches(self) -> None:
         """The cache is lost, with all it knew of waiting requests. KV in the workers' host memory remains."""
@@ -64,12 +65,13 @@ class Holdings:
     def bind(self, worker: WorkerState, request: Request) -> None:
         """A step takes the waiting request."""
         # Before the request leaves the queue: the queue then shows only requests that still fit the tenant's limit.
-        self._budgets.bind(request)
-        self._queue.remove(request)
+        self._budgets.of(request).bind(request)
+        queue = self._queue.of(request)
+        queue.remove(request)
         request.siblings.num_bound += 1
         if request.held.swapped_on:
             self._swaps.bind(request)
-        self._queue.started(request)
+        queue.started(request)
         request.held.worker = worker.id
         worker.adapters.bind(request)
 
@@ -135,10 +137,11 @@ class Holdings:
             held.num_registered = num_tokens
 
     def _unbind(self, request: Request) -> None:
-        self._budgets.unbind(request)
+        self._budgets.of(request).unbind(request)
         request.siblings.num_bound -= 1
-        self._queue.free_tokens_changed(request.tenant)
+        queue = self._queue.of(request)
+        queue.free_tokens_changed(request.tenant)
         if worker := self._workers.get(request.held.worker):
             worker.adapters.unbind(request)
         request.held.worker = 0
-        self._queue.stopped(request)
+        queue.stopped(request)

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Collection, Iterable
 
 from paceline.v1.common_pb2 import FinishReason
-from scheduler_svc.core.admission.budgets import Budgets
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.budgets import ClassBudgets
+from scheduler_svc.core.admission.queue import ClassQueues
 from scheduler_svc.core.admission.validation import explain_rejection
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.cache.swapping import Swaps
@@ -32,8 +32,8 @@ class Lifecycle:
     def __init__(
         self,
         config: SchedulerConfig,
-        queue: WaitingQueue,
-        budgets: Budgets,
+        queue: ClassQueues,
+        budgets: ClassBudgets,
         cache: CacheLink,
         workers: dict[int, WorkerState],
         sessions: dict[str, Session],
@@ -73,7 +73,7 @@ class Lifecycle:
 
     def enqueue(self, request: Request) -> None:
         """Into the queue, in phase WAITING."""
-        self.queue.add(request)
+        self.queue.of(request).add(request)
         if self._cache.connected:
             self.holdings.ask_match(request)
 
@@ -120,7 +120,7 @@ class Lifecycle:
         """The request that was about to get a slot waits again. It keeps its KV in host memory if it can resume."""
         self.holdings.release(request, keeps_sequence=True)
         request.advance(Event.REJECT)
-        self.queue.add(request)
+        self.queue.of(request).add(request)
         if request.held.swapped_on:
             if self._workers[request.held.swapped_on].draining:
                 self.recompute([request])
@@ -155,7 +155,7 @@ class Lifecycle:
         self.holdings.release(request, keeps_sequence=True)
         request.advance(Event.PREEMPT)
         self.swaps.start(worker, request)
-        self.queue.add(request)
+        self.queue.of(request).add(request)
 
     def park(self, request: Request) -> None:
         """A beam has run its one token. It leaves its slot and keeps its blocks for the beams that fork from it."""
@@ -245,7 +245,7 @@ class Lifecycle:
         if request.phase is Phase.ENDED:
             return
         if request.phase is Phase.WAITING and request in self.queue:
-            self.queue.remove(request)
+            self.queue.of(request).remove(request)
         self.holdings.release(request)
         request.advance(Event.END)
         # request and view refer to each other: without this its tokens would stay until a garbage collection
@@ -264,5 +264,5 @@ class Lifecycle:
             for request, rejection in late:
                 if request.phase is not Phase.ENDED:  # it may be late in two ways
                     self.end(request, FinishReason.FINISH_REASON_ERROR, rejection)
-            if not self.budgets.limits_tenants:
+            if not self.budgets.online.limits_tenants:
                 break  # with tenant limits, requests that the order now sees may be late too

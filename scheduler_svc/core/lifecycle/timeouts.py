@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from sortedcontainers import SortedDict
 
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.queue import ClassQueues
 from scheduler_svc.core.rejection import CODE_DEADLINE_EXCEEDED, CODE_UNAVAILABLE, Rejection
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
@@ -19,7 +19,7 @@ NO_WORKER_RETRY_S = 5.0
 
 
 class Timeouts:
-    def __init__(self, config: SchedulerConfig, queue: WaitingQueue, workers: Mapping[int, WorkerState]) -> None:
+    def __init__(self, config: SchedulerConfig, queue: ClassQueues, workers: Mapping[int, WorkerState]) -> None:
         self._config = config
         self._queue = queue
         self._workers = workers
@@ -82,12 +82,13 @@ class Timeouts:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())
         for (deadline_s, _), request in due:
             yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
-        for request in self._queue.hopeless(now_s):
+        for request in self._queue.online.hopeless(now_s):
             left_s = request.deadline_s - now_s
             late = f"deadline_s: {left_s:.1f} s are left, which is too little"
             yield request, late if left_s < math.inf else "queue: the order policy gives it up"
         if (limit_s := self._config.waiting_timeout_s) > 0:
-            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue)
+            # Offline requests wait for as long as online ones keep the workers busy: only a deadline ends them.
+            oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue.online)
             message = f"queue: waited for more than {limit_s:g} s"
             yield from ((request, message) for request in oldest if request.history.started_s is None)
         if (limit_s := self._config.running_timeout_s) > 0:
@@ -96,5 +97,6 @@ class Timeouts:
                 running += self._queue
             message = f"request: ran for more than {limit_s:g} s"
             for request in running:
-                if (started_s := request.history.started_s) is not None and now_s - started_s > limit_s:
+                started_s = None if request.offline else request.history.started_s
+                if started_s is not None and now_s - started_s > limit_s:
                     yield request, message

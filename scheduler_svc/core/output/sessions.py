@@ -34,8 +34,8 @@ class Session:
     live: dict[int, Request] = field(default_factory=dict)  # by handle
     sent: int = 0
     read: int = 0
-    num_submissions: int = 0  # accepted or not
-    queue_credit: int = 0  # requests that the queue still takes
+    num_submissions: int = 0  # of online requests, accepted or not
+    queue_credit: int = 0  # online requests that the queue still takes
     _told_credit: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None

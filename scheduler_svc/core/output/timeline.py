@@ -111,7 +111,8 @@ class RequestTimeline:
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
-        arrival = ("waiting", f"{request.num_tokens} tokens", self.decisions, now_s)
+        detail = f"{request.num_tokens} tokens{', offline' if request.offline else ''}"
+        arrival = ("waiting", detail, self.decisions, now_s)
         record = Record(request.request_id, request.answer_id, request.arrival_index, now_s, request.tenant, [arrival])
         self._live[request.arrival_index] = record
         for name in _names(record):

@@ -6,7 +6,7 @@ import enum
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -64,6 +64,8 @@ class Step(StepView):
     """
 
     _capacity: CapacityPolicy
+    # The offline requests of the same worker step. None: no offline request runs in it.
+    _offline_part: Step | None = field(default=None, init=False)
 
     @property
     def capacity_is_spent(self) -> bool:
@@ -81,7 +83,7 @@ class Step(StepView):
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
         self._spend(self.num_decoding)
         self._decodes = None
-        growing = self._worker.batch.growing_slots()
+        growing = self._growing_slots() if self._num_hidden else self._worker.batch.growing_slots()
         if len(growing):
             self._grow(growing)
 
@@ -198,6 +200,11 @@ class Step(StepView):
         return not (self.runs_decodes or self.runs_prefills)
 
     @property
+    def _runs_nothing(self) -> bool:
+        """Whether no request of either class runs in the worker's step."""
+        return self.is_empty and (self._offline_part is None or self._offline_part.is_empty)
+
+    @property
     def runs_prefills(self) -> bool:
         """Whether the step computes tokens of a prompt, or admits a request."""
         return bool(self._chunks or self._placed)
@@ -237,7 +244,7 @@ class Step(StepView):
                 pass
             case several:
                 growth = np.concatenate(several)
-        return Decision(
+        decision = Decision(
             growth=growth,
             growth_generations=generation[growth] if self._growth else NONE,
             decodes=self._decodes,
@@ -247,6 +254,63 @@ class Step(StepView):
             rejected=self._rejected,
             closed=self._closed,
         )
+        if self._offline_part is None and (self._offline or not self._worker.batch.offline):
+            return decision
+        return self._with_offline_part(decision)
+
+    def _with_offline_part(self, online: Decision) -> Decision:
+        """The decision for the requests of both classes."""
+        decodes = self._all_decodes()
+        if self._offline_part is None:
+            return online._replace(decodes=decodes)
+        offline = self._offline_part._decision()
+        return Decision(
+            growth=np.concatenate((online.growth, offline.growth)),
+            growth_generations=np.concatenate((online.growth_generations, offline.growth_generations)),
+            decodes=decodes,
+            chunks=online.chunks + offline.chunks,
+            admissions=online.admissions + offline.admissions,
+            shares=online.shares,
+            rejected=online.rejected + offline.rejected,
+            closed=online.closed,
+        )
+
+    def _all_decodes(self) -> list[int] | None:
+        """The slots that decode, of both classes. None: all of them."""
+        batch, decodes = self._worker.batch, self._decodes
+        others = self._offline_part._decodes if self._offline_part is not None else []
+        if not batch.num_decoding_of(True):
+            return decodes
+        if not batch.num_decoding_of(False):
+            return others
+        if decodes is None and others is None:
+            return None
+        own = batch.decoding_slots(False) if decodes is None else decodes
+        return own + (batch.decoding_slots(True) if others is None else others)
+
+    def _lend(self, num_blocks: int) -> None:
+        """Online requests can take these blocks of offline sequences."""
+        self._lent_blocks = num_blocks
+        self._available_blocks += num_blocks
+
+    def _follow(self, online: Step, max_tokens: int) -> None:
+        """Offline requests get what the online part of the step leaves: at most `max_tokens` tokens beside it."""
+        left = online._budget_tokens if online.is_empty else min(online._budget_tokens, max_tokens)
+        self._budget_tokens = self._max_batched_tokens = left
+        self._available_blocks = online._available_blocks - online._lent_blocks
+        self._num_free_slots = online._num_free_slots - online._num_hidden
+        self._shares = self._shares and online._shares
+        self._budgeted.num_bytes = online._budgeted.num_bytes
+        self._budgeted.loras |= online._budgeted.loras
+
+    def _lacking_adapters(self) -> set[str]:
+        """Adapters of offline sequences that have to leave the batch before the step's admissions fit."""
+        adapters, loras = self._worker.adapters, self._budgeted.loras
+        excess = len(adapters.num_bound.keys() | loras) - adapters.limit
+        if not loras or excess <= 0:
+            return set()
+        online = {one.lora for one in self._worker.bound if not one.offline}
+        return set(sorted(adapters.num_bound.keys() - online - loras)[:excess])
 
     def _expect_open(self) -> None:
         if not self._open:

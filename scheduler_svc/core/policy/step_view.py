@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,10 @@ class StepView:
     _over_budget: Callable[[Request, Admitted], str | None]  # the budget outside the policies that a request exceeds
     _order: OrderPolicy
     _shares: bool  # as BatchPolicy.shares_in_step; False without prefix caching
+    _offline: bool = field(default=False, kw_only=True)  # the class of the requests that the step sees
+    _num_hidden: int = field(default=0, init=False)  # running sequences of the other class
+    _lent_blocks: int = field(default=0, init=False)  # of _available_blocks: held by offline sequences
+    _max_batched_tokens: int = field(init=False)
     _num_running: int = field(init=False)
     _preempted: tuple[RequestView, ...] = field(init=False)
     _running: tuple[Running, ...] | None = field(default=None, init=False)  # computed at the first use
@@ -68,8 +72,14 @@ class StepView:
         self._num_running = len(worker.batch.running)
         self._preempted = tuple(map(view_of, worker.preempted))
         self._available_blocks = worker.available_blocks
-        self._budget_tokens = worker.max_batched_tokens
+        self._budget_tokens = self._max_batched_tokens = worker.max_batched_tokens
         self._num_free_slots = worker.batch.slots.num_free
+        if worker.batch.offline or self._offline:
+            num_offline = len(worker.batch.offline)
+            self._num_hidden = self._num_running - num_offline if self._offline else num_offline
+            self._num_running -= self._num_hidden
+            if not self._offline:  # offline sequences yield their slots
+                self._num_free_slots += num_offline
         self._computing = PrefixIndex(worker.block_size)
         self._arriving = PrefixIndex(worker.block_size)
         self._shares = self._shares and worker.prefix_caching
@@ -113,7 +123,7 @@ class StepView:
     @property
     def max_batched_tokens(self) -> int:
         """Token budget of the whole step."""
-        return self._worker.max_batched_tokens
+        return self._max_batched_tokens
 
     @property
     def max_num_seqs(self) -> int:
@@ -128,7 +138,8 @@ class StepView:
     @property
     def num_departed(self) -> int:
         """Sequences that ever left this worker."""
-        return self._worker.batch.num_departed
+        batch = self._worker.batch
+        return batch.num_departed if self._offline else batch.num_departed - batch.num_offline_departed
 
     @property
     def preempted(self) -> Sequence[RequestView]:
@@ -162,19 +173,36 @@ class StepView:
         """Sequences that can run, in order of admission. The first use takes time in proportion to their number."""
         if self._running is None:
             running, over = self._worker.batch.running, self._worker.batch.finishing
-            self._running = tuple(Running(self._worker, slot, running[slot]) for slot in running if slot not in over)
+            shown = self._own_class(running)
+            self._running = tuple(Running(self._worker, slot, running[slot]) for slot in shown if slot not in over)
         return self._running
 
     @property
     def prefills(self) -> list[Running]:
         """Running sequences with known tokens that are not computed, in order of admission."""
         worker = self._worker
-        return [Running(worker, slot, worker.batch.running[slot]) for slot in worker.batch.prefills]
+        shown = self._own_class(worker.batch.prefills) if self._num_hidden else worker.batch.prefills
+        return [Running(worker, slot, worker.batch.running[slot]) for slot in shown]
 
     @property
     def num_decoding(self) -> int:
         """Running sequences that want one token."""
+        if self._num_hidden:
+            return self._worker.batch.num_decoding_of(self._offline)
         return self._worker.batch.num_decoding
+
+    def _own_class(self, slots: Iterable[int]) -> Iterable[int]:
+        """The slots with sequences of the class that the step sees."""
+        if not self._num_hidden:
+            return slots
+        hidden = self._worker.batch.offline
+        return (slot for slot in slots if (slot in hidden) == self._offline)
+
+    def _growing_slots(self) -> Slots:
+        """Slots of decoding sequences that need one more block before all of them decode again."""
+        batch = self._worker.batch
+        slots = batch.growing_slots()
+        return slots[batch.slots.offline[slots] == self._offline] if self._num_hidden else slots
 
     @property
     def num_swapped(self) -> int:
@@ -247,15 +275,15 @@ class StepView:
 
     def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
         """For each sequence that holds a slot: tokens that it may still generate. [num_running]"""
-        return self._worker.batch.remaining_new_tokens()
+        return self._worker.batch.remaining_new_tokens(self._offline if self._num_hidden else None)
 
     def promised_blocks(self) -> int:
         """Blocks that the running sequences still take if they generate as many tokens as they may."""
-        return self._worker.batch.promised_blocks()
+        return self._worker.batch.promised_blocks(self._offline if self._num_hidden else None)
 
     def growth_blocks(self) -> int:
         """Blocks that all decoding sequences take for their next token."""
-        return len(self._worker.batch.growing_slots())
+        return len(self._growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
         """Whether another request is just computing the first block of this request that is not on the device, or
@@ -279,7 +307,7 @@ class StepView:
         if self._prefilling is None:
             worker = self._worker
             self._prefilling = PrefixIndex(worker.block_size)
-            for request in map(worker.batch.running.__getitem__, worker.batch.prefills):
+            for request in map(worker.batch.running.__getitem__, self._own_class(worker.batch.prefills)):
                 self._prefilling.add(request, request.num_tokens)
         return self._prefilling
 

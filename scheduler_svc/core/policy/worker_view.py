@@ -57,7 +57,7 @@ class WorkerView:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that run here, are about to run here, or were placed here in this round."""
+        """Online sequences that run here, are about to run here, or were placed here in this round."""
         return self._rows
 
     @property
@@ -142,7 +142,8 @@ class WorkerView:
             return matched
         if self._placed is None:
             self._placed = PrefixIndex(worker.block_size)
-            prefills = [worker.batch.running[slot] for slot in worker.batch.prefills]
+            batch = worker.batch
+            prefills = [batch.running[slot] for slot in batch.prefills if slot not in batch.offline]
             for other in (*prefills, *(admission.request for admission in worker.admissions)):
                 self._placed.add(other, other.num_tokens)
         if not len(self._placed):
@@ -161,7 +162,7 @@ class WorkerView:
         return (
             self._free_slots > 0
             and worker.need_blocks(request) <= self.free_blocks
-            and worker.adapters.fit(request)
+            and worker.fits_adapter(request)
             and worker.has_grammar(request)
             and not worker.has_refused(request)
         )

@@ -58,6 +58,7 @@ class Request:
     cache_retention: tuple[RetentionRange, ...] = ()
     deadline_s: float = math.inf  # on the clock of arrival_s
     ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
+    offline: bool = False  # it runs on what online requests leave, and yields to them
     conversation: str = ""  # the one that it continues; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     phase: Phase = Phase.WAITING
@@ -267,6 +268,11 @@ class RequestView:
     def priority(self) -> float:
         """Larger is more urgent."""
         return self._request.priority
+
+    @property
+    def offline(self) -> bool:
+        """Whether it is an offline request. A step shows a policy requests of one class only."""
+        return self._request.offline
 
     @property
     def arrival_s(self) -> float:

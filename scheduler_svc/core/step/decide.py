@@ -27,27 +27,53 @@ class Decider:
     life: Lifecycle
 
     def decide(self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float) -> Step | None:
-        """Schedule the next step of `worker`; it may be empty.
+        """Schedule the online requests of the next step of `worker`; it may be empty. The policies see the worker as if
+        it ran no offline request.
 
         Returns None if a sequence was preempted: its blocks come back with the next exchange, and then the step is
         scheduled again. Raises whatever a policy raises.
         """
-        step = self.apply_policies(worker, policies, waiting, now_s)
+        step = self.apply_policies(worker, policies, waiting, now_s, offline=False)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
             # Admit only the requests before the first torn group: a later request would take the room that it needs.
             before = partial(takewhile, lambda request: id(request.samples) not in torn)
-            step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s)
+            step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s, offline=False)
         if step is None or self._preempt_for_waiting(worker, policies, step):
+            return None
+        if worker.batch.offline and self._yield(worker, step):
             return None
         self._expect_progress(worker, step)
         return step
 
-    def apply_policies(self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float) -> Step | None:
-        """As decide(), but without a check for progress, and no sequence is preempted for a waiting request."""
-        worker.allocating_tokens = 0
+    def decide_retry(
+        self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float, offline: bool
+    ) -> Step | None:
+        """Schedule a step that retries suspects of one class. Returns None as decide()."""
+        step = self.apply_policies(worker, policies, waiting, now_s, offline)
+        if step is not None and worker.batch.offline and not offline and self._yield(worker, step):
+            return None
+        return step
+
+    def apply_policies(
+        self,
+        worker: WorkerState,
+        policies: Policies,
+        waiting: Waiting,
+        now_s: float,
+        offline: bool,
+        beside: Step | None = None,
+    ) -> Step | None:
+        """As decide(), but without a check for progress, and no sequence is preempted for a waiting request. `offline`:
+        the class that the policies see. `beside`: the online step of which offline requests get the rest."""
         shares = policies.batch.shares_in_step
         over_budget = partial(self.life.budgets.exceeded, worker)
-        step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity)
+        step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity, _offline=offline)
+        if beside is None:
+            worker.allocating_tokens = 0
+            if worker.batch.offline and not offline:
+                step._lend(self._offline_blocks(worker))
+        else:
+            step._follow(beside, self.life.config.max_offline_tokens)
         try:
             policies.capacity.begin(step)
             policies.batch.schedule(step)
@@ -64,6 +90,31 @@ class Decider:
                 self._preempt_unit(worker, unit, policies)
             return None
         return step
+
+    def _offline_blocks(self, worker: WorkerState) -> int:
+        """Blocks that online requests can take from offline ones. Exact if waiting online requests may be admitted,
+        because the policies promise them blocks for later. Otherwise at least as many: _yield() takes what there is."""
+        return worker.only_offline_blocks() if len(self.life.queue.online) else worker.most_offline_blocks
+
+    def _yield(self, worker: WorkerState, step: Step) -> bool:
+        """Preempt offline sequences if the online requests of the step take slots, blocks or adapters from them, the
+        last admitted first. Returns whether it preempts any: then the step is scheduled again, when the cache has freed
+        their blocks."""
+        batch, loras = worker.batch, step._lacking_adapters()
+        slots = len(batch.offline) - step._num_free_slots
+        blocks = step._lent_blocks - step._available_blocks
+        if slots <= 0 and blocks <= 0 and not loras:
+            return False
+        # A sequence with its last token in flight comes last: it has to compute that token again.
+        last_first = [slot for slot in reversed(batch.running) if slot in batch.offline]
+        for slot in sorted(last_first, key=batch.finishing.__contains__):
+            request = batch.running[slot]
+            if slots <= 0 and blocks <= 0 and request.lora not in loras:
+                continue
+            slots, blocks = slots - 1, blocks - int(batch.slots.capacity[slot]) // worker.block_size
+            self.life.preempt(request, "seniority", "recompute", "preempted for online requests")
+        worker.yielded, worker.knows_cache = True, False
+        return True
 
     @staticmethod
     def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
@@ -146,6 +197,9 @@ class Decider:
 
     def _preempt(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]
-        worker.preempted.append(request)
+        if request.offline:  # the policies in force do not see it
+            worker.yielded = True
+        else:
+            worker.preempted.append(request)
         self.life.preempt(request, requeue, mode, why)
         worker.knows_cache = False

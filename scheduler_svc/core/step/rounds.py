@@ -60,9 +60,12 @@ class Rounds:
             members = retry_groups.members(worker) if may_retry else []
             if members and worker.in_flight:
                 return  # no other step is in flight beside a retry step
+            num_offline = len(worker.batch.offline)
             step = self._schedule_step(worker, members, now_s)
             if step is None:
-                if worker.parked:
+                if len(worker.batch.offline) < num_offline:
+                    pass  # offline sequences were preempted; online ones keep what they have
+                elif worker.parked:
                     self._groups.give_up_blocks(worker)
                 elif not worker.batch.running:  # the sequence ran alone and was preempted itself
                     self._cache.unpins[worker.id] = None
@@ -90,6 +93,7 @@ class Rounds:
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()
+        worker.yielded = False
         if not is_retry:
             self._step_scheduler.planned(step)
         decision = step._decision()
@@ -99,28 +103,30 @@ class Rounds:
         else:
             at_limit, without_grammar = self._step_scheduler.at_limit, self._step_scheduler.without_grammar
             timeline.decided(worker.id, decision.rejected, decision.closed, now_s, at_limit, without_grammar)
-        if step.is_empty:
+        if step.is_empty and step._runs_nothing:
             self._life.counters.empty_steps += preempted
-            if not (self._ask_for_pins(worker, step) or is_retry):
+            if not (self._ask_for_pins(worker, decision) or is_retry):
                 self._watch_progress(decision)
             return preempted  # then schedule again: perhaps only the preempted sequences can run
         self._refusals, worker.asked_for_pins = 0, False
         pending_step = PendingStep(worker.id, decision, worker.batch.slots.num_releases)
         if len(decision.growth) or decision.admissions:
             for admission in decision.admissions:
-                why = self._step_scheduler.bound(admission.request, worker.id) if len(self._workers) > 1 else ""
-                self._life.bind(worker, admission.request, why)
+                request, why = admission.request, ""
+                if len(self._workers) > 1 and not request.offline:
+                    why = self._step_scheduler.bound(request, worker.id)
+                self._life.bind(worker, request, why)
             worker.pending_step = pending_step
             pending_steps.append((worker, pending_step))
         else:
             self._exchanges.finish(worker, pending_step, None)
         return True
 
-    def _ask_for_pins(self, worker: WorkerState, step: Step) -> bool:
+    def _ask_for_pins(self, worker: WorkerState, decision: Decision) -> bool:
         """Ask the cache to release the worker's pins if they may be what a request waits for: no sequence runs on the
         worker, some of its blocks are in use all the same, and a request was rejected for want of blocks. Returns
         whether the cache is asked."""
-        lacks_blocks = any(reason in REFUSALS for _, reason, _ in step.rejected)
+        lacks_blocks = any(reason in REFUSALS for _, reason, _ in decision.rejected)
         blocks_in_use = worker.available_blocks < worker.num_blocks and not worker.parked
         if not (worker.is_idle and lacks_blocks and blocks_in_use) or worker.asked_for_pins:
             return False

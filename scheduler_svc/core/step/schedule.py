@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from scheduler_svc.core.admission.budgets import Budgets
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.budgets import Budgets, ClassBudgets
+from scheduler_svc.core.admission.queue import ClassQueues, WaitingQueue
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.faults.retry_groups import RetryBatch, RetryCapacity, retry_candidates
 from scheduler_svc.core.policy.interfaces import PlacementPolicy, Policies
@@ -18,6 +18,7 @@ from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.policy.step_view import Waiting
 from scheduler_svc.core.requests.request import Request, view_of
 from scheduler_svc.core.step.decide import Decider
+from scheduler_svc.core.step.offline import OfflineScheduler
 from scheduler_svc.core.step.placement import Placement
 from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.types import SchedulerCounters
@@ -43,7 +44,7 @@ class StepScheduler:
         fallback: Callable[[], Policies],
         counters: SchedulerCounters,
         on_policy_error: Callable[[Exception], None],
-        budgets: Budgets,
+        budgets: ClassBudgets,
         step_times: FleetStepTimes,
         output_length: OutputLength,
     ) -> None:
@@ -52,9 +53,12 @@ class StepScheduler:
         self._output_length = output_length
         self.policies = policies
         self._budgets = budgets
-        free_tokens = budgets.free_tokens if budgets.limits_tenants else None
-        self.queue = WaitingQueue(policies.order, self._order_failed, free_tokens)
         self._make_fallback, self._fallback = fallback, fallback()
+        self._offline = OfflineScheduler(fallback)
+        self.queue = ClassQueues(
+            WaitingQueue(policies.order, self._order_failed, _free_tokens(budgets.online)),
+            WaitingQueue(self._offline.policies.order, self._offline_order_failed, _free_tokens(budgets.offline)),
+        )
         self._counters = counters
         self.failures = PolicyFailures(policies)
         self._on_policy_error = on_policy_error
@@ -69,12 +73,13 @@ class StepScheduler:
 
     def set_policies(self, policies: Policies, workers: dict[int, WorkerState]) -> None:
         """Set other policies from the next step on. Raises what their order raises; then nothing has changed."""
-        self.queue.reorder(policies.order)
+        self.queue.online.reorder(policies.order)
         self.failures = PolicyFailures(policies, self._counters.steps)
         self.policies = policies  # before `started`: the order may fail there and be replaced
         for worker in workers.values():
             for request in worker.bound:
-                self.queue.started(request)
+                if not request.offline:
+                    self.queue.online.started(request)
 
     def begin(self) -> None:
         """A scheduling pass over all workers begins."""
@@ -83,8 +88,10 @@ class StepScheduler:
     def must_ask(self, worker: WorkerState, cache: CacheLink) -> bool:
         """Whether the next step has to wait for the cache. A step that admits, grows or preempts needs the cache's
         answer to everything that happened before. A step in which every sequence just goes on needs no answer."""
-        room = worker.batch.slots.num_free > 0 or self._looks_past_slots
-        may_admit = len(self.queue) > 0 and room and not worker.draining
+        room = worker.batch.slots.num_free > 0 or self._looks_past_slots or bool(worker.batch.offline)
+        may_admit = len(self.queue.online) > 0 and room and not worker.draining
+        if self.queue.offline.num_requests and not may_admit:
+            may_admit = worker.batch.slots.num_free > 0 and not worker.draining
         if not (may_admit or worker.preempted or worker.batch.prefills or worker.batch.paused or worker.batch.may_grow):
             return False
         if not cache.idle:
@@ -111,7 +118,10 @@ class StepScheduler:
                 if reason in REFUSALS:
                     worker.refuse(request)
         if self._doubtful and self._reconsider(workers) and step is not None and step.is_empty:
-            return self._decide(decider, worker, workers, now_s, closed)
+            step = self._decide(decider, worker, workers, now_s, closed)
+        if step is not None and (worker.batch.offline or self.queue.offline.num_requests):
+            waiting = self._offline_waiting(worker, now_s, closed)
+            return self._offline.add(decider, worker, step, waiting, now_s)
         return step
 
     def _decide(
@@ -130,14 +140,17 @@ class StepScheduler:
         self, decider: Decider, worker: WorkerState, members: list[Request], now_s: float
     ) -> Step | None:
         """Schedule a step that retries these suspects. Of the current policies, only preemption decides."""
+        # The online suspects of a group come first, because offline ones preempt no online sequence.
+        online = [request for request in members if not request.offline]
+        members, offline = online or members, not online
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
         waiting = partial(retry_candidates, members, worker)
         try:
-            return decider.apply_policies(worker, policies, waiting, now_s)
+            return decider.decide_retry(worker, policies, waiting, now_s, offline)
         except Exception as error:
             self._failed(error)
         policies = replace(policies, preemption=self._fallback.preemption)
-        return decider.apply_policies(worker, policies, waiting, now_s)
+        return decider.decide_retry(worker, policies, waiting, now_s, offline)
 
     def planned(self, step: Step) -> None:
         """Tell the capacity and batch policies that the step is accepted."""
@@ -166,7 +179,8 @@ class StepScheduler:
             return []
         candidates, budget_tokens = list[Request](), sum(worker.max_batched_tokens for worker in workers.values())
         try:
-            for request in itertools.islice(self.queue.ordered(now_s), count):
+            ordered = itertools.chain(self.queue.online.ordered(now_s), self.queue.offline.ordered(now_s))
+            for request in itertools.islice(ordered, count):
                 candidates.append(request)
                 budget_tokens -= request.num_tokens - request.best_matched_tokens
                 if budget_tokens <= 0:
@@ -188,28 +202,51 @@ class StepScheduler:
             if worker.host.swapped and not worker.preempted:  # no request resumes while a sequence is being preempted
                 back = (request for request in worker.host.swapped.values() if not request.is_suspect)
                 yield from sorted(back, key=lambda request: request.arrival_index)
-            queue = self.queue
-            limited, tenant_tokens = self._budgets.limits_tenants, self._budgets.tenant_tokens
-            for request in iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s):
-                if request.matches is None:
-                    continue
-                if limited and self._budgets.waits_for_tenant(request):
-                    self.at_limit[request.tenant] = tenant_tokens[request.tenant]
-                    continue
-                skipped = _waits_for_another(request) or not worker.can_ever_hold(request)
-                if not worker.has_grammar(request):
-                    worker.want_grammar(request)
-                    self.without_grammar.append(request)
-                    skipped = True
-                taken = False if skipped else takes(request)
-                if taken is None:
-                    return
-                if taken:
-                    yield request
-                if limited and queue.is_aside(request) != (skipped or not worker.adapters.fit(request)):
-                    self._doubtful.append(request)
+            queue = self.queue.online
+            ordered = iter(queue) if ordered_at_s is None else queue.ordered(ordered_at_s)
+            yield from self._eligible(worker, ordered, takes, self.at_limit)
 
         return waiting
+
+    def _offline_waiting(self, worker: WorkerState, now_s: float, closed: bool) -> Waiting:
+        """The offline requests that the worker may admit, in their order. Placement does not choose their worker: a
+        worker with a rest takes the next one."""
+
+        def waiting() -> Iterator[Request]:
+            if not (worker.draining or closed):
+                ordered = self.queue.offline.ordered(now_s)
+                yield from self._eligible(worker, ordered, lambda request: True, {})
+
+        return waiting
+
+    def _eligible(
+        self,
+        worker: WorkerState,
+        ordered: Iterator[Request],
+        takes: Callable[[Request], bool | None],
+        at_limit: dict[str, int],
+    ) -> Iterator[Request]:
+        """The requests that the worker could run now. `takes`: as of _taker(). Fills `at_limit`."""
+        limited = self._budgets.online.limits_tenants
+        for request in ordered:
+            if request.matches is None:
+                continue
+            budgets = self._budgets.of(request)
+            if limited and budgets.waits_for_tenant(request):
+                at_limit[request.tenant] = budgets.tenant_tokens[request.tenant]
+                continue
+            skipped = _waits_for_another(request) or not worker.can_ever_hold(request)
+            if not worker.has_grammar(request):
+                worker.want_grammar(request)
+                self.without_grammar.append(request)
+                skipped = True
+            taken = False if skipped else takes(request)
+            if taken is None:
+                return
+            if taken:
+                yield request
+            if limited and self.queue.of(request).is_aside(request) != (skipped or not worker.fits_adapter(request)):
+                self._doubtful.append(request)
 
     def _taker(
         self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
@@ -250,7 +287,13 @@ class StepScheduler:
         """Whether other requests of the same tenants have entered the order in place of stuck ones."""
         there = [worker for worker in workers.values() if not worker.draining]
         doubtful, self._doubtful = self._doubtful, []
-        return self.queue.reconsider(doubtful, lambda request: _is_stuck(request, there))
+        seen = [
+            queue.reconsider(
+                (one for one in doubtful if self.queue.of(one) is queue), lambda request: _is_stuck(request, there)
+            )
+            for queue in (self.queue.online, self.queue.offline)
+        ]
+        return seen[0]
 
     def _failed(self, error: Exception) -> None:
         self._counters.policy_errors += 1
@@ -264,6 +307,14 @@ class StepScheduler:
         self.policies = replace(self.policies, order=order)
         return order
 
+    def _offline_order_failed(self, error: Exception) -> OrderPolicy:
+        self._failed(error)
+        return self._offline.new_order()
+
+
+def _free_tokens(budgets: Budgets) -> Callable[[str], int] | None:
+    return budgets.free_tokens if budgets.limits_tenants else None
+
 
 def _waits_for_another(request: Request) -> bool:
     return request.is_suspect or (request.parent is not None and request.waits_for_parent)
@@ -271,6 +322,6 @@ def _waits_for_another(request: Request) -> bool:
 
 def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:
     """Whether no worker could take the request, even if its tenant were not at its limit."""
-    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.adapters.fit(request))
+    able = (worker for worker in workers if worker.can_ever_hold(request) and worker.fits_adapter(request))
     takers = (worker for worker in able if worker.has_grammar(request))
     return _waits_for_another(request) or next(takers, None) is None

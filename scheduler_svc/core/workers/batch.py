@@ -29,6 +29,8 @@ class Batch:
     decode_step: int = 0  # number of the next decode step
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
+    offline: set[int] = field(default_factory=set)  # slots of running sequences with Request.offline
+    num_offline_departed: int = 0  # of num_departed
     # Step timers, by decode step: the slots that sample their last token in it, with their decode epochs. That step is
     # known when a sequence starts to decode, so no step scans the running sequences.
     _last_steps: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -53,9 +55,26 @@ class Batch:
         num_known = self.running[slot].num_tokens
         return num_known if slot in self.finishing else min(num_known, self.num_tokens(slot) - 1)
 
-    def remaining_new_tokens(self) -> npt.NDArray[np.int64]:
-        """For each running sequence: tokens that it may still generate, without those in flight. [running]"""
-        slots = np.fromiter(self.running, np.int64, len(self.running))
+    def slots_of(self, offline: bool | None) -> Slots:
+        """Slots of the running sequences of one class (None: of both), in order of admission."""
+        slots = np.fromiter(self.running, np.intp, len(self.running))
+        return slots if offline is None else slots[self.slots.offline[slots] == offline]
+
+    def num_decoding_of(self, offline: bool) -> int:
+        """As num_decoding, of the sequences of one class."""
+        num_offline = sum(slot not in self.prefills and slot not in self.finishing for slot in self.offline)
+        return num_offline if offline else self.num_decoding - num_offline
+
+    def decoding_slots(self, offline: bool) -> list[int]:
+        """Slots of the decoding sequences of one class, paused ones included."""
+        rows = self.slots.decode_rows().slots
+        own: list[int] = rows[self.slots.offline[rows] == offline].tolist()
+        return own + [slot for slot in self.paused if (slot in self.offline) == offline]
+
+    def remaining_new_tokens(self, offline: bool | None = None) -> npt.NDArray[np.int64]:
+        """For each running sequence of a class (None: of both): tokens that it may still generate, without those in
+        flight. [running]"""
+        slots = self.slots_of(offline)
         tokens = self.slots.base[slots] + self.decode_step
         for i, slot in enumerate(slots.tolist() if self.prefills or self.paused or self.finishing else ()):
             if slot in self.finishing:
@@ -65,9 +84,10 @@ class Batch:
         left: npt.NDArray[np.int64] = np.maximum(self.slots.max_total[slots] - tokens, 0)
         return left
 
-    def promised_blocks(self) -> int:
-        """Blocks that the running sequences still take if they generate as many tokens as they may."""
-        slots, size = np.fromiter(self.running, np.int64, len(self.running)), self.slots.block_size
+    def promised_blocks(self, offline: bool | None = None) -> int:
+        """Blocks that the running sequences of a class (None: of both) still take if they generate as many tokens as
+        they may."""
+        slots, size = self.slots_of(offline), self.slots.block_size
         total_blocks = -(-self.slots.max_total[slots] // size)
         return int(np.maximum(total_blocks - self.slots.capacity[slots] // size, 0).sum())
 
@@ -99,6 +119,8 @@ class Batch:
         request.held.slot, request.held.block_table = slot, array("i", block_table)
         self.running[slot] = request
         self.num_further += request.is_further_sequence
+        if request.offline:
+            self.offline.add(slot)
         self.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         return slot
 
@@ -178,5 +200,8 @@ class Batch:
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
         self.num_further -= request.is_further_sequence
+        if request.offline:
+            self.offline.remove(slot)
+            self.num_offline_departed += 1
         request.held.slot = -1
         return request

@@ -54,6 +54,7 @@ class SlotLedger:
         self.handle = np.zeros(num_slots, np.int64)
         self.session = np.zeros(num_slots, np.int64)
         self.stops_at_eos = np.zeros(num_slots, bool)
+        self.offline = np.zeros(num_slots, bool)  # Request.offline of the slot's sequence, or of its last one
         self.extra_stops: dict[int, frozenset[int]] = {}
         self.decoding = np.zeros(num_slots, bool)
         self.sequence = np.zeros(num_slots, np.int64)  # the cache's name for the sequence
@@ -83,6 +84,7 @@ class SlotLedger:
         self.handle[slot] = request.handle
         self.session[slot] = session_index
         self.stops_at_eos[slot] = not request.sampling.ignore_eos
+        self.offline[slot] = request.offline
         if request.extra_stop_ids:
             self.extra_stops[slot] = request.extra_stop_ids
         return slot

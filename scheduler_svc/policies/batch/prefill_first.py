@@ -76,9 +76,11 @@ class PrefillFirst(BatchPolicy):
         # By worker: decode steps since the last prefill; num_departed when a request was rejected.
         self._decodes_since: dict[int, int] = {}
         self._full_at: dict[int, int] = {}
+        self._closes = False  # the current step's rejection closes the batch, once the step is accepted
 
     def schedule(self, step: Step) -> None:
         """Run prompts if there are any and the interval is over; otherwise run all decodes."""
+        self._closes = False
         since = self._decodes_since.get(step.worker_id, self.interval)
         if not (step.num_decoding and since < self.interval):
             self._prefill(step)
@@ -126,7 +128,7 @@ class PrefillFirst(BatchPolicy):
         if unfinished or step.preempted or step.num_swapped or full:
             return
         if self._admit_waiting(step, left) and step.num_decoding and self.closes_when_full:
-            self._full_at[step.worker_id] = step.num_departed
+            self._closes = True
 
     def _admit_waiting(self, step: Step, left: Left) -> bool:
         """Offer slots to waiting requests until no more get one. Returns whether that is for want of room."""
@@ -157,6 +159,8 @@ class PrefillFirst(BatchPolicy):
         return bool(step.num_admissions or step.rejected) and step.capacity_is_spent
 
     def planned(self, step: Step) -> None:
-        """Count the decode steps since the worker's last prompts."""
+        """Note whether the batch is closed, and count the decode steps since the worker's last prompts."""
+        if self._closes:
+            self._full_at[step.worker_id] = step.num_departed
         since = self._decodes_since.get(step.worker_id, self.interval)
         self._decodes_since[step.worker_id] = 0 if step.runs_prefills else since + 1

@@ -232,7 +232,7 @@ class SessionCore:
             self._open_sent = True
         if submit:
             message.submissions.extend(self._submissions())
-            self.admission.sent(len(message.submissions))
+            self.admission.sent(sum(not submission.offline for submission in message.submissions))
         if self._cancels:
             message.cancels.extend(self._cancels)
             self._cancels.clear()

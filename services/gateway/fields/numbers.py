@@ -44,7 +44,7 @@ def flag(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(integer, json_schema_input_type=int | str)]
 Number = Annotated[float, BeforeValidator(number, json_schema_input_type=float | str)]
 Flag = Annotated[bool, BeforeValidator(flag, json_schema_input_type=bool | str)]
-KINDS: dict[type, Any] = {int: Integer, float: Number, str: str}
+KINDS: dict[type, Any] = {int: Integer, float: Number, str: str, bool: Flag}
 
 
 def as_api_error(error: ValidationError) -> ApiError:

@@ -177,10 +177,10 @@ def test_the_beams_of_a_search_take_no_place_in_the_queue() -> None:
             system.submit("s", handle := handle + 1, [8] * 10, params(1), tenant="a")
     assert most_waiting >= 4, "beams wait"
     assert all(not ending.code for ending in client.endings.values())
-    budgets = system.scheduler.life.budgets
+    budgets, queue = system.scheduler.life.budgets.online, system.scheduler.queue.online
     assert budgets._estimates[None]._finished_amount <= 20 + 10 * (handle - 1)
     system.run()
-    assert (system.scheduler.queue.num_requests, system.scheduler.queue.num_tokens) == (0, 0)
+    assert (queue.num_requests, queue.num_tokens) == (0, 0)
 
 
 def test_a_search_that_has_not_begun_waits_like_any_other_request() -> None:

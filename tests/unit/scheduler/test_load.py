@@ -49,7 +49,7 @@ def test_blocks_and_slots_are_those_of_all_workers() -> None:
 def test_a_measured_rate_says_how_long_the_queue_takes() -> None:
     system = LocalSystem()
     system.open("s")
-    budgets = system.scheduler.life.budgets
+    budgets = system.scheduler.life.budgets.online
     worker = ToyWorker(block_size=4, num_blocks=64, max_num_seqs=1, max_batched_tokens=64)
     at(system, 0.0)
     for handle in range(1, 21):

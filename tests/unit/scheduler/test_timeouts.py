@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.admission.queue import WaitingQueue
+from scheduler_svc.core.admission.queue import ClassQueues, WaitingQueue
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.types import SchedulerConfig
@@ -20,7 +20,8 @@ def never(error: Exception) -> FirstComeFirstServed:
 
 @pytest.mark.parametrize(("deadline_s", "watched"), [(5.0, 1), (math.inf, 0)])
 def test_only_requests_with_a_deadline_are_watched_and_ended_ones_are_not(deadline_s: float, watched: int) -> None:
-    timeouts = Timeouts(SchedulerConfig(), WaitingQueue(FirstComeFirstServed(), never), {})
+    online, offline = (WaitingQueue(FirstComeFirstServed(), never) for _ in range(2))
+    timeouts = Timeouts(SchedulerConfig(), ClassQueues(online, offline), {})
     request = Request(1, "s", 1, "r", bytes(8), bytearray(), SamplingParams(max_tokens=4), 0.0, deadline_s=deadline_s)
     timeouts.add(request)
     assert len(timeouts._deadlines) == watched
