@@ -93,6 +93,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     force_include_usage: bool = Field(
         False, description="usage in every event of a stream, also where the request does not ask for it"
     )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="log probabilities name tokens by their ids, unless the request says otherwise"
+    )
     root_path: str = Field(
         "",
         pattern=r"^(/[A-Za-z0-9._~-]+)*$",

@@ -337,7 +337,7 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[R], 
         after = _last_event(request, parsed, admitted.jobs, asked.key, has_usage=has_usage)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # an EventSource stops reconnecting at 204
-        shown = parsed.shown()
+        shown = parsed.shown(tokens_as_ids=gateway.return_tokens_as_token_ids)
         if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
             shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, asked.gone))
         # The last step: an error after it would leave the request running, and its quotas used.

@@ -153,9 +153,10 @@ class SamplingFields(PlainFields):
         """How the prompt may be cut. Raises ApiError 400."""
         return make_truncation(self.truncate_prompt_tokens, self.truncation_side, max_model_len)
 
-    def shown(self) -> Shown:
-        """What the answer shows besides the text."""
-        return Shown(bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
+    def shown(self, *, tokens_as_ids: bool = False) -> Shown:
+        """What the answer shows besides the text. `tokens_as_ids`: where the request does not say."""
+        given = self.return_tokens_as_token_ids
+        return Shown(bool(self.return_token_ids), tokens_as_ids if given is None else given)
 
     @property
     def named_tenant(self) -> str | None:

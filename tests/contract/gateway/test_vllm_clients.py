@@ -270,6 +270,16 @@ async def test_usage_in_every_event_if_the_operator_wants_it(start: Start) -> No
             assert events[-1]["choices"] == []
 
 
+async def test_the_operator_may_have_tokens_named_by_their_ids(start: Start) -> None:
+    """vLLM's --return-tokens-as-token-ids. A request may still say otherwise."""
+    naming = await start(next_token=scripted(IDS), settings={"return_tokens_as_token_ids": True})
+    options: dict[str, Any] = {"prompt": [7, 8], "max_tokens": len(IDS), "logprobs": 1}
+    [named] = (await post(naming, COMPLETIONS, **options))["choices"]
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in IDS]
+    [not_named] = (await post(naming, COMPLETIONS, **options, return_tokens_as_token_ids=False))["choices"]
+    assert "".join(not_named["logprobs"]["tokens"]) == not_named["text"]
+
+
 async def test_load_counts_what_runs(start: Start) -> None:
     running = await start(step_s=0.01)
     async with running.http.stream(
