@@ -157,7 +157,8 @@ class _Creation:
 
 
 def shown(response: RunningResponse) -> dict[str, object]:
-    """The response object as it is now. While the response runs, it has no output."""
+    """The response object as it is now. While the response runs, it has no output; until its first token it is queued,
+    which OpenAI's clients expect of a new background response."""
     if response.outcome is None:
-        return EventWriter(response.head).response("in_progress")
+        return EventWriter(response.head).response("in_progress" if response.pieces else "queued")
     return whole_response(response.head, response.pieces, response.outcome)
