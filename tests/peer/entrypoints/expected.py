@@ -9,10 +9,12 @@ from fnmatch import fnmatchcase
 
 _LORA = "LoRA adapters are not served."
 _EMBEDS = "Embeddings as a prompt (`prompt_embeds`) are not served."
-_ALL_LOGPROBS = "At most 20 log probabilities per token are served; the test asks for all, with `--max-logprobs 151936`."
+_ALL_LOGPROBS = (
+    "At most 20 log probabilities per token are served; the test asks for all (`--max-logprobs 151936`)."
+)
 _NO_THINKING = (
-    "The demo model writes no `<think>`. vLLM's parser takes an answer without tags for reasoning; here it is reasoning only "
-    "if the prompt or the answer opened it, so it is content."
+    "The demo model writes no `<think>`. vLLM's parser takes an answer without tags for reasoning; here it is reasoning "
+    "only if the prompt or the answer opened it, so it is content."
 )
 REASONS: dict[str, str] = {
     "openai/chat_completion/test_batched_chat_completions.py::*": (
@@ -36,6 +38,7 @@ REASONS: dict[str, str] = {
     "openai/chat_completion/test_chat_echo.py::test_top_logprobs": _ALL_LOGPROBS,
     "openai/chat_completion/test_include_reasoning.py::test_reasoning_tokens_in_usage": _NO_THINKING,
     "openai/chat_completion/test_include_reasoning.py::test_default_includes_reasoning": _NO_THINKING,
+    "openai/chat_completion/test_thinking_token_budget.py::test_thinking_*": "`thinking_token_budget` is not served.",
     "openai/chat_completion/test_root_path.py::*": "An API key has at least 16 characters; the test's has 7.",
 }
 

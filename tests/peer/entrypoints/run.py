@@ -57,8 +57,8 @@ def fetch(python: Path) -> Path:
     return folder
 
 
-def run_tests(server: str, python: Path, sources: Path, paths: Sequence[str], outcomes: Path) -> None:
-    """Run the tests against this server; a line of JSON for each goes to the file."""
+def run_tests(server: str, python: Path, sources: Path, paths: Sequence[str], outcomes: Path, scratch: str) -> None:
+    """Run the tests against this server; a line of JSON for each goes to the file. `scratch`: for temporary files."""
     path = [str(python.parent), os.environ["PATH"]]
     if server == "paceline":
         path.insert(0, str(HERE / "bin"))
@@ -68,7 +68,7 @@ def run_tests(server: str, python: Path, sources: Path, paths: Sequence[str], ou
         "PYTHONPATH": str(HERE),
         "HF_HOME": str(HOME / "hf"),
         "HF_HUB_OFFLINE": "1",
-        "TMPDIR": tempfile.mkdtemp(prefix=f"entrypoints-{server}-"),
+        "TMPDIR": scratch,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     }
@@ -97,7 +97,8 @@ def main() -> int:
         sources = fetch(python)
         hub.fill(HOME / "hf" / "hub")
         for server in [given.server] if given.server else SERVERS:
-            run_tests(server, python, sources, given.paths, folder / f"{server}.jsonl")
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+                run_tests(server, python, sources, given.paths, folder / f"{server}.jsonl", scratch)
     rows = report.load()
     for server in SERVERS:
         if (path := folder / f"{server}.jsonl").exists():

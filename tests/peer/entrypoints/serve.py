@@ -42,6 +42,7 @@ NOT_SERVED = {
     "--skip-tokenizer-init": False,  # a gateway has no tokenizer only if the checkpoint has none
     "--max-lora-rank": True,
     "--enable-prompt-embeds": False,
+    "--reasoning-config": True,
 }
 
 
