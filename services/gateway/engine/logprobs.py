@@ -97,8 +97,8 @@ class LogprobFormat:
         return f"token_id:{token_id}" if self._as_ids else token_text(self._bytes(token_id))
 
     def _likeliest(self, token: ScoredToken) -> dict[str, float]:
-        # As in OpenAI's API, the sampled token is always among them.
-        entries = [*token.top, (token.token_id, token.logprob)]
+        # As in OpenAI's API, the sampled token is always among them. It is the first one, as in vLLM.
+        entries = [(token.token_id, token.logprob), *token.top]
         named: dict[str, float] = {}
         for other, logprob in entries:
             named.setdefault(self._name(other), max(logprob, _LEAST_LOGPROB))

@@ -199,7 +199,7 @@ class RequestBuilder:
             are_known = False
         if not are_known:
             bad = next(i for i in token_ids if not 0 <= i < vocab_size)
-            raise invalid(field_name, f"token id {bad} is not in the vocabulary of {vocab_size} tokens")
+            raise invalid(field_name, f"token id {bad} is out of vocabulary: the model has {vocab_size} tokens")
         return packed
 
     def prompt_end(self, token_ids: Sequence[int], count: int) -> str:

@@ -45,6 +45,8 @@ class Gateway:
     log: RequestLog
     model_root: str = ""  # the checkpoint's folder or hub name
     trust_request_chat_template: bool = False
+    force_include_usage: bool = False  # in every event of a stream
+    return_tokens_as_token_ids: bool = False  # where a request does not say
     tokenizer_info: Mapping[str, Any] | None = None  # what /tokenizer_info shows; None: it is off
     formats: ModelFormats = field(default_factory=ModelFormats)
     requests: RequestStore = field(default_factory=RequestStore)

@@ -330,10 +330,11 @@ async def entered(
 async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[S], make_jobs: MakeJobs[S]) -> Response:
     async with entered(gateway, request, kind, cls, make_jobs) as admitted:
         parsed, asked = admitted.body, admitted.asked
-        after = _last_event(request, parsed, admitted.jobs, asked.key)
+        has_usage = gateway.force_include_usage or bool(parsed.stream_options and parsed.stream_options.include_usage)
+        after = _last_event(request, parsed, admitted.jobs, asked.key, has_usage=has_usage)
         if after is not None and after.after == "d":
             return Response(status_code=204)  # an EventSource stops reconnecting at 204
-        shown = parsed.shown()
+        shown = parsed.shown(tokens_as_ids=gateway.return_tokens_as_token_ids)
         if isinstance(parsed, schema.ChatRequest) and parsed.return_prompt_text:
             shown = replace(shown, prompt_text=await _prompt_text(gateway, parsed, asked.gone))
         # The last step: an error after it would leave the request running, and its quotas used.
@@ -346,8 +347,8 @@ async def _answer(gateway: Gateway, request: Request, kind: Kind, cls: type[S], 
     return StreamAnswer(
         reading,
         envelope,
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        include_usage=has_usage,
+        continuous_usage=gateway.force_include_usage or bool(has_usage and options.continuous_usage_stats),
         after=after,
         interval=parsed.stream_interval or 1,
         event_ids=asked.key is not None or LAST_EVENT_ID in request.headers or bool(options.include_event_ids),
@@ -372,7 +373,12 @@ async def _prompt_text(gateway: Gateway, body: schema.ChatRequest, gone: Callabl
 
 
 def _last_event(
-    request: Request, body: schema.SamplingFields, jobs: Sequence[GenerateJob], key: RequestKey | None
+    request: Request,
+    body: schema.SamplingFields,
+    jobs: Sequence[GenerateJob],
+    key: RequestKey | None,
+    *,
+    has_usage: bool,
 ) -> EventId | None:
     """The last event that a reconnecting client has. None for a new client. Raises ApiError 400."""
     text = request.headers.get(LAST_EVENT_ID)
@@ -387,5 +393,4 @@ def _last_event(
         raise cannot_resume(
             f"without an {IDEMPOTENCY_KEY} from the first request on, only what is greedy or has a seed can be resumed"
         )
-    has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     return parse_event_id(text, shown, has_usage=has_usage)

@@ -175,9 +175,10 @@ class SamplingFields(SharedFields, PlainFields):
     # The least number of tokens in an event between the first and the last.
     stream_interval: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
 
-    def shown(self) -> Shown:
-        """What the answer shows besides the text."""
-        return Shown(bool(self.return_token_ids), bool(self.return_tokens_as_token_ids))
+    def shown(self, *, tokens_as_ids: bool = False) -> Shown:
+        """What the answer shows besides the text. `tokens_as_ids`: where the request does not say."""
+        given = self.return_tokens_as_token_ids
+        return Shown(bool(self.return_token_ids), tokens_as_ids if given is None else given)
 
     def structure(self) -> Structure | None:
         """The form that the output must have. Raises ApiError 400."""

@@ -25,7 +25,7 @@ def _token_ids(value: Any) -> array[int]:
         return array("i", value)
     except OverflowError:
         wrong = next(token for token in value if not -(2**31) <= token < 2**31)
-        raise ValueError(f"token id {wrong} is not in the vocabulary") from None
+        raise ValueError(f"token id {wrong} is out of vocabulary") from None
 
 
 def _whole_numbers(value: Any) -> list[int]:
@@ -91,6 +91,8 @@ def _bad_words(value: Any) -> Any:
 def _no_seed(value: Any) -> Any:
     """Map -1, vLLM's other way to give no seed, to None."""
     value = integer(value)
+    if type(value) is float and value.is_integer() and abs(value) >= 2.0**63:
+        raise ValueError("must fit into 64 bits")  # orjson's float for a longer integer
     return None if type(value) is int and value == -1 else value
 
 

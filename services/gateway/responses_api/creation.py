@@ -174,8 +174,9 @@ class _Creation:
             return ResponseEvents(response, at_once=bool(parsed.background))
         if not parsed.background:
             return WholeResponse(response)
-        # The response as it is now. While it runs, it has no output.
+        # The response as it is now. While it runs, it has no output; until its first token it is queued, which OpenAI's
+        # clients expect of a new background response.
         head, pieces, outcome = response.head, response.pieces, response.outcome
         if outcome is None:
-            return JsonResponse(orjson.dumps(EventWriter(head).response("in_progress")))
+            return JsonResponse(orjson.dumps(EventWriter(head).response("in_progress" if pieces else "queued")))
         return JsonResponse(await with_pieces(pieces, lambda: orjson.dumps(whole_response(head, pieces, outcome))))

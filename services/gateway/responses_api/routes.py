@@ -77,7 +77,9 @@ def responses_api(responses: Responses) -> OtherApi:
         """End a background response."""
         record = await found(request)
         if not record.background:
-            raise invalid("response_id", "only a background response can be cancelled; close the connection instead")
+            # Its first sentence is OpenAI's.
+            message = "Cannot cancel a synchronous response. Close the connection instead, or create it with background"
+            raise invalid("response_id", message)
         return await _shown(await responses.cancel(record))
 
     @described(answer=DeletedResponse, errors=_STORED_ERRORS)

@@ -168,4 +168,4 @@ class ResponsesRequest(PlainFields):
             if not any(type(value) is type(other) and value == other for other in REFUSED[name]):
                 raise invalid(name, f"{name} is not supported yet (leave it out, or null)", code="unsupported_value")
         if body.get("background") and body.get("store") is False:
-            raise invalid("store", "store: a background response is read from the store, so it must not be false")
+            raise invalid("store", "background can only be used when `store` is true: it is read from the store")

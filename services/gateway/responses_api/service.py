@@ -140,7 +140,7 @@ class Responses:
         """The record of a response. Raises ApiError 404 if this owner has none of this id."""
         record = await self.store.get(owner, response_id)
         if record is None:
-            message = f"there is no response {response_id[:120]!r} here"
+            message = f"Response with id {response_id[:120]!r} not found."  # OpenAI's words; clients match them
             raise ApiError(404, message, param="response_id", code="response_not_found")
         return record
 

@@ -273,7 +273,7 @@ async def test_log_probabilities(start: Start, stored: dict[str, Any]) -> None:
 async def test_background_responses_are_polled_and_cancelled(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored)
     response = await create(running, background=True)
-    assert (response.status, response.output, response.background) == ("in_progress", [], True)
+    assert (response.status, response.output, response.background) == ("queued", [], True)
     finished = await done(running, response.id)
     assert (finished.status, finished.usage.output_tokens) == ("incomplete", 8)
     assert (await running.openai.responses.cancel(response.id)).status == "incomplete", "it has ended"
@@ -289,8 +289,12 @@ async def test_background_responses_are_polled_and_cancelled(start: Start, store
     assert [e.sequence_number for e in events] == list(range(len(events)))
     await until(lambda: running.scheduler.num_running == 0)
     assert (await running.openai.responses.retrieve(response_id)).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="background"):
+    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a synchronous response\."):  # OpenAI's words
         await running.openai.responses.cancel((await create(running)).id)
+    with pytest.raises(openai.BadRequestError, match="background can only be used when `store` is true"):
+        await create(running, background=True, store=False)
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found\."):
+        await running.openai.responses.retrieve("resp_none")
 
 
 async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_last_event(

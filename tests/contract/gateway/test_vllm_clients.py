@@ -259,6 +259,27 @@ async def test_the_paths_of_vllms_server(running: Running, start: Start) -> None
     assert (info["chat_template"], isinstance(info["tokenizer_class"], str)) == (TEMPLATE, True)
 
 
+async def test_usage_in_every_event_if_the_operator_wants_it(start: Start) -> None:
+    """vLLM's --enable-force-include-usage."""
+    forced = await start(settings={"force_include_usage": True})
+    for path, asked in ((COMPLETIONS, {"prompt": [7, 8]}), (CHATS, {"messages": CHAT})):
+        for options in ({}, {"stream_options": {"include_usage": False}}):
+            events = await chunks(forced, path, **asked, **options, max_tokens=3, ignore_eos=True)
+            counts = [event["usage"]["completion_tokens"] for event in events]
+            assert (counts, counts[-1]) == (sorted(counts), 3)
+            assert events[-1]["choices"] == []
+
+
+async def test_the_operator_may_have_tokens_named_by_their_ids(start: Start) -> None:
+    """vLLM's --return-tokens-as-token-ids. A request may still say otherwise."""
+    naming = await start(next_token=scripted(IDS), settings={"return_tokens_as_token_ids": True})
+    options: dict[str, Any] = {"prompt": [7, 8], "max_tokens": len(IDS), "logprobs": 1}
+    [named] = (await post(naming, COMPLETIONS, **options))["choices"]
+    assert named["logprobs"]["tokens"] == [f"token_id:{token}" for token in IDS]
+    [not_named] = (await post(naming, COMPLETIONS, **options, return_tokens_as_token_ids=False))["choices"]
+    assert "".join(not_named["logprobs"]["tokens"]) == not_named["text"]
+
+
 async def test_load_counts_what_runs(start: Start) -> None:
     running = await start(step_s=0.01)
     async with running.http.stream(

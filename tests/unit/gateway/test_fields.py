@@ -55,6 +55,12 @@ def test_a_float_that_has_lost_digits_is_no_integer() -> None:
         assert caught.value.param == "seed"
 
 
+@pytest.mark.parametrize("value", [float(-(2**63) - 1), float(2**64)])  # as orjson decodes these integers
+def test_a_seed_beyond_64_bits_is_refused_with_the_limit(value: float) -> None:
+    with pytest.raises(ApiError, match="seed: must fit into 64 bits"):
+        completion(seed=value)
+
+
 @pytest.mark.parametrize("value", [0.5, "0.5", ".5", "5e-1"])
 def test_a_number_may_be_a_text(value: Any) -> None:
     request = completion(temperature=value, logit_bias={"7": value}, length_penalty=value, use_beam_search=True)

@@ -27,6 +27,13 @@ def test_completions() -> None:
     assert rest["top_logprobs"] == [{"bytes:\\xa9": -0.125}, {"": 0.0}]
 
 
+def test_the_token_itself_comes_before_likelier_ones() -> None:
+    """vLLM's order; its clients read the first key."""
+    shape = LogprobFormat(chat=False, token_bytes=PIECES.__getitem__, shown_bytes=PIECES.__getitem__)
+    shown = shape.shape(TOKENS[:2])["top_logprobs"]
+    assert [next(iter(tops)) for tops in shown] == ["a", "bytes:\\x20\\x62\\xc3"]
+
+
 def test_offsets_are_those_of_the_text() -> None:
     """In the text, a special token may be empty, and a byte of no character counts as one character."""
     written = {1: b"a", 2: b"<|end|>", 3: b"\x80", 4: b"\xc3", 5: b"b"}
