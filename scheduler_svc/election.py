@@ -27,8 +27,8 @@ REMIND_S = 15.0  # between two log lines about an etcd that stays unreachable
 class Election:
     """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
-    `address`: what others are told of the leader. `clock` gives monotonic seconds, `wall_ms` the time of day.
-    `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
+    `address`: the leader's address that other processes see. `clock` gives monotonic seconds, `wall_ms` the time of
+    day. `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
     """
 
     def __init__(

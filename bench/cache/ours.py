@@ -128,7 +128,7 @@ class Exchanges:
         return sequence, [match, pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=0))]
 
     def end(self, sequence: int, tokens: Tokens, num_computed: int) -> list[pb.CacheOp]:
-        """What it has made and computed is committed; it is freed."""
+        """Commits the sequence's generated tokens that are computed, and frees it."""
         commit = pb.CommitOp(
             sequences=[sequence],
             num_new_tokens=[len(tokens)],
@@ -180,7 +180,7 @@ def measure_step(block_size: int, times: int, seed: int) -> Samples:
         extend = pb.CacheOp(
             extend=pb.ExtendOp(sequences=[stay[(step * per_step + i) % len(stay)] for i in range(per_step)])
         )
-        # Its prompt's whole blocks, and what it has made so far: no table is shorter than the prompt.
+        # The prompt's whole blocks and the generated tokens so far: no table is shorter than the prompt.
         end = exchanges.end(ended, made, LENGTH)
         requests.append(exchanges.request([*end, *ops, extend]))
         running = [*stay, arrived]

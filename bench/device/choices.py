@@ -1,4 +1,4 @@
-"""Choices of the GPU path that only a GPU can judge: each beside what was not chosen, at Llama-3.1-8B's widths."""
+"""Design choices that only a measurement on a GPU can check: each beside its alternative, at Llama-3.1-8B's widths."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Clients of bench.overload.overload, each role a process: `python -m bench.overload.clients ROLE PORT NUMBER SECONDS`.
 
 Prints `ready`, and in the end what it saw, as JSON. A time is measured from the moment at which the request was written
-to the one at which the answer was here; `lag` is how late this process itself was meanwhile, which is in these times.
-With 0 seconds a role goes on until its input ends.
+until the answer has arrived. `lag` is how late this process itself was; the times include this lag. With 0 seconds a
+role goes on until its input ends.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Clients:
         await self._measure(tasks)
 
     async def open(self) -> None:
-        """So many requests a second, whatever becomes of those before."""
+        """Sends a fixed number of requests per second, also while earlier ones wait."""
 
         async def by_the_clock() -> None:
             began_s, sent, tasks = time.perf_counter(), 0, set[asyncio.Task[Answer]]()
@@ -226,13 +226,14 @@ class Clients:
         began_s = time.perf_counter()
         await self._ended.wait()
         self.tally.seconds = time.perf_counter() - began_s
-        tally, self.tally = self.tally, Tally()  # what is on its way is given up, and does not count
+        tally, self.tally = self.tally, Tally()  # requests without an answer are cancelled and not counted
         for task in tasks:
             task.cancel()
         self.tally = tally
 
     async def come_back(self) -> None:
-        """So many users at the same moment, with one request each; they wait for as long as they are told to."""
+        """Starts many users at the same moment, with one request each. A refused user waits for as long as the 429
+        says."""
 
         async def user() -> None:
             returns = 0

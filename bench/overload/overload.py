@@ -41,7 +41,7 @@ SECONDS = 12.0
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
 FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
-LONGEST_S = 90.0  # until all clients that were told to come back have been served
+LONGEST_S = 90.0  # limit until all refused clients have come back and have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
 _SAMPLE_S = 0.2
@@ -235,7 +235,7 @@ class Measurement:
         return row
 
     def turns(self) -> None:
-        """The peak and OVERLOAD times what it has served, one after the other."""
+        """Alternates turns at the peak with turns at OVERLOAD times the served rate of the peak."""
         before, num_quiet = self.peak(FLOOD_CORES), 0
         for _ in range(MOST_TURNS):
             per_s = OVERLOAD * before["served"] / before["seconds"]

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     try:
         request = ExplainRequest(request_id=arguments.request_id)
     except ValueError:
-        return usage_error(PROG, f"request_id: {arguments.request_id!r} is no UTF-8")
+        return usage_error(PROG, f"request_id: {arguments.request_id!r} is not UTF-8")
     return call(PROG, arguments, "scheduler", lambda channel: _show(channel, request))
 
 

@@ -133,7 +133,7 @@ def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:
 
 
 def test_the_process_that_tries_grammars_is_started_without_a_warning(stack: Stack) -> None:
-    """gRPC has threads by then, and warns of a fork beside them unless it is told that no child calls it."""
+    """gRPC has threads by then. It warns of a fork unless the gateway declares that no child process calls gRPC."""
     with openai(stack) as client:
         client.completions.create(model=MODEL, prompt="a", max_tokens=2, extra_body={"structured_outputs": FORM})
     assert "fork" not in (stack.folder / "gateway.log").read_text()

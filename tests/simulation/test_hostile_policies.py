@@ -1,6 +1,4 @@
-"""Policies are guests: whatever one does, no request is lost, every stream is the undisturbed one, and the error is
-counted.
-"""
+"""A policy may do anything wrong: no request is lost, every stream is the undisturbed one, and the error is counted."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str
 
 
 def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
-    """Ten tokens in a block, as there; 20 blocks and 2 slots unless told."""
+    """A block has ten tokens, as in TensorRT-LLM's tests. By default there are 20 blocks and 2 slots."""
     scenario: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 20,

@@ -257,7 +257,7 @@ class RetentionRange(_message.Message):
     priority: _builtins.int
     """0..100; tokens in no range have 35. Blocks of a lower priority are evicted first."""
     duration_ms: _builtins.int
-    """For so long after the last use; 0: for ever."""
+    """Milliseconds after the last use; 0: for ever."""
     decode: _builtins.bool
     """Of a request: start and end count from the first generated token on, whatever the prompt's length. Not to the cache."""
     def __init__(

@@ -1057,7 +1057,7 @@ class Ending(_message.Message):
     """The request field that is at fault, if one is."""
     cached_tokens: _builtins.int
     retry_after_s: _builtins.float
-    """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after so long."""
+    """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after this many seconds."""
     @_builtins.property
     def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
         """Of a beam search, best first."""

@@ -220,8 +220,8 @@ Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
 
 @_typing.final
 class StepFailure(_message.Message):
-    """A forward pass raised, is overdue, or has broken the device. No result of it comes, nor of the steps behind it, and
-    nothing that the link's sequences have in blocks is to be used again (nor does KeptSequence name it).
+    """A forward pass raised, is overdue, or has broken the device. The worker sends no result of this step or of later
+    steps. The KV in the blocks of the link's sequences must not be used again, and KeptSequence does not report it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -480,7 +480,7 @@ class StepPlan(_message.Message):
     """These slots have sampled, and take part in no step from this one on until they are resumed."""
     resume_slots: _builtins.bytes
     copy_from: _builtins.bytes
-    """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block stands in both."""
+    """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block is in both lists."""
     copy_to: _builtins.bytes
     swap_out_from: _builtins.bytes
     """Entry i: copy the KV in device block swap_out_from[i] to host block swap_out_to[i]. These blocks may have other owners
