@@ -53,7 +53,7 @@ async def test_policies_change_under_streams_in_flight(small: Stack) -> None:
     assert small.metric("paceline_scheduler_policy_errors_total") == 0
 
 
-def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
+def test_get_lists_the_current_policies_and_all_others(small: Stack) -> None:
     set_policy(small, "vllm-v1", "--option", "watermark=0.2", "--capacity", "watermark")
     set_policy(small, "--option", "long_prefill_token_threshold=64")  # the rest stays
     done = paceline(small, "policy", "get")
@@ -83,7 +83,9 @@ def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
         (["--bogus"], ["--bogus"]),
     ],
 )
-def test_nonsense_changes_nothing_and_names_what_exists(small: Stack, argv: list[str], words: list[str]) -> None:
+def test_an_unknown_name_changes_nothing_and_the_error_lists_known_names(
+    small: Stack, argv: list[str], words: list[str]
+) -> None:
     before = paceline(small, "policy", "get").stdout
     done = paceline(small, "policy", "set", *argv)
     assert done.returncode == 2

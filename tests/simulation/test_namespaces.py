@@ -50,7 +50,7 @@ def test_no_request_waits_for_a_prefix_that_is_not_for_it(field: str, names: lis
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 @pytest.mark.parametrize("same", [True, False])
-def test_what_is_cached_for_two_namespaces_is_not_shared_by_them(field: str, same: bool) -> None:
+def test_two_namespaces_share_no_cached_blocks(field: str, same: bool) -> None:
     """The pool has 11 blocks. Each cached prefix takes 4 of them, and each request needs 2 more blocks of its own."""
     prompt = list(range(1, 42))
     requests = [

@@ -79,7 +79,7 @@ def test_it_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", STRATEGIES)
-def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(eviction: str) -> None:
+def test_the_cost_of_demoting_does_not_depend_on_other_continuations(eviction: str) -> None:
     costs = []
     for others in (FEW, MANY):
         tree = PrefixTree(BLOCK_SIZE)

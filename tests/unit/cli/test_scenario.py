@@ -216,7 +216,7 @@ def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", sorted(scenario()))
-def test_what_is_missing_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_field_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = scenario()
     del values[name]
     if name in ("num_host_blocks", "prefix_caching", "preset", "options"):

@@ -191,7 +191,7 @@ def test_it_says_why() -> None:
     assert rounds.policy.bound(cast(RequestView, FakeRequest(99)), 1) == "", "the policy did not place this request"
 
 
-def test_what_it_remembers_is_bounded() -> None:
+def test_the_policys_memory_is_bounded() -> None:
     rounds = Rounds(FakeWorker(1, cached=SHARED, num_rows=1), FakeWorker(2))
     for i in range(MAX_PREFIXES + 10):
         rounds.place(namespace=("", str(i)))

@@ -45,7 +45,7 @@ def test_a_long_decode_loses_no_token(steps: int) -> None:
         assert output(table, slot) == [1000 * slot + step for step in range(steps)]
 
 
-def test_the_ring_holds_what_may_be_in_flight() -> None:
+def test_the_ring_holds_all_tokens_in_flight() -> None:
     """Between two emptyings of a slot come FLUSH_EVERY_STEPS steps, and those in flight when the slot is left."""
     window = SchedulerSettings.model_fields["window"]
     largest = next(limit.le for limit in window.metadata if hasattr(limit, "le"))

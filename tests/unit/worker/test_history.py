@@ -28,7 +28,7 @@ def int32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_a_worker_knows_all_tokens_and_blocks_of_what_runs(reference: References, build: Build) -> None:
+def test_a_worker_knows_all_tokens_and_blocks_of_running_sequences(reference: References, build: Build) -> None:
     runner = build(reference("llama-tied").folder, block_size=8).runner
     driver = Driver(runner, chunk_tokens=16)
     sequences = [driver.add(prompt, 40) for prompt in PROMPTS]
@@ -49,7 +49,7 @@ def test_a_worker_knows_all_tokens_and_blocks_of_what_runs(reference: References
     assert runner.kept(ENOUGH) == []
 
 
-def test_what_is_kept_can_be_used(reference: References, build: Build) -> None:
+def test_kept_sequences_can_be_reused(reference: References, build: Build) -> None:
     """Another link takes the blocks as they were said to be, computes the last token, and goes on as if nothing had
     happened."""
     checkpoint = reference("llama-tied")
@@ -71,7 +71,7 @@ def test_what_is_kept_can_be_used(reference: References, build: Build) -> None:
     assert again.output == checkpoint.greedy(PROMPTS[1], 12)
 
 
-def test_no_more_is_told_than_fits(reference: References, build: Build) -> None:
+def test_a_report_of_kept_sequences_is_limited_in_bytes(reference: References, build: Build) -> None:
     runner = build(reference("llama-tied").folder, block_size=8).runner
     driver = Driver(runner)
     for prompt in PROMPTS:
