@@ -19,7 +19,7 @@ B = [*A[:8], *range(200, 208)]
 
 
 def make(*entries: pb.RestoredSequence, prefix_caching: bool = True, num_blocks: int = 16, num_host: int = 0) -> Driver:
-    """A core in which all these are restored."""
+    """A core in which all these entries are restored."""
     link = Driver()
     assert not refusals(link, *entries, prefix_caching=prefix_caching, num_blocks=num_blocks, num_host=num_host)
     return link
@@ -82,7 +82,7 @@ def test_blocks_may_be_shared_as_far_as_tokens_agree() -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_the_shared_one_of_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
     entries = [
-        d.restored(1, A, 16, [1, 2, 3, 4]),  # 3 and 4 are its own
+        d.restored(1, A, 16, [1, 2, 3, 4]),  # blocks 3 and 4 are not shared
         d.restored(2, [*A, 5], 16, [1, 2, 13, 14, 15]),  # shares all but the last
         d.restored(3, [*A, 6], 16, [1, 2, 13, 14, 16]),
         d.restored(4, A, 16, [9, 10, 11, 12]),  # shares nothing
@@ -151,7 +151,7 @@ def test_a_restored_swapped_sequence_has_its_host_blocks() -> None:
     assert sorted(host for _, host in link.swap_out(3)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_terms_and_namespaces() -> None:
+def test_request_metadata_and_namespaces() -> None:
     entry = d.restored(1, A[:8], 8, [1, 2], salt="pepper")
     entry.retention.append(RetentionRange(start=0, end=4, priority=80))
     entry.priority = 3.0
@@ -262,8 +262,8 @@ def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> No
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_two_shared_blocks_of_one_place_cannot_be(prefix_caching: bool) -> None:
-    """One of the blocks is stored. Of the sequences with the other block, one keeps it as a duplicate."""
+def test_a_position_in_the_tree_cannot_have_two_shared_blocks(prefix_caching: bool) -> None:
+    """One of the two blocks is stored. One sequence keeps the other block as a duplicate."""
     first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
     second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4, 5)]
     link = Driver()
@@ -287,7 +287,7 @@ def test_a_refused_restore_entry_stores_no_block_in_the_tree() -> None:
     assert link.probe(A) == {0: (4, 4)}
 
 
-def test_only_right_after_the_worker_was_added() -> None:
+def test_a_restore_is_possible_only_right_after_the_worker_was_added() -> None:
     for used in (
         [d.match_op(7, [1]), d.admit_op(7, 0)],
         [d.restore_op(0, [d.restored(7, A[:4], 4, [1])])],
@@ -378,7 +378,7 @@ def test_retention_of_a_block_restored_as_cached_begins_with_the_restore() -> No
         assert {residency.retention for residency in device.queue.upcoming(device.index)} == {priority}
 
 
-def test_what_another_worker_holds_outlives_a_round_that_is_repeated() -> None:
+def test_blocks_of_another_worker_survive_a_repeated_restore() -> None:
     link = Driver()
     link.add_worker(1, 16)
     link.run(9, A[:5], worker=1)
