@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The decode steps, which are what it is about; the rest has been printed as it came."""
+    """The decode steps, the main result; the rest has been printed as it came."""
     columns = ("batch", "context_tokens", "step_ms", "graph_ms", "roofline_ms", "roofline_share", "gap_ms", "host_ms")
     lines = ["  ".join(["model".ljust(14), *(column.rjust(14) for column in columns)])]
     for model, measured in data["models"].items():

@@ -28,7 +28,7 @@ WAITING = (128, 1_000, 5_000)
 PASSES = 10  # of a repeat
 FIRST = 16
 FAMILIES, SHARED, OWN = 16, 512, 128
-# Those that SGLang has too. It orders by fcfs in place of lpm and hrrn when more than 128 wait.
+# The orders that SGLang also has. With more than 128 waiting requests, SGLang uses fcfs instead of lpm and hrrn.
 SGLANG = ("fcfs", "lof", "random", "lpm", "dfs-weight", "hrrn")
 SGLANG_FCFS_ABOVE = {"lpm": 128, "hrrn": 128}
 

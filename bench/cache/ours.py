@@ -24,7 +24,7 @@ def packed(tokens: Tokens) -> bytes:
 
 
 class OurCache:
-    """A worker's, with blocks for so many tokens."""
+    """One worker's prefix cache, with blocks for this many tokens."""
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
@@ -95,7 +95,7 @@ def measure_insert_rest(cache: OurCache, work: Work) -> Samples:
 
 
 class Exchanges:
-    """A cache core with so many workers, asked as the scheduler asks it."""
+    """A cache core with this many workers. It gets the same messages as from the scheduler."""
 
     def __init__(self, block_size: int, num_workers: int, num_blocks: int) -> None:
         self.core = CacheCore()
@@ -113,7 +113,7 @@ class Exchanges:
             assert not result.HasField("error"), result.error.message
 
     def matches(self, batch: list[Tokens]) -> tuple[list[pb.CacheOp], pb.CacheOp]:
-        """Ops that match them, and the one that forgets them."""
+        """The operations that match these prompts, and the operation that frees them."""
         ids = [next(self.ids) for _ in batch]
         ops = [
             pb.CacheOp(match=pb.MatchOp(sequence=i, token_ids=packed(tokens)))

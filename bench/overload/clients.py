@@ -23,9 +23,9 @@ import uvloop
 from services.runtime.service import raise_file_limit
 
 PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 16, 32
-# Before one counts: what was there before is served, and the requests have spread over the time.
+# Warm-up in seconds: older requests are served, and the new ones have spread over time.
 WARM_S = 2.0
-# Of which one is chosen each time, as to make them costs the time of the server that shares the cores.
+# Made in advance and chosen at random, because making them would take CPU time from the server on the same cores.
 _NUM_REQUESTS = 512
 _LAG_EVERY_S = 0.02
 _PROBE_EVERY_S = 0.05
@@ -192,7 +192,7 @@ class Clients:
             self.tally.lag_ms.append(round(1000 * (time.perf_counter() - began_s - _LAG_EVERY_S), 3))
 
     async def closed(self) -> None:
-        """So many users, each of which asks again as soon as it has its answer."""
+        """Runs this many users. Each sends the next request as soon as it has its answer."""
 
         async def user() -> None:
             while True:
@@ -252,7 +252,7 @@ class Clients:
             task.cancel()
 
     async def storm(self) -> None:
-        """So many clients a second that connect, ask for a stream and go away."""
+        """Starts this many clients per second, which connect, request a stream and leave."""
         tasks = set[asyncio.Task[None]]()
         request = completion(self.rng, 4 * MEAN_OUTPUT_TOKENS, stream=True)
 
@@ -290,7 +290,7 @@ class Clients:
         await self._ended.wait()
 
     async def heads(self) -> None:
-        """Heads of requests of which a byte comes each second."""
+        """Sends the heads of requests, one byte per second."""
         connections = await self._connections()
         self.ready()
         for byte in b"GET /health HTTP/1.1\r\nx-slow: " + b"a" * 1000:
@@ -326,7 +326,7 @@ class Clients:
             await asyncio.sleep(_PROBE_EVERY_S)
 
     async def burn(self) -> None:
-        """As much CPU as so many cores have, in pieces as short as those of a flood."""
+        """Burns the CPU time of this many cores, in pieces as short as those of a flood."""
         self.ready()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         while not self._ended.is_set():

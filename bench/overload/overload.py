@@ -81,7 +81,7 @@ class Role:
             pipe.close()
 
     def result(self, *, end: bool = True) -> dict[str, Any]:
-        """What it saw, when it has ended; with `end` that is now."""
+        """The client's result after its end; with `end` that is now."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if end:
@@ -162,7 +162,7 @@ class Measurement:
         self.stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)
 
     def row(self, name: str, role: str, number: float, seconds: float = SECONDS) -> dict[str, Any]:
-        """Of these clients, while others ask /health."""
+        """The figures of these clients, while other clients ask /health."""
         before_mib = self.resident_mib()["gateway"]
         with Role(self.stack, role, number, seconds) as clients, Role(self.stack, "probe", 0) as probe:
             series = dict(self.gateway())
@@ -217,7 +217,7 @@ class Measurement:
         return self.rows[-1]
 
     def beside(self, name: str, role: str, number: float) -> None:
-        """What is left for SLOTS clients beside other clients. The memory of all counts."""
+        """The throughput of SLOTS clients beside other clients. The memory of all counts."""
         before = self.resident_mib()["gateway"]
         with Role(self.stack, role, number) as others:
             row = self.row(name, "closed", SLOTS)

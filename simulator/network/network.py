@@ -152,7 +152,7 @@ class SimulatedConnection:
         self.silent = True
 
     def fall_silent(self) -> None:
-        """Nothing comes through any more, in either direction, not even pings."""
+        """From now on no message passes in either direction, not even pings."""
         self.silent = True
         self.network.after(KEEPALIVE_S, self.cut)
 

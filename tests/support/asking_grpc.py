@@ -50,7 +50,7 @@ _ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
 
 
 class _HeardContinuation(Continuation):
-    """What the client overcomes by itself is heard of, too."""
+    """Also records the errors from which the client recovers by itself."""
 
     def call(self, now_s: float) -> tuple[GenerateRequest, float | None]:
         if ear := _ear.get():

@@ -25,7 +25,7 @@ def link(num_host: int = 8, num_blocks: int = 8, partial_reuse: bool = False, ev
 
 
 def tiers(cache: Driver, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens of these on the device, and behind them on the host."""
+    """How many of these tokens are on the device, and how many of the next ones on the host."""
     result = cache.one(d.match_op(99, [*tokens, -1])).match
     cache.free(99)
     matches = d.tiers(result.matches)
@@ -250,7 +250,7 @@ def test_retention_goes_on_in_host_memory() -> None:
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 16), (0, 8))
     cache.run(4, FILL[:16])  # C takes the other two, and then two of A's
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 8), (0, 0), (0, 16))
-    cache.run(5, D)  # FILL takes those of C, which was used later than A
+    cache.run(5, D)  # FILL takes the blocks of C, which was used later than A
     assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))
     cache.now_ms = 100
     cache.run(6, B)

@@ -17,7 +17,7 @@ def host(num_host: int = 16, num_blocks: int = 8) -> Driver:
 
 
 def demoted(*prompts: list[int]) -> Driver:
-    """What is left of these is on the host alone."""
+    """A cache in which the blocks of these prompts are only on the host."""
     cache = host()
     for sequence, prompt in enumerate(prompts, 10):
         cache.run(sequence, prompt)

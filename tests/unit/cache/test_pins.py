@@ -178,7 +178,7 @@ def test_the_metrics_show_it_before_the_next_exchange(link: d.Driver) -> None:
     admin.unpin(link.core, "a")
     assert shown() == (14, 2, 0)
     link.exchange()
-    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler hears of it all the same
+    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler still learns of it
 
 
 def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:

@@ -263,7 +263,7 @@ def test_each_reuse_renews_a_retention() -> None:
 
 
 def test_a_later_request_sets_the_retention_of_its_hits() -> None:
-    """Also if it computes no whole block of its own."""
+    """Also if the request computes no whole block."""
     cache = link(num_blocks=3, partial_reuse=False)
     stored(cache, 1, ONE)
     stored(cache, 2, [*ONE, 7], retention=[(0, 0, 80, 0)])
@@ -322,7 +322,7 @@ def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
 
 
 def test_a_retention_ends_once() -> None:
-    """A block that was set aside for a child of it stands where it stood, and its time is over but once."""
+    """A block that was set aside because of its child keeps its position in the queue, and expires only once."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 4, 35, 10), (4, 8, 80, 0)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -333,7 +333,7 @@ def test_a_retention_ends_once() -> None:
 
 
 def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
-    """Also if the one that was used first has lost its end meanwhile."""
+    """Also if the block that was used first has lost its last part."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 0, 80, 10)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -344,7 +344,7 @@ def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
 
 
 def test_uses_of_retained_blocks_are_not_remembered() -> None:
-    """Neither those of a block that is used again and again, nor those of blocks that are gone."""
+    """The queue keeps no old entries of a block that is used repeatedly, and none of evicted blocks."""
     cache = link(num_blocks=6)
     hour = 3_600_000
     for i in range(300):

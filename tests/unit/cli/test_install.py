@@ -158,7 +158,7 @@ def test_two_minutes_are_eight_lines_of_a_log_and_one_line_of_a_terminal(
 
 
 def test_an_index_that_cannot_be_reached_is_named_in_one_line(tmp_path: Path) -> None:
-    """In an environment of its own, with a pip that knows one index, at a port where nothing listens."""
+    """Runs in its own environment. Its pip knows one index, at a port without a server."""
     venv.create(tmp_path, with_pip=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_CACHE_DIR": "1"}

@@ -168,7 +168,7 @@ def test_preempted_requests_are_swapped_as_long_as_there_are_host_blocks(
     assert outcome["generated_tokens"] == {"0": 12, "1": 12, "2": 12}
     scheduled = [entry for step in outcome["steps"] for entry in step["scheduled"]]
     prompts = [entry["id"] for entry in scheduled if entry["phase"] == "prefill"]
-    assert (len(prompts) == 3) == (modes == {"swap"})  # what was swapped goes on decoding
+    assert (len(prompts) == 3) == (modes == {"swap"})  # the swapped request continues decoding
 
 
 def played(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:

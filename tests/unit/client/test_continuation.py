@@ -33,7 +33,7 @@ def token(request: inference_pb2.GenerateRequest, position: int) -> int:
 def messages(
     request: inference_pb2.GenerateRequest, sizes: list[int] | None = None, shift: int = 0
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """The answer behind what the client has (or, shifted, behind another token), in messages of these sizes."""
+    """The answer after the client's tokens (or, shifted, after another token), in messages of these sizes."""
     position = request.resume_after
     expected = [token(request, i) for i in range(position)]
     assert list(request.resume_token_ids) == expected, "the tokens that it got"

@@ -91,7 +91,7 @@ def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> No
 
 
 def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
-    """What dfs-weight says of requests that have all stood in the same branch down to `depth`, with strides of 1."""
+    """The order of dfs-weight for requests in one branch down to `depth`, with strides of 1."""
     own = [one for one in requests if one.best_matched_tokens == depth]
     branches: dict[int, list[Request]] = {}
     for one in requests:
@@ -126,7 +126,7 @@ def test_dfs_weight_keeps_the_rule_after_any_changes(seed: int) -> None:
 
 
 def test_dfs_weight_finds_the_oldest_at_any_depth() -> None:
-    """Below thousands of nodes, once the one that was the oldest of all of them has gone."""
+    """Also below thousands of nodes, after the oldest request of all has left."""
     order = DepthFirstByWeight(stride_tokens=1)
     deep = [request(i, [7] * 5000 + [i], 5001) for i in (1, 3)]
     wait(order, *deep, request(2, [8] * 5, 4))

@@ -15,7 +15,7 @@ UNCHUNKED = {"chunked_prefill": False}
 
 
 def scenario(requests: list[dict[str, Any]], **fields: Any) -> Scenario:
-    """Ten tokens in a block, a budget of 50 and no prefix cache, unless told."""
+    """By default, a block has ten tokens, the budget is 50 tokens, and there is no prefix cache."""
     given: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 100,

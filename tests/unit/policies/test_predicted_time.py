@@ -59,7 +59,7 @@ class Fleet:
 
 
 class Rounds:
-    """Places and binds requests one by one, each in a round of its own."""
+    """Places and binds requests one by one, each in its own round."""
 
     def __init__(self, *workers: FakeWorker, mean_output_tokens: float | None = None) -> None:
         self.workers = workers

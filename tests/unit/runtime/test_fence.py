@@ -1,4 +1,4 @@
-"""Epochs, and what comes where one should be."""
+"""Epochs, and invalid values in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of memory: the machine's, or that of the control groups around this process."""
+"""The memory that is left: the machine's, or that of the control groups around this process."""
 
 from __future__ import annotations
 

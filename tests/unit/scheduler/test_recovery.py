@@ -174,7 +174,7 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
 
 
 def test_a_large_restore_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens between them."""
+    """The exchanges of a restore may be mixed with any other events."""
     monkeypatch.setattr(recovery, "MAX_EXCHANGE_BYTES", 100)
     for events_after in range(4):
         system = make()

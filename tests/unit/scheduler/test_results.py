@@ -1,4 +1,4 @@
-"""What is read from a step's result, with a worker that has nothing but what is asked of it."""
+"""How the scheduler reads a step's result, with a minimal fake worker."""
 
 from __future__ import annotations
 

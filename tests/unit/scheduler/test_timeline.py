@@ -49,7 +49,7 @@ def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_wor
 
 
 def test_a_request_not_looked_at_waits_behind_the_first_that_was() -> None:
-    """Until the decision that admits the request, though the first request goes on waiting."""
+    """The span ends with the decision that admits the request, although the first request still waits."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)

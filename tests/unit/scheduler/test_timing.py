@@ -28,7 +28,7 @@ def started(num_blocks: int = 64, max_num_seqs: int = 4) -> LocalSystem:
 
 
 def until_tokens(system: LocalSystem, handle: int, count: int) -> None:
-    """One move after the other until the client has so many tokens of the request."""
+    """Makes one move after the other until the client has this many tokens of the request."""
     for _ in range(100):
         if len(system.clients["s"].tokens.get(handle, ())) >= count:
             return

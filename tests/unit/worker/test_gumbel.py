@@ -52,8 +52,8 @@ def test_the_noise_looks_random() -> None:
         assert np.abs(alike).max() < 6
 
 
-def test_a_clock_rings_after_some_time_and_not_never() -> None:
-    """Whatever the bits, the first and the last number among them."""
+def test_each_exponential_time_is_positive_and_finite() -> None:
+    """For all bits, including the smallest and the largest number."""
     times = clocks(keys_of(range(200), 1), 5000)
     assert times.min() > 0
     assert times.max() < torch.inf

@@ -1,4 +1,4 @@
-"""What a worker says of its blocks when its link has ended is what is in them."""
+"""When a link has ended, a worker reports exactly the tokens that its blocks contain."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def test_a_worker_knows_all_tokens_and_blocks_of_running_sequences(reference: Re
 
 
 def test_kept_sequences_can_be_reused(reference: References, build: Build) -> None:
-    """Another link takes the blocks as they were said to be, computes the last token, and goes on as if nothing had
-    happened."""
+    """Another link reuses the reported blocks, computes the last token, and continues with the same tokens."""
     checkpoint = reference("llama-tied")
     runner = build(checkpoint.folder, block_size=8).runner
     before = Driver(runner, chunk_tokens=64)
@@ -99,7 +98,7 @@ def test_nothing_is_kept_after_a_step_that_raised(
     assert runner.kept(ENOUGH) == []
 
 
-def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> None:
+def test_late_tokens_of_a_slots_old_sequence_are_dropped() -> None:
     history = TokenHistory(4, 8)
     history.begin(1, int32(10, 11))
     history.begin(2, int32(20))
@@ -111,7 +110,7 @@ def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> No
     assert history.of(2).tolist() == [20, 21]
 
 
-def test_of_a_row_that_has_failed_nothing_is_known() -> None:
+def test_a_failed_row_leaves_no_known_tokens() -> None:
     history = TokenHistory(4, 8)
     history.begin(1, int32(10))
     history.begin(2, int32(20))

@@ -43,7 +43,7 @@ ASKED = {
 
 
 def rows_asking(names: tuple[str, ...], everyone: bool) -> dict[str, np.ndarray]:
-    """Of all rows, so that nothing has to be picked out, or of some."""
+    """Logits of all rows, without a selection, or of some rows."""
     values = {name: PER_ROW[name] for name in names}
     return {name: np.repeat(value[-1:], ROWS) for name, value in values.items()} if everyone else values
 
