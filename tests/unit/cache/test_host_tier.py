@@ -64,12 +64,12 @@ def test_a_host_hit_gets_new_device_blocks_and_stays_on_the_host() -> None:
     assert [host for _, host in pairs] == [1, 2, 3, 4]
     assert [device for device, _ in pairs] == table[:4]
     assert cache.core.counters.promoted_blocks == 4
-    assert tiers(cache, A) == (0, 16)  # until they say that it is copied
+    assert tiers(cache, A) == (0, 16)  # until a commit says that the blocks are copied
     cache.commit(3, [], 16)
     assert tiers(cache, A) == (16, 0)
     cache.free(3)
     cache.start(4, FILL[:31])
-    assert 1 not in [host for _, host in cache.demotions]  # it need not be copied once more
+    assert 1 not in [host for _, host in cache.demotions]  # the host still has block 1, so it is not copied again
     assert tiers(cache, A) == (0, 16)
 
 
@@ -138,7 +138,7 @@ def test_of_blocks_evicted_together_the_last_used_are_kept_first() -> None:
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 8), (0, 16))
 
 
-def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() -> None:
+def test_a_block_without_room_on_the_host_is_dropped_with_the_host_blocks_after_it() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.start(2, FILL[:20])  # the last block of A goes to the host
@@ -153,7 +153,7 @@ def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() ->
     assert cache.core.workers[0].host.used_blocks == 3
 
 
-def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
+def test_host_blocks_dropped_with_their_parent_count_as_evicted() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.start(2, FILL[:20])  # the last block of A goes to the host
@@ -163,7 +163,7 @@ def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
     cache.commit(4, [], 10)
     cache.swap_out(4)  # takes the other host blocks
     assert cache.core.counters.evicted_host_blocks == 0
-    cache.start(5, FILL)  # nothing of A may be evicted for its beginning, which finds no room
+    cache.start(5, FILL)  # no block of A may be evicted for A's beginning, so the beginning finds no room
     assert tiers(cache, A) == (0, 0)
     assert cache.core.counters.evicted_host_blocks == 1
 
@@ -187,7 +187,7 @@ def test_as_much_of_the_beginning_is_kept_as_there_is_room_for() -> None:
     assert tiers(cache, A) == (0, 12)
 
 
-def test_a_swapped_sequence_takes_blocks_in_which_something_is_only_cached() -> None:
+def test_a_swapped_sequence_takes_cached_host_blocks() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.run(2, FILL)
@@ -228,7 +228,7 @@ def test_host_blocks_of_a_resumed_sequence_are_free_in_the_next_exchange() -> No
 
 
 def test_a_block_is_copied_to_once_in_an_exchange() -> None:
-    """Only the last one counts: what was copied there first is gone."""
+    """Only the last copy into a host block counts; earlier content is lost."""
     cache = link(num_host=2, num_blocks=4)
     cache.run(1, A[:8])
     cache.run(2, B[:8])
@@ -239,7 +239,7 @@ def test_a_block_is_copied_to_once_in_an_exchange() -> None:
     assert (tiers(cache, A[:8]), tiers(cache, B[:8])) == ((0, 0), (0, 8))
 
 
-def test_retention_goes_on_in_host_memory() -> None:
+def test_retention_continues_in_host_memory() -> None:
     cache = link(num_host=6, num_blocks=4)
     cache.one(d.match_op(1, A, retention=[(0, 0, 80, 50)]))
     cache.run(2, B)
@@ -254,7 +254,7 @@ def test_retention_goes_on_in_host_memory() -> None:
     assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))
     cache.now_ms = 100
     cache.run(6, B)
-    cache.run(7, C)  # by now they are all kept alike: A has gone
+    cache.run(7, C)  # the retention has ended, so A was evicted
     assert tiers(cache, A) == (0, 0)
 
 
@@ -275,7 +275,7 @@ def test_a_worker_takes_its_host_memory_with_it() -> None:
     assert tiers(cache, A) == (0, 0)
 
 
-def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
+def test_a_waiting_sequence_learns_that_the_host_dropped_its_match() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.run(2, FILL)

@@ -1,4 +1,4 @@
-"""Where a request's time went, as its ending says: times of the events, by a clock turned by hand."""
+"""The times of a request's phases in its ending, with a clock that the tests set."""
 
 from __future__ import annotations
 
