@@ -12,7 +12,7 @@ from collections.abc import Collection
 from paceline.v1.worker_pb2 import GrammarOrders
 
 MAX_IDLE = 32  # unused grammars that a worker keeps; each may take megabytes of its memory
-# unanswered orders; a limit, so that the longest-waiting request's grammar is ordered first, whatever arrives later
+# unanswered orders; the limit lets the longest-waiting request's grammar go before those of later requests
 MAX_ASKED = 8
 
 
