@@ -36,7 +36,7 @@ from tests.support.stack import Stack
 WORKERS = (1, 8, 32, 64)
 ROWS, STEP_MS = 256, 20.0
 PROMPT_TOKENS = 128
-# Long enough that nothing ends while steady steps are measured, and short enough that much comes and goes.
+# Long enough that no request ends during the steady steps, and short enough that many requests begin and end.
 STEADY_TOKENS, CHURN_TOKENS = 1100, 100
 SETTLE_S, MEASURED_S = 3.0, 8.0
 WINDOW = 64  # messages that the session may be behind

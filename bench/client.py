@@ -1,6 +1,7 @@
 """A load client of its own process: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT` prints JSON.
 
-Raw asyncio streams, because on two cores the client takes from what it measures. Greedy streams with a pinned length.
+It uses raw asyncio streams, because on two cores the client's CPU time slows the server that it measures. Greedy
+streams with a pinned length.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def measure_decode(running: int, peer: Peer) -> dict[str, Any]:
 
 
 def measure_admission(peer: Peer) -> dict[str, Any]:
-    """The figures of the burst stand at the top, too."""
+    """Copies the figures of the burst to the top level, too."""
     many = measure_burst(peer)
     top = {name: many[name] for name in ("us_median", "peer_us_median", "ratio")}
     return {**top, "burst": many, "lone": measure_lone(peer)}

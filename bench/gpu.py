@@ -1,9 +1,10 @@
-"""`make bench-gpu`: what a worker's model makes of an NVIDIA GPU, beside what the GPU could do in the same run.
+"""`make bench-gpu`: how fast a worker's model runs on an NVIDIA GPU, beside the GPU's own limits in the same run.
 
 Models with dummy weights: decode steps at several batch sizes and contexts with the memory roofline, the device's idle
 share, prefill of 8,192 tokens, and a closed loop of 1024/1024 requests. A table on the terminal, JSON in bench/results/
-(written after every figure, so that a run cut short leaves what it has). It ends within --budget seconds: what there is
-no time for is left out and named. `--tiny` runs the same driver with a tiny model on a CPU, which measures nothing.
+(written after every figure, so that an interrupted run leaves its figures). It ends within --budget seconds: it leaves
+out and names the parts that do not fit. `--tiny` runs the same driver with a tiny model on a CPU, which measures
+nothing.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The decode steps, which are what it is about; the rest has been printed as it came."""
+    """The decode steps, the main result; the rest has been printed as it came."""
     columns = ("batch", "context_tokens", "step_ms", "graph_ms", "roofline_ms", "roofline_share", "gap_ms", "host_ms")
     lines = ["  ".join(["model".ljust(14), *(column.rjust(14) for column in columns)])]
     for model, measured in data["models"].items():

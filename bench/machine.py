@@ -14,7 +14,7 @@ def python_speed() -> float:
 
 
 def load_note(load: float) -> str:
-    """What a result's reader should know of the load when it began; nothing on a quiet machine."""
+    """A note for the reader of a result about the load when the run began; empty on a quiet machine."""
     if load <= QUIET_LOAD:
         return ""
     return f"other processes ran (load {load:.1f} at the start): to be run again on a quiet machine"

@@ -1,9 +1,9 @@
 """The cost of choosing the next request: each order policy at 128 to 5,000 waiting, beside SGLang's of the same name.
 
 The requests come in 16 families of 512 shared tokens, of which each family has another part cached (0 to 480 tokens).
-Between two passes 1 % of them have gone and as many have come, and 1 % have another match. A pass of ours is: the
-policy is told of that (O(changes)), and names the first 16 ("next"). SGLang's is: those gone are left out of the
-list, the new ones appended, and calc_priority, which matches and sorts what waits.
+Between two passes 1 % of the requests leave, as many new ones arrive, and 1 % get another match. In a pass of ours, the
+policy learns of these changes (O(changes)) and names the first 16 requests ("next"). In a pass of SGLang's, the list
+loses the requests that left and gets the new ones, and calc_priority matches and sorts all waiting requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAITING = (128, 1_000, 5_000)
 PASSES = 10  # of a repeat
 FIRST = 16
 FAMILIES, SHARED, OWN = 16, 512, 128
-# Those that SGLang has too. It orders by fcfs in place of lpm and hrrn when more than 128 wait.
+# The orders that SGLang also has. With more than 128 waiting requests, SGLang uses fcfs instead of lpm and hrrn.
 SGLANG = ("fcfs", "lof", "random", "lpm", "dfs-weight", "hrrn")
 SGLANG_FCFS_ABOVE = {"lpm": 128, "hrrn": 128}
 

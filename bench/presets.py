@@ -1,4 +1,4 @@
-"""What each preset makes of the same load: the real cores on a virtual clock, with the step times of an H200.
+"""Every preset under the same load: the real cores on a virtual clock, with the step times of an H200.
 
     python -m bench.presets            # a table, and bench/results/presets.json
 

@@ -1,7 +1,7 @@
 """The whole path on this machine, with the demo model: tokens per second over HTTP at 1, 32 and 128 streams.
 
-And where a step's time goes: what the scheduler's core, the cache and the worker's forward pass take, and how long the
-worker waits between two steps.
+The table also shows where a step's time goes: the scheduler's core, the cache, the worker's forward pass, and the
+worker's wait between two steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure(stack: Stack, concurrency: int) -> dict[str, Any]:
     load = run_client(stack, concurrency, REQUESTS[concurrency])
     change = {key: value - before[key] for key, value in snapshot(stack).items()}
     steps, worker_steps = max(1.0, change["steps"]), max(1.0, change["worker_steps"])
-    # Of the first worker; the control plane's figures are per step of any.
+    # Figures of the first worker. The control plane's figures are per step of any worker.
     step_us, worker_us = 1e6 * load["wall_s"] / worker_steps, 1e6 * change["worker_s"] / worker_steps
     return {
         "running": concurrency,

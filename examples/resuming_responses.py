@@ -17,7 +17,7 @@ def resuming_events(clients, **request):
     `clients`: one openai.OpenAI for each gateway. Raises openai.APIStatusError for a request that is refused,
     ConnectionError after 100 attempts.
     """
-    # A request that is sent again with its key gets the same response. So it is lost neither before its first event.
+    # The same key gives the same response. So a response is not lost even if no event of it has arrived.
     request["extra_headers"] = {"Idempotency-Key": str(uuid.uuid4())}
     response_id = seen = None
     for client in itertools.islice(itertools.cycle(clients), 100):

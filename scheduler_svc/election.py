@@ -3,9 +3,9 @@
 If etcd has no leader's key, a scheduler writes one under a lease, and an epoch higher than all earlier ones, in one
 transaction: it is the leader. If it fails to renew the lease, etcd deletes the key, and another scheduler takes it.
 
-A leader's time ends before its lease does, whatever the network does (core/lease.py). The leader looks at the clock
-before everything it does (`holds`), so a frozen leader that wakes up does nothing more. Receivers refuse what it had
-sent before it was frozen, because of its epoch (services/runtime/fence.py).
+A leader's time ends before its lease, even if the network fails (core/lease.py). The leader checks the clock before
+every action (`holds`), so a frozen leader that wakes up does nothing more. By the epoch, receivers refuse messages that
+it sent before the freeze (services/runtime/fence.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REMIND_S = 15.0  # between two log lines about an etcd that stays unreachable
 class Election:
     """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
-    `address`: what others are told of the leader. `clock` gives monotonic seconds, `wall_ms` the time of day.
-    `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
+    `address`: the leader's address that other processes see. `clock` gives monotonic seconds, `wall_ms` the time of
+    day. `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
     """
 
     def __init__(

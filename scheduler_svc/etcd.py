@@ -23,7 +23,7 @@ class EtcdError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LeaderRecord:
-    """What etcd knows of the leader, at one revision."""
+    """The leader as etcd records it at one revision."""
 
     revision: int
     lease: int | None  # of the leader; None if there is none

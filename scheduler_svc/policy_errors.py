@@ -31,7 +31,7 @@ class PolicyErrors:
 
     @staticmethod
     def _place(error: Exception) -> tuple[type, str, int]:
-        """The type and source line of an error. Errors that share both are equal, whatever their messages say."""
+        """The type and source line of an error. Errors that share both are equal, even if their messages differ."""
         at = error.__traceback__
         while at is not None and at.tb_next is not None:
             at = at.tb_next

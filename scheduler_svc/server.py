@@ -30,12 +30,12 @@ from services.runtime.tls.opening import open_tls
 log = get_logger(__name__)
 
 ADMIN_METHODS = ("/paceline.v1.AdminService/",)
-# Open without keys. With keys a client goes through a gateway, which knows its quotas.
+# Without keys these methods are open. With keys, clients use a gateway, which checks their quotas.
 KEYED_METHODS = ("/paceline.v1.InferenceService/Generate",)
 
 
 def _cache_secret(settings: SchedulerSettings) -> bytes:
-    """Raises CannotStart. Empty while it is to come from etcd."""
+    """The secret from the settings; empty if etcd will provide it. Raises CannotStart."""
     if settings.cache_secret_file:
         return read_secret(Path(settings.cache_secret_file))
     return b"" if settings.etcd else own_secret()
@@ -80,7 +80,8 @@ async def serve(
     except PolicyError as error:
         raise CannotStart(str(error)) from error
     tls = open_tls(settings.tls_dir, settings.section)
-    # Later schedulers have larger epochs, so that a peer can tell an old one. With an election there is no epoch yet.
+    # A later scheduler has a larger epoch, so that a peer recognises an old scheduler. An election sets the epoch
+    # later.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
     core = SchedulerCore(
@@ -118,7 +119,7 @@ async def serve(
             on_ready(Addresses(grpc=address, http=None, metrics=metrics_at))
         await asyncio.wait([stopping, working], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()  # it ends only by failing
+            working.result()  # raises: the core's task ends only with an error
     finally:
         grpc_server.set_serving(False)
         working.cancel()
@@ -129,5 +130,5 @@ async def serve(
         metrics.close()
         metrics_server.close()
         if election:
-            server.election = None  # the last calls still end, after the election
+            server.election = None  # calls that are still open may end after the election
             await election.close()

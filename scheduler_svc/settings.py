@@ -81,10 +81,10 @@ class SchedulerSettings(KeySettings, section="scheduler"):
     no_worker_timeout_s: float = Field(
         30.0,
         ge=0,
-        description="a request that waits while no worker is attached is failed with 503 after so long; 0: never",
+        description="while no worker is attached, a waiting request fails with 503 after this many seconds; 0: never",
     )
     conversation_ttl_s: float = Field(
-        300.0, gt=0, le=86400, description="an idle session (x-session-id) keeps its blocks and its place for so long"
+        300.0, gt=0, le=86400, description="seconds for which an idle session keeps its blocks and position"
     )
     allow_mixed_dtypes: bool = Field(
         False, description="take workers of one model in different data types: a stream that moves may get other tokens"

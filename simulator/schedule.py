@@ -130,8 +130,8 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def _grammar_of(ask: ClientScript) -> str:
-    """None, a salt that other requests have too, or one that few have. Not drawn at random, so that everything else is
-    as without it."""
+    """No salt, a salt that many requests share, or a salt that few requests share. Not drawn at random, so that
+    everything else is as without it."""
     last = ask.prompt[-1]
     return "" if ask.beam_width else ("", "form 0", "form 1", f"form {last}")[last % 4]
 

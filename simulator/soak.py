@@ -1,4 +1,4 @@
-"""Play schedules until told to stop: `python -m simulator.soak`. Play one again: `... --replay FILE`.
+"""Play schedules until the run is stopped: `python -m simulator.soak`. Play one again: `... --replay FILE`.
 
 A failing schedule is shrunk, printed as JSON and ends the run with status 1. The printed schedule can be played again.
 """

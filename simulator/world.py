@@ -43,8 +43,7 @@ class World:
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
         self._pending = len(schedule.asks) + len(schedule.faults)  # open parts of the schedule
         self.etcd = EtcdData()
-        # A worker that is killed at that moment has innocent requests blamed. Whatever else happens to it, it comes
-        # back.
+        # Only a kill makes the scheduler blame innocent requests: after any other fault the worker comes back.
         kills = [fault for fault in schedule.faults if fault.kind == "kill" and fault.target.startswith("worker")]
         self._poison_failures = SchedulerConfig().poison_failures + len(kills)
         self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]

@@ -24,7 +24,7 @@ def packed(tokens: Tokens) -> bytes:
 
 
 class OurCache:
-    """A worker's, with blocks for so many tokens."""
+    """One worker's prefix cache, with blocks for this many tokens."""
 
     def __init__(self, block_size: int, num_tokens: int) -> None:
         self.tree = PrefixTree(block_size)
@@ -95,7 +95,7 @@ def measure_insert_rest(cache: OurCache, work: Work) -> Samples:
 
 
 class Exchanges:
-    """A cache core with so many workers, asked as the scheduler asks it."""
+    """A cache core with this many workers. It gets the same messages as from the scheduler."""
 
     def __init__(self, block_size: int, num_workers: int, num_blocks: int) -> None:
         self.core = CacheCore()
@@ -113,7 +113,7 @@ class Exchanges:
             assert not result.HasField("error"), result.error.message
 
     def matches(self, batch: list[Tokens]) -> tuple[list[pb.CacheOp], pb.CacheOp]:
-        """Ops that match them, and the one that forgets them."""
+        """The operations that match these prompts, and the operation that frees them."""
         ids = [next(self.ids) for _ in batch]
         ops = [
             pb.CacheOp(match=pb.MatchOp(sequence=i, token_ids=packed(tokens)))
@@ -128,7 +128,7 @@ class Exchanges:
         return sequence, [match, pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=0))]
 
     def end(self, sequence: int, tokens: Tokens, num_computed: int) -> list[pb.CacheOp]:
-        """What it has made and computed is committed; it is freed."""
+        """Commits the sequence's generated tokens that are computed, and frees it."""
         commit = pb.CommitOp(
             sequences=[sequence],
             num_new_tokens=[len(tokens)],
@@ -180,7 +180,7 @@ def measure_step(block_size: int, times: int, seed: int) -> Samples:
         extend = pb.CacheOp(
             extend=pb.ExtendOp(sequences=[stay[(step * per_step + i) % len(stay)] for i in range(per_step)])
         )
-        # Its prompt's whole blocks, and what it has made so far: no table is shorter than the prompt.
+        # The prompt's whole blocks and the generated tokens so far: no table is shorter than the prompt.
         end = exchanges.end(ended, made, LENGTH)
         requests.append(exchanges.request([*end, *ops, extend]))
         running = [*stay, arrived]

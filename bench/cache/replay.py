@@ -33,7 +33,7 @@ BLOCK_TOKENS = 512
 POOLS = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, 500_000)
 # All but "priority", as the trace knows none.
 EVICTIONS = ("lru", "lfu", "slru", "fifo")
-# The token that a request has to compute in any case: one after those of the trace, which are all stored.
+# Every request must compute at least one token. This token follows the trace's tokens, so all of these can be hits.
 COMPUTED = np.array([-1], np.int32).tobytes()
 
 Requests = list[list[int]]
@@ -103,7 +103,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=150, layout="constrained")
-    # Each thinner than the one before, as two of them may lie upon each other.
+    # Each line is thinner than the one before, because two lines may overlap.
     for width, eviction in zip(range(6, 0, -1), dict.fromkeys(row["eviction"] for row in report["rows"]), strict=False):
         rows = [row for row in report["rows"] if row["eviction"] == eviction]
         sizes = [row["blocks"] for row in rows]

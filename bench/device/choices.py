@@ -1,4 +1,4 @@
-"""Choices of the GPU path that only a GPU can judge: each beside what was not chosen, at Llama-3.1-8B's widths."""
+"""Design choices that only a measurement on a GPU can check: each beside its alternative, at Llama-3.1-8B's widths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_worker.sampling.filters import mask_top_k, mask_top_p
 # in, out of a layer's products: qkv, output, gate and up, down.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 ROWS = (1, 32, 128)
-# Weights are taken in turn from so many bytes: more than a cache holds.
+# The weights rotate over this many bytes, which is more than a cache holds.
 ROTATED_BYTES = 512 << 20
 
 

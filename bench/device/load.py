@@ -25,7 +25,7 @@ class NoRoom(Exception):
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     prompt_tokens: int
-    cached_tokens: int  # of the prompt; their KV is whatever the blocks hold
+    cached_tokens: int  # of the prompt; their KV is leftover content of the blocks
     output_tokens: int
 
 

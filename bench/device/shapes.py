@@ -82,7 +82,7 @@ def weight_bytes_per_step(config: DecoderConfig, element_bytes: int) -> int:
 
 
 def decode_bytes(config: DecoderConfig, element_bytes: int, batch: int, context_tokens: int) -> int:
-    """Read by a decode step of `batch` sequences with so many tokens each."""
+    """Bytes that a decode step of `batch` sequences with this many tokens each reads."""
     kv_bytes = batch * context_tokens * config.kv_elements_per_token * element_bytes
     return weight_bytes_per_step(config, element_bytes) + kv_bytes
 

@@ -1,8 +1,8 @@
 """Clients of bench.overload.overload, each role a process: `python -m bench.overload.clients ROLE PORT NUMBER SECONDS`.
 
 Prints `ready`, and in the end what it saw, as JSON. A time is measured from the moment at which the request was written
-to the one at which the answer was here; `lag` is how late this process itself was meanwhile, which is in these times.
-With 0 seconds a role goes on until its input ends.
+until the answer has arrived. `lag` is how late this process itself was; the times include this lag. With 0 seconds a
+role goes on until its input ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import uvloop
 from services.runtime.service import raise_file_limit
 
 PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 16, 32
-# Before one counts: what was there before is served, and the requests have spread over the time.
+# Warm-up in seconds: older requests are served, and the new ones have spread over time.
 WARM_S = 2.0
-# Of which one is chosen each time, as to make them costs the time of the server that shares the cores.
+# Made in advance and chosen at random, because making them would take CPU time from the server on the same cores.
 _NUM_REQUESTS = 512
 _LAG_EVERY_S = 0.02
 _PROBE_EVERY_S = 0.05
@@ -192,7 +192,7 @@ class Clients:
             self.tally.lag_ms.append(round(1000 * (time.perf_counter() - began_s - _LAG_EVERY_S), 3))
 
     async def closed(self) -> None:
-        """So many users, each of which asks again as soon as it has its answer."""
+        """Runs this many users. Each sends the next request as soon as it has its answer."""
 
         async def user() -> None:
             while True:
@@ -202,7 +202,7 @@ class Clients:
         await self._measure(tasks)
 
     async def open(self) -> None:
-        """So many requests a second, whatever becomes of those before."""
+        """Sends a fixed number of requests per second, also while earlier ones wait."""
 
         async def by_the_clock() -> None:
             began_s, sent, tasks = time.perf_counter(), 0, set[asyncio.Task[Answer]]()
@@ -226,13 +226,14 @@ class Clients:
         began_s = time.perf_counter()
         await self._ended.wait()
         self.tally.seconds = time.perf_counter() - began_s
-        tally, self.tally = self.tally, Tally()  # what is on its way is given up, and does not count
+        tally, self.tally = self.tally, Tally()  # requests without an answer are cancelled and not counted
         for task in tasks:
             task.cancel()
         self.tally = tally
 
     async def come_back(self) -> None:
-        """So many users at the same moment, with one request each; they wait for as long as they are told to."""
+        """Starts many users at the same moment, with one request each. A refused user waits for as long as the 429
+        says."""
 
         async def user() -> None:
             returns = 0
@@ -251,7 +252,7 @@ class Clients:
             task.cancel()
 
     async def storm(self) -> None:
-        """So many clients a second that connect, ask for a stream and go away."""
+        """Starts this many clients per second, which connect, request a stream and leave."""
         tasks = set[asyncio.Task[None]]()
         request = completion(self.rng, 4 * MEAN_OUTPUT_TOKENS, stream=True)
 
@@ -289,7 +290,7 @@ class Clients:
         await self._ended.wait()
 
     async def heads(self) -> None:
-        """Heads of requests of which a byte comes each second."""
+        """Sends the heads of requests, one byte per second."""
         connections = await self._connections()
         self.ready()
         for byte in b"GET /health HTTP/1.1\r\nx-slow: " + b"a" * 1000:
@@ -325,7 +326,7 @@ class Clients:
             await asyncio.sleep(_PROBE_EVERY_S)
 
     async def burn(self) -> None:
-        """As much CPU as so many cores have, in pieces as short as those of a flood."""
+        """Burns the CPU time of this many cores, in pieces as short as those of a flood."""
         self.ready()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         while not self._ended.is_set():

@@ -43,7 +43,7 @@ MIB = 2**20
 
 
 def filled(prefix: str, item: str, suffix: str, num_bytes: int) -> bytes:
-    """A JSON text of about so many bytes."""
+    """A JSON text of about `num_bytes` bytes."""
     count = (num_bytes - len(prefix) - len(suffix)) // (len(item) + 1)
     return (prefix + ",".join([item] * count) + suffix).encode()
 
@@ -241,7 +241,7 @@ def grpc_memory(stack: Stack) -> dict[str, Any]:
 
 
 def many_connections(stack: Stack) -> dict[str, Any]:
-    """How clients fare beside HALF_OPEN connections from one address; seconds or errors of ten /health each."""
+    """Seconds or errors of ten /health calls per client, beside HALF_OPEN connections from one address."""
 
     def asks(source: str) -> list[Any]:
         saw: list[Any] = []

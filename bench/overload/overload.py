@@ -41,7 +41,7 @@ SECONDS = 12.0
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
 FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
-LONGEST_S = 90.0  # until all clients that were told to come back have been served
+LONGEST_S = 90.0  # limit until all refused clients have come back and have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
 _SAMPLE_S = 0.2
@@ -81,7 +81,7 @@ class Role:
             pipe.close()
 
     def result(self, *, end: bool = True) -> dict[str, Any]:
-        """What it saw, when it has ended; with `end` that is now."""
+        """The client's result after its end; with `end` that is now."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if end:
@@ -162,7 +162,7 @@ class Measurement:
         self.stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)
 
     def row(self, name: str, role: str, number: float, seconds: float = SECONDS) -> dict[str, Any]:
-        """Of these clients, while others ask /health."""
+        """The figures of these clients, while other clients ask /health."""
         before_mib = self.resident_mib()["gateway"]
         with Role(self.stack, role, number, seconds) as clients, Role(self.stack, "probe", 0) as probe:
             series = dict(self.gateway())
@@ -217,7 +217,7 @@ class Measurement:
         return self.rows[-1]
 
     def beside(self, name: str, role: str, number: float) -> None:
-        """What is left for SLOTS clients beside other clients. The memory of all counts."""
+        """The throughput of SLOTS clients beside other clients. The memory of all counts."""
         before = self.resident_mib()["gateway"]
         with Role(self.stack, role, number) as others:
             row = self.row(name, "closed", SLOTS)
@@ -235,7 +235,7 @@ class Measurement:
         return row
 
     def turns(self) -> None:
-        """The peak and OVERLOAD times what it has served, one after the other."""
+        """Alternates turns at the peak with turns at OVERLOAD times the served rate of the peak."""
         before, num_quiet = self.peak(FLOOD_CORES), 0
         for _ in range(MOST_TURNS):
             per_s = OVERLOAD * before["served"] / before["seconds"]

@@ -1,1 +1,1 @@
-"""The systems that ours is measured beside, each in an environment of its own."""
+"""The systems that Paceline is compared with, each in its own environment."""

@@ -29,7 +29,7 @@ class Peer:
         self.version = self.ask({"what": "version"})
 
     def ask(self, job: dict[str, Any]) -> Any:
-        """What it measured; None without it."""
+        """The measurements of the peer's process; None without it."""
         if self._process is None:
             return None
         assert self._process.stdin

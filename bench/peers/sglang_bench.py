@@ -4,7 +4,7 @@ bench/cache/cache.py: jobs in, samples out (peer.py).
 Runs in the environment that tests/peer/env.sh makes, with that test's stand-ins for kernels and web servers.
 """
 
-# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
+# ruff: noqa: E402 - SGLang can be imported only after the stand-ins for packages that are not installed
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ request comes: the Request with its block hashes, add_request(). Not counted: wh
 pickling, msgpack.
 """
 
-# ruff: noqa: E402 - vLLM is imported when its settings stand
+# ruff: noqa: E402 - vLLM can be imported only after its settings are made
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ LOADS: dict[str, Load] = {
 
 
 async def play(url: str, load: Load, rng: random.Random) -> tuple[AskedPrompt, float]:
-    """What was asked, and how many seconds that took."""
+    """The results of the requests, and how many seconds they took."""
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
         asked = AskedPrompt(client)

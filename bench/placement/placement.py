@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
         yield open_case(workload, fast)
         yield saturated_case(workload, fast)
     yield open_case("conversations", small)
-    # Arrivals last about 3 s. For the fleets that change the rate is that of the workers that are there longest.
+    # Arrivals last about 3 s. If a fleet changes, the rate is that of the fleet that lasts longest.
     for workload in ("shared-prompt", "zipf"):
         yield open_case(workload, Fleet("a fourth joins after 1 s", (*three, one.altered(joins_s=1.0)), 3.6))
         yield open_case(workload, Fleet("one of four dies after 1 s", (one.altered(dies_s=1.0), *three), 3.2))
@@ -115,8 +115,8 @@ def play(case: Case, policy: str, seed: int) -> dict[str, float]:
 
 
 def figures(cluster: Cluster, saturated: bool) -> dict[str, float]:
-    """Throughput of a saturated run is that until its last session begins: after that it is not saturated. TTFT is that
-    of all but the first fifth of the requests, for which every cache is cold."""
+    """The throughput of a saturated run ends with the start of its last session: after that it is not saturated. TTFT
+    leaves out the first fifth of the requests, because they find cold caches."""
     warm = cluster.asked[round(WARM_UP * len(cluster.asked)) :]
     ttft_ms = [1e3 * (asked.first_s - asked.asked_s) for asked in warm]
     until_s = cluster.last_start_s if saturated else cluster.now_s

@@ -1,6 +1,6 @@
-"""The architectures that the decoder serves: one entry each, with all that sets it apart.
+"""The architectures that the decoder serves: one entry for each, with all its differences from the others.
 
-To add an architecture with layers that the decoder has already (decoder.py): an entry here, and a family in
+If decoder.py already has all layers of a new architecture, add an entry here, and a family in
 tests/unit/worker/families.py, which compares its tokens with transformers'.
 """
 
@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from gpu_worker.errors import ModelError
 
-# transformers' values where config.json names none.
+# transformers' defaults, for a config.json without these fields.
 DEFAULT_WINDOW_TOKENS = 4096
 DEFAULT_FULL_LAYERS = 28
 
 # "configured": as `attention_bias` of config.json says.
 Bias = Literal["always", "configured", "never"]
-# From config.json and the number of layers: how many tokens each layer attends to, 0 for all of them.
+# Takes config.json and the number of layers. Returns how many tokens each layer attends to (0: all).
 Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
 
 
@@ -51,7 +51,7 @@ def _window_tokens(raw: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`name` as in `architectures` of config.json."""
+    """What the decoder must know of an architecture. `name` is its name in `architectures` of config.json."""
 
     name: str
     qkv_bias: Bias
@@ -59,7 +59,7 @@ class Architecture:
     windows: Windows
     # RMS norm of each query and key head.
     qk_norm: bool = False
-    # Where config.json has no head_dim; 0: hidden_size / num_attention_heads.
+    # Used if config.json has no head_dim. 0: hidden_size / num_attention_heads.
     head_dim: int = 0
 
 

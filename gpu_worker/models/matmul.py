@@ -64,7 +64,7 @@ def check_matmul(matmul: Matmul, weights: Iterable[Tensor]) -> None:
         product = matmul.of(rows, weight)
         if not torch.equal(matmul.of(rows[order], weight), product[order]):
             raise ModelError(
-                f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on a row's place"
+                f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on a row's position"
             )
         if not torch.equal(matmul.of(rows[:1], weight), product[:1]):
             raise ModelError(f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on other rows")

@@ -44,8 +44,8 @@ class StepArrays:
         return self.num_decodes == self.num_rows
 
     def padded(self, size: int) -> StepArrays:
-        """A step with only decodes, padded to `size` with sequences of one token in the dummy block. Their token and
-        position are those of slot 0 and 0, which always exist. The padding is not sampled."""
+        """A step with only decodes, padded to `size` with sequences of one token in the dummy block. Each takes its
+        token from slot 0, which always exists, and has position 0. The padding is not sampled."""
         assert self.decodes_only, "chunks are not padded"
         more = size - self.num_rows
         if more == 0:
@@ -65,7 +65,8 @@ class StepArrays:
 
 
 def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
-    """`scored_rows`: more rows that need logits. Everything but the block tables is vectorised: no Python per row."""
+    """The arrays of a step. `scored_rows`: more rows that need logits. Only the block tables cost Python per
+    sequence."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
     owners = np.repeat(np.arange(len(rows.slots)), rows.counts)

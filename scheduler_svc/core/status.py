@@ -1,4 +1,4 @@
-"""What gateways are told of the scheduler: whether it is ready, whether its queue is full, which model is served."""
+"""The status that the scheduler sends to gateways: whether it is ready, whether its queue is full, and its model."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
             if given is not None:
                 setattr(request, name, given)
         except ValueError:
-            return usage_error(PROG, f"{name}: {given!r} is no UTF-8")
+            return usage_error(PROG, f"{name}: {given!r} is not UTF-8")
     return call(PROG, arguments, "scheduler", lambda channel: _show(channel, request))
 
 

@@ -44,7 +44,7 @@ def _change(stub: AdminServiceStub, arguments: argparse.Namespace) -> None:
 
 
 def _choice(arguments: argparse.Namespace) -> PolicyChoice:
-    """The chosen policy and its parameters. Raises ValueError."""
+    """The policies and options that the arguments name. Raises ValueError."""
     if not (arguments.preset or arguments.option or any(getattr(arguments, kind) for kind in KINDS)):
         raise ValueError("give a preset, a policy or an option")
     options = {}

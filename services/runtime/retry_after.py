@@ -31,7 +31,7 @@ class RetryAfter:
 
     Not every refused client comes back. A client that is two seconds late is taken as lost. (Retry-After is in whole
     seconds, so a client may come up to one second after its time.) The ledger then removes the same share from the
-    clients that were told a time before.
+    clients that got an earlier time.
 
     Each gateway measures its own share. If several gateways send requests to one scheduler, each gateway counts, and
     offers to refused clients, only the positions that its own requests leave.
@@ -132,7 +132,7 @@ class RetryAfter:
         self._second = int(now_s)
 
     def _assign(self, now_s: float, per_s: float, amount: float, excess: float) -> float:
-        """A time behind all clients that were told a time before, or in a gap that lost clients leave."""
+        """A time after those of all earlier clients, or in a gap that lost clients leave."""
         rate = self._share * per_s
         from_now_s = self._second - now_s
         # The sum runs from the front, always in the same order. So rounding never gives a later client an earlier time.

@@ -219,7 +219,7 @@ class SimulatedClient:
             self._read(copy, i)
 
     def news(self, copy: Copy, i: int) -> None:
-        """Check what has come, at once when it comes."""
+        """Check each piece of an answer when it arrives."""
         request, right, start = copy.requests[i], self.rights[i], copy.num_checked[i]
         got = request.tokens
         copy.num_news += 1

@@ -22,8 +22,8 @@ CLOCKS_DIFFER_MS = 3_600_000
 
 
 class ElectedScheduler(SchedulerParty):
-    """Stands by until it is elected. `on_end` is called when it has lost the election and ends. `on_released` is called
-    when it was told to leave and may."""
+    """Stands by until it is elected. `on_end` is called when it has lost its lead and ends. `on_released` is called
+    when it drains and may leave."""
 
     def __init__(
         self,

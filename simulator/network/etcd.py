@@ -148,7 +148,7 @@ class WayToEtcd:
         self._party.after(self._timeout_s if timeout_s is None else timeout_s, lambda: self._expire(number))
 
     def cut_off(self, for_s: float) -> None:
-        """Nothing comes through for this time, by any connection."""
+        """For this time, no message passes on any connection."""
         self._cut_off_until_s = self._party.network.now_s + for_s
         if self.link is not None:
             self.link.fall_silent()

@@ -84,8 +84,8 @@ class Party:
             connection.cut()
 
     def thaw(self, slept_s: float = 0.0) -> None:
-        """SIGCONT: everything that came in meanwhile is there at once. A clock that stood still continues where it
-        was."""
+        """SIGCONT: all messages that arrived during the freeze are delivered at once. A stopped clock continues where
+        it was."""
         self.frozen = False
         self.slept_s += slept_s
         backlog, self._backlog = self._backlog, []
@@ -152,7 +152,7 @@ class SimulatedConnection:
         self.silent = True
 
     def fall_silent(self) -> None:
-        """Nothing comes through any more, in either direction, not even pings."""
+        """From now on no message passes in either direction, not even pings."""
         self.silent = True
         self.network.after(KEEPALIVE_S, self.cut)
 

@@ -327,7 +327,7 @@ class WorkerParty(Party):
 
         def run() -> None:
             if connection is not self._link:
-                return  # a rest of a link that is gone: its results are of no use
+                return  # a message of a link that has ended: its results are not used
             result = self.toy.run(self._plans[0])
             self._plans.popleft()
             self._say(WorkerServiceLinkRequest(result=result))

@@ -1,4 +1,4 @@
-"""Every test kills what it has started itself."""
+"""Every test kills the processes that it has started."""
 
 from __future__ import annotations
 

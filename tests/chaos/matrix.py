@@ -38,7 +38,7 @@ LINKS = {
 }
 # Long enough to be found out by pings (2 s each, given up after 2 s) and short enough to come back as a zombie.
 FREEZE_S, CUT_S = 6.0, 0.5
-# A client takes a gateway that is silent for so long for dead, and goes to the other one.
+# Seconds of silence after which a client takes its gateway for dead and goes to the other one.
 PATIENCE_S = 3.0
 TIMEOUT_S = 90.0
 # A cell that leaves its stack broken has failed; those after it get another one.

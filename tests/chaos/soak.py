@@ -31,7 +31,7 @@ from tests.chaos.traffic import Seen, Traffic
 from tests.support.asking import asker
 from tests.support.stack import Stack
 
-# Longer than a service stays frozen. After so long a silence a client leaves its gateway.
+# Seconds of silence after which a client leaves its gateway: longer than a service stays frozen.
 PATIENCE_S = 10.0
 SETTLE_S = 5.0
 TWO_AT_ONCE_SHARE = 0.25

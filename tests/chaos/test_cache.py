@@ -41,7 +41,7 @@ async def texts(stack: Stack) -> list[str]:
 
 
 @pytest.mark.parametrize("caching", ["--prefix-caching", "--no-prefix-caching"])
-async def test_what_runs_goes_on_with_the_kv_that_it_has(stack: Stack, caching: str) -> None:
+async def test_running_requests_continue_with_their_kv(stack: Stack, caching: str) -> None:
     stack.scheduler_flags, stack.worker_flags = [caching, *PATIENT], ["--threads", "1", *PATIENT]
     await asyncio.to_thread(stack.up)
     right = await texts(stack)

@@ -67,7 +67,7 @@ async def test_a_stream_goes_on_at_the_other_gateway_and_nothing_is_lost(two: St
             seen = len(tokens)
             async for piece in pieces:
                 tokens += piece.token_ids
-                if len(tokens) > seen + 200 and seen:  # more than was on its way when it froze
+                if len(tokens) > seen + 200 and seen:  # more tokens than were in transit when the gateway froze
                     print(f"behind token {seen} after {time.monotonic() - frozen_s:.2f} s")
                     seen = 0
             assert tokens == right
@@ -76,9 +76,9 @@ async def test_a_stream_goes_on_at_the_other_gateway_and_nothing_is_lost(two: St
     await asyncio.to_thread(two.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)
 
 
-async def test_a_request_that_has_waited_long_goes_on_at_the_other_gateway(two: Stack) -> None:
-    """For no token has come on its connection, which has seen more pings than grpc core sends without data by itself
-    (then it would send the next after a minute)."""
+async def test_a_request_that_has_waited_long_continues_at_the_other_gateway(two: Stack) -> None:
+    """The connection has carried no token, but more pings than grpc core by itself sends without data. With grpc core's
+    own limit, the next ping would come after a minute."""
     targets = [gateway.target for gateway in two.gateways]
     async with AsyncPacelineClient(targets[1:]) as client:
         right = await generated(client)

@@ -30,7 +30,7 @@ def gave_up(time_s: float, gateway: Gateway = VICTIM) -> Break:
 @pytest.mark.parametrize("service", ["worker", "cache", "scheduler"])
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM", "cut", "silent"])
 @pytest.mark.parametrize("broken", [sent(101.0), lost(101.0)])
-def test_an_error_is_wrong_whatever_befell_another_service(service: str, fault: str, broken: Break) -> None:
+def test_an_error_is_wrong_even_after_a_fault_of_another_service(service: str, fault: str, broken: Break) -> None:
     problem = judge(broken, [moment(service, fault)]).problem
     assert f"{service} {fault}" in problem
     assert broken.why in problem

@@ -17,7 +17,7 @@ NUM_TOKENS = 100
 
 
 async def restart(stack: Stack, name: str) -> None:
-    """SIGTERM, and when the process has ended a new one, until all is as before."""
+    """Sends SIGTERM, starts a new process after the old one has ended, and waits until all services are ready."""
     began_s = time.monotonic()
     process = stack.processes[name]
     await asyncio.to_thread(stack.kill, name, signal.SIGTERM)

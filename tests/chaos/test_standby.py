@@ -1,7 +1,7 @@
-"""Two schedulers, one of which is elected through a real etcd. Whatever happens to it under running streams, the
-other one takes over, and every stream goes on token for token.
+"""Two schedulers; a real etcd elects the leader. The leader gets faults under running streams: then the other scheduler
+takes over, and every stream continues token for token.
 
-How long that took is printed (`pytest -s`), not asserted: the machine may have other things to do.
+The tests print how long that took (`pytest -s`), but do not assert it: other processes may use the machine.
 """
 
 from __future__ import annotations

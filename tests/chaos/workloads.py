@@ -108,7 +108,7 @@ def _responses() -> list[Question]:
 
 
 def _messages() -> list[Question]:
-    """After a break, a client begins again and is told the same."""
+    """After a break, a client sends the request again and gets the same answer."""
     names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
     tools = [{"name": "invite", "input_schema": names}]
     common = {"model": "paceline-demo", "messages": MESSAGES, "max_tokens": 400, "stream": True}

@@ -1,7 +1,7 @@
-"""Checks of the compose file against a real engine, in order; run.sh sees to the engine first.
+"""Checks of the compose file against a real engine, in order. run.sh starts the engine first.
 
-One line per check, then `N passed, N failed`. The first failure ends the run: the later checks stand on the earlier
-ones. Whatever happens, the project is taken down.
+One line per check, then `N passed, N failed`. The first failure ends the run, because later checks need the state that
+earlier ones leave. At the end of every run the project is taken down.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ async def scheduler() -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def ends_with(call: Any) -> grpc.StatusCode:
-    """How the other end ends the call, whatever it says before that."""
+    """Reads until the other end ends the call, and returns its status."""
     try:
         while await call.read() is not EOF:
             pass

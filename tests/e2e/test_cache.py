@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Beginnings of a few long texts, cut anywhere, and something else behind that."""
+    """Beginnings of a few long texts, cut anywhere, followed by random tokens."""
     rng = random.Random(seed)
     texts = [[rng.randrange(8, VOCAB) for _ in range(120)] for _ in range(3)]
     made = []

@@ -94,7 +94,7 @@ async def model(stack: Stack) -> common_pb2.ModelInfo:
 
 
 def well_formed(method: str, info: common_pb2.ModelInfo) -> list[Message]:
-    """Messages that do something, in an order that makes sense; empty for a method that has none here."""
+    """Valid messages of a method, in a useful order; empty if this test knows none for the method."""
     ids = np.array(PROMPT, np.int32).tobytes()
     sampling = common_pb2.SamplingParams(max_tokens=4, top_p=1.0, repetition_penalty=1.2, logprobs=True)
     match method:
@@ -289,10 +289,10 @@ async def test_floods(stack: Stack, server: str) -> None:
             path = f"/{method.containing_service.full_name}/{method.name}"
             for _ in range(NUM_RESETS // AT_ONCE):
                 calls = [untyped(channel).stream_stream(path)() for _ in range(AT_ONCE)]
-                await asyncio.sleep(0)  # now they are on their way
+                await asyncio.sleep(0)  # sends the calls
                 for opened in calls:
                     opened.cancel()
-    # A connection of its own: the client's end of the other one is the worse for it.
+    # A new connection: the resets have damaged the client's end of the other one.
     async with grpc.aio.insecure_channel(target(stack, server)) as channel:
         ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol=found[-1].full_name)
         flood = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask] * NUM_QUESTIONS))

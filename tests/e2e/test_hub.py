@@ -91,7 +91,7 @@ def ask(stack: Stack) -> str:
     return text
 
 
-def test_what_the_hub_does_not_give_is_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_failed_download_gives_one_clear_line(checkpoint: Path, tmp_path: Path) -> None:
     with fake_hub({"org/gated": checkpoint}, gated=frozenset({"org/gated"})) as hub:
         gated, unknown, strange, path = asked(
             hub.environment(tmp_path), "org/gated", "org/none", "org/no name", "no/such/folder"

@@ -29,7 +29,7 @@ async def cached_tokens(http: httpx.AsyncClient, prompt: list[int], **fields: An
     return found
 
 
-async def test_a_tenant_that_guesses_another_ones_prompt_finds_nothing(stack: Stack) -> None:
+async def test_guessing_another_tenants_prompt_finds_nothing(stack: Stack) -> None:
     """Each guess is right for longer. `cached_tokens` said so once, and the prompt could be read token by token."""
     async with load.client(stack.url) as http:
         assert await cached_tokens(http, SECRET, tenant="victim") == 0
@@ -57,7 +57,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.down()
 
 
-async def test_with_one_cache_for_all_tenants_only_whole_blocks_are_told(shared: Stack) -> None:
+async def test_with_one_cache_for_all_tenants_cached_tokens_count_whole_blocks(shared: Stack) -> None:
     async with load.client(shared.url) as http:
         assert await cached_tokens(http, SECRET, tenant="victim") == 0
         for right in (15, 17, 33, 47):
@@ -100,7 +100,7 @@ async def test_a_watcher_of_the_cache_reads_no_tokens_and_an_operator_forgets_on
         assert await cached_tokens(http, prompt, tenant="second") == len(prompt) - 1
 
 
-async def test_a_restarted_scheduler_finds_what_the_worker_kept_of_a_tenant(own_stack: Stack) -> None:
+async def test_a_restarted_scheduler_finds_the_kv_that_a_worker_kept_for_a_tenant(own_stack: Stack) -> None:
     """The worker knows only a name; the next scheduler makes the same one."""
     own_stack.up()
     hits = "paceline_cache_prefix_hit_tokens_total"

@@ -53,7 +53,7 @@ async def test_the_reference_names_every_series_and_no_other(stack: Stack) -> No
     assert set(table) - found == set(), "in docs/metrics.md, and not served"
 
 
-def test_all_services_call_the_model_what_clients_call_it(stack: Stack) -> None:
+def test_all_services_use_the_model_name_that_clients_use(stack: Stack) -> None:
     names = set()
     for url in (stack.url, f"http://127.0.0.1:{stack.metrics_ports['scheduler']}"):
         with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:

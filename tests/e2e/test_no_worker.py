@@ -30,7 +30,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         stack.down()
 
 
-async def test_requests_are_told_after_the_limit_that_no_worker_is_there(stack: Stack) -> None:
+async def test_without_a_worker_requests_fail_after_the_limit(stack: Stack) -> None:
     async with httpx.AsyncClient(base_url=stack.url, timeout=60, trust_env=False) as http:
         answers = await asyncio.gather(
             http.post("/v1/completions", json=PROMPT),
@@ -48,7 +48,7 @@ async def test_requests_are_told_after_the_limit_that_no_worker_is_there(stack: 
                 await client.generate(token_ids=[9, 10], max_tokens=4)
 
 
-async def test_a_worker_that_comes_in_time_serves_what_waits(tmp_path: Path) -> None:
+async def test_a_worker_that_comes_in_time_serves_the_waiting_requests(tmp_path: Path) -> None:
     """At the default limit."""
     stack = Stack(tmp_path)
     try:

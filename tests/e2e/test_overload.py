@@ -34,7 +34,7 @@ async def check_at_rest(stack: Stack, before: dict[str, int]) -> None:
     assert max(grown.values()) < GROWTH_BYTES, grown
 
 
-async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
+async def test_ten_times_as_many_requests_as_there_is_room_for(own_stack: Stack) -> None:
     """Two slots and a queue of four. A refused request is told when to come back; an admitted one gets its tokens."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
@@ -64,7 +64,7 @@ async def test_ten_times_what_there_is_room_for(own_stack: Stack) -> None:
     await check_at_rest(stack, before)
 
 
-async def test_clients_that_come_back_when_told_to_are_served(own_stack: Stack) -> None:
+async def test_clients_that_obey_retry_after_are_served(own_stack: Stack) -> None:
     """Forty requests at once, for two slots and a queue of four. Each waits for as long as it is told to."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]

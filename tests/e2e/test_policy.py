@@ -53,7 +53,7 @@ async def test_policies_change_under_streams_in_flight(small: Stack) -> None:
     assert small.metric("paceline_scheduler_policy_errors_total") == 0
 
 
-def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
+def test_get_lists_the_current_policies_and_all_others(small: Stack) -> None:
     set_policy(small, "vllm-v1", "--option", "watermark=0.2", "--capacity", "watermark")
     set_policy(small, "--option", "long_prefill_token_threshold=64")  # the rest stays
     done = paceline(small, "policy", "get")
@@ -83,7 +83,9 @@ def test_get_says_what_is_in_force_and_what_there_is(small: Stack) -> None:
         (["--bogus"], ["--bogus"]),
     ],
 )
-def test_nonsense_changes_nothing_and_names_what_exists(small: Stack, argv: list[str], words: list[str]) -> None:
+def test_an_unknown_name_changes_nothing_and_the_error_lists_known_names(
+    small: Stack, argv: list[str], words: list[str]
+) -> None:
     before = paceline(small, "policy", "get").stdout
     done = paceline(small, "policy", "set", *argv)
     assert done.returncode == 2
@@ -96,9 +98,10 @@ def test_nonsense_changes_nothing_and_names_what_exists(small: Stack, argv: list
 
 
 async def serve(stack: Stack, requests: list[tuple[str, int, int]]) -> None:
-    """(id, prompt tokens, tokens to generate): one after the other into the queue, then to their ends.
+    """`(id, prompt tokens, tokens to generate)`: the requests enter the queue one after the other and then run to their
+    ends.
 
-    Meanwhile the worker stands still: else the first might be over before the last is there.
+    The worker is stopped until all are in the queue. Otherwise the first request might end before the last one arrives.
     """
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
     async with load.client(stack.url) as http:
@@ -158,7 +161,7 @@ async def test_explain_names_blocks_and_budgets(small: Stack) -> None:
 
 
 async def test_explain_takes_the_id_that_the_client_sees(small: Stack) -> None:
-    """Two samples of a chat: by the answer's id and by X-Request-ID both are told, by a sample's id one."""
+    """Two samples of a chat: the answer's id and the X-Request-ID explain both samples, a sample's id explains one."""
     chat = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "max_tokens": 4}
     async with load.client(small.url) as http:
         answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Request-ID": "chat"})

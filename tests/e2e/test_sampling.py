@@ -65,7 +65,7 @@ def cases(plain: list[int]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ]
 
 
-def test_greedy_is_what_transformers_generates(stack: Stack) -> None:
+def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
     plain = reference.greedy(CHECKPOINT, STORY, 40)
     for ours, theirs in cases(plain):
         expected = reference.processed(CHECKPOINT, STORY, 40, **theirs)
@@ -122,7 +122,7 @@ def test_an_echo_is_scored_as_evaluation_harnesses_want_it(stack: Stack) -> None
     assert (alone["text"], alone["finish_reason"]) == (echo(STORY), "length")
 
 
-def test_a_prompt_is_scored_whatever_is_cached(stack: Stack) -> None:
+def test_a_prompt_is_scored_even_if_it_is_cached(stack: Stack) -> None:
     prompt = [60 + i % 50 for i in range(300)]
     answer(stack, prompt=prompt, max_tokens=1)
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:

@@ -39,7 +39,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_completion_is_what_transformers_generates(client: openai.OpenAI) -> None:
+def test_a_completion_equals_transformers(client: openai.OpenAI) -> None:
     text = "Once upon a time"
     prompt = reference.tokenizer(str(CHECKPOINT))(text)["input_ids"]
     answer = client.completions.create(

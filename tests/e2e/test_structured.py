@@ -54,7 +54,7 @@ def openai(stack: Stack) -> OpenAI:
     return OpenAI(base_url=f"{stack.url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
-def test_openais_client_gets_what_it_parses(stack: Stack) -> None:
+def test_openais_client_can_parse_the_output(stack: Stack) -> None:
     with openai(stack) as client:
         parsed = client.chat.completions.parse(
             model=MODEL,
@@ -70,7 +70,7 @@ def test_openais_client_gets_what_it_parses(stack: Stack) -> None:
         assert isinstance(choice.message.parsed, Animal)
 
 
-def test_greedy_is_what_transformers_generates(stack: Stack) -> None:
+def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
     grammar = grammar_of("json_schema", json.dumps(SCHEMA), any_whitespace=False)
     processor = LogitsProcessorList([Follows(grammar, len(STORY))])
     ids = reference.processed(CHECKPOINT, STORY, 60, logits_processor=processor)
@@ -113,7 +113,7 @@ def test_log_probabilities_are_shared_among_the_tokens_of_the_form(stack: Stack)
     assert min(value for likeliest in choice["logprobs"]["top_logprobs"] for value in likeliest.values()) == -9999
 
 
-def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:
+def test_a_stream_resumes_after_any_token(stack: Stack) -> None:
     """By another run, which gets the tokens so far as output: its matcher has to read them first."""
     asked: Options = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
@@ -133,7 +133,7 @@ def test_a_stream_is_taken_up_behind_any_token(stack: Stack) -> None:
 
 
 def test_the_process_that_tries_grammars_is_started_without_a_warning(stack: Stack) -> None:
-    """gRPC has threads by then, and warns of a fork beside them unless it is told that no child calls it."""
+    """gRPC has threads by then. It warns of a fork unless the gateway declares that no child process calls gRPC."""
     with openai(stack) as client:
         client.completions.create(model=MODEL, prompt="a", max_tokens=2, extra_body={"structured_outputs": FORM})
     assert "fork" not in (stack.folder / "gateway.log").read_text()

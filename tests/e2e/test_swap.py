@@ -34,7 +34,7 @@ async def test_streams_that_were_swapped_are_those_that_were_not(stack: Stack, t
         assert after.text == before.text
     assert (tiny.metric("paceline_scheduler_swapped_in_total") or 0) > 0
     assert (tiny.metric("paceline_cache_swapped_in_blocks_total", "cache") or 0) > 0
-    # The cache hears of a request's end with the exchange after it.
+    # The cache learns of a request's end in the next exchange.
     await asyncio.to_thread(tiny.wait_metric, 'paceline_cache_host_blocks{state="used",worker="1"}', 0, of="cache")
     assert tiny.metric('paceline_cache_host_blocks{state="free",worker="1"}', "cache") == 400
 

@@ -72,7 +72,7 @@ def test_bf16_on_flashinfer_is_transformers_up_to_near_ties(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_is_the_same_in_any_batch_where_it_is_to_be_deterministic(family: str, checkpoint: Checkpoints) -> None:
+def test_deterministic_bf16_is_the_same_in_any_batch(family: str, checkpoint: Checkpoints) -> None:
     driver = Driver(gpu_runner(checkpoint(family).folder, dtype="bfloat16", deterministic=True), chunk_tokens=64)
     alone = []
     for prompt in PROMPTS:

@@ -30,7 +30,7 @@ def test_swapped_blocks_come_back() -> None:
         check_swaps(DEVICE)
 
 
-def test_swaps_wait_for_what_computes_the_blocks_and_are_not_overtaken() -> None:
+def test_swaps_wait_for_the_steps_before_them_and_later_steps_wait_for_swaps() -> None:
     """Long kernels stand before each write, so that a copy that did not wait would see the old contents."""
     count = 2 * SWAP_BATCH_BLOCKS + 7
     pool = allocate_pool(2 * count, 16, 2, 2, 64, torch.bfloat16, DEVICE, count)

@@ -94,7 +94,7 @@ def check_moved(system: LaunchingSystem) -> None:
 
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0"])
 @pytest.mark.parametrize("window", [1, 2, 4])
-def test_float32_gives_what_a_cpu_gives(preset: str, window: int, checkpoint: Checkpoints) -> None:
+def test_float32_gives_the_same_tokens_as_a_cpu(preset: str, window: int, checkpoint: Checkpoints) -> None:
     reference = checkpoint("llama3")
     _, expected = run(reference.folder, "cpu", preset, window=1, dtype="float32")
     for i, prompt in enumerate(PROMPTS, 1):

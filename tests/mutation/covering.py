@@ -36,7 +36,10 @@ TESTS = (
 )
 # What runs nearly all lines, so that it is not measured: the second chance to notice a mistake.
 SYSTEM_TESTS = (
-    *(f"tests/simulation/test_world.py::test_every_stream_is_the_undisturbed_one_whatever_dies[{n}]" for n in (0, 50)),
+    *(
+        f"tests/simulation/test_world.py::test_every_stream_is_the_undisturbed_one_although_services_die[{n}]"
+        for n in (0, 50)
+    ),
     "tests/simulation/test_hostile_policies.py",
     "tests/simulation/test_presets.py",
     "tests/simulation/test_trtllm.py",

@@ -1,35 +1,35 @@
-"""SGLang's own Scheduler, without a model, on scenarios (docs/scenarios.md): one JSON object a line in, one out.
+"""Plays scenarios (docs/scenarios.md) on SGLang's own Scheduler: reads and writes one JSON object per line.
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Every decision is SGLang's:
 Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block),
-allocator and retraction. What stands around it is made here (sglang_loop.py): a Scheduler without processes, sockets
-and a model, and the results that a model would return. Overlapped scheduling is off: each step is decided on all that
-the one before it did.
+allocator and retraction. Our code (sglang_loop.py) makes the rest: a Scheduler without processes, sockets and a model,
+and the results that a model would return. Overlapped scheduling is off: each step is decided on the finished results of
+the step before.
 
 How a scenario becomes SGLang's settings:
   max_batched_tokens   chunked_prefill_size; with `chunked_prefill: false` chunking is off
   max_prefill_tokens   max_prefill_tokens
   max_num_seqs         the rows of the request table (max_running_requests)
-Requests may stop early as far as SGLang knows (`ignore_eos` is not set): otherwise it would reserve all that they may
-generate, and `new_token_ratio` would play no part. The token that ends them never comes.
-Three things are set so that less has to be excused (docs/preset-checks.md): before each step the queue is put back
-into the order in which requests entered it, for SGLang sorts it in place and breaks ties by whatever the last sort
-left; lpm ranks a request by what it can reuse; and prefill_decode_interval_min_bs is 1.
+`ignore_eos` is not set, so SGLang assumes that requests may stop early. Otherwise it would reserve all that they may
+generate and not use `new_token_ratio`. No request samples a token that ends it. Three settings remove differences
+(docs/preset-checks.md). Before each step the queue is sorted by the order in which requests entered it, because SGLang
+sorts it in place, so ties keep the order of the last sort. The lpm order ranks a request by what it can reuse.
+prefill_decode_interval_min_bs is 1.
 
 How the output is read off:
-  tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only
-                          where the request comes from the queue, not for its later chunks
+  tokens, cached_tokens   extend_end - prefix_len and prefix_len of a request in a prefill batch; cached_tokens only for
+                          its first chunk, when it comes from the queue
   free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
-Beyond docs/scenarios.md, a step names what the comparison has to know:
-  state         before the step: blocks that are free or evictable, and how much of each waiting request is cached,
-                and of that held by running ones
+The comparison needs more fields than docs/scenarios.md has:
+  state         before the step: blocks that are free or evictable, and for each waiting request, its
+                cached tokens and how many of these running requests hold
   ratio         new_token_ratio after the step
-  deduplicated  tokens that were computed although the tree got them from another request in the meantime: their pages
-                are given back and the request goes on with the tree's
+  deduplicated  tokens that two requests computed at the same time: SGLang frees the pages of the
+                later request, which continues with the tree's pages
   evicted       tokens taken out of the tree in the step
 """
 
-# ruff: noqa: E402 - SGLang is imported when its absent packages have their stand-ins
+# ruff: noqa: E402 - SGLang can be imported only after the stand-ins for packages that are not installed
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Run:
         ]
 
     def run(self, batch: ScheduleBatch) -> list[str]:
-        """What a model and the processing of its results would do; returns the ids of the requests that finished."""
+        """Does the work of a model and of SGLang's result processing. Returns the ids of the requests that finished."""
         finished = []
         for req in batch.reqs:
             if req.inflight_middle_chunks > 0:  # its prompt is not done

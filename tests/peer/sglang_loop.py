@@ -38,7 +38,7 @@ schedule_policy.match_kv_cache = match_what_can_be_reused
 
 
 class NoOp:
-    """A part of the scheduler that has nothing to do here, whatever it is asked."""
+    """A part of the scheduler that does nothing here: every method accepts any call."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

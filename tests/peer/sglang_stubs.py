@@ -1,7 +1,7 @@
-"""Stand-ins for what SGLang imports and its scheduling does not use: kernels, vision, web servers.
+"""Stand-ins for packages that SGLang imports but does not use for scheduling: kernels, vision, web servers.
 
-SGLang's scheduler module imports all of SGLang. The packages below are never called on the way from a queue to a batch;
-a module of any name under them is empty, and makes up its attributes as they are asked for.
+SGLang's scheduler module imports all of SGLang. Scheduling never calls the packages below. A stand-in module of any
+name under them creates each attribute at its first use.
 """
 
 from __future__ import annotations
@@ -82,5 +82,5 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """After the ordinary finders: a package that is there is used."""
+    """Adds the finder after the ordinary ones, so that an installed package is used."""
     sys.meta_path.append(StubFinder())

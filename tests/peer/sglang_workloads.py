@@ -10,17 +10,17 @@ def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
     """Of one kind: "uncached", no prefix cache and a pool that forces retraction; "roomy", a cache and room for all
     that is ever computed; "tight", a cache and a pool that forces eviction and retraction.
 
-    No request is longer than SGLang lets one be: it cuts what is.
+    No request is longer than SGLang's limit, because SGLang would cut a longer one.
     """
     rng = random.Random(f"{preset} {kind} {seed}")
     block_size = rng.choice([1, 1, 2, 4, 8, 16])
     families = {f"family {i}": rng.randint(1, 80) for i in range(rng.randint(1, 3))}
     sharing = 0.0 if kind == "uncached" else rng.choice([0.3, 0.8, 1.0])
-    bold = kind != "roomy" and rng.random() < 0.5  # takes in more than it can hold, and has to retract
+    bold = kind != "roomy" and rng.random() < 0.5  # SGLang admits more than fits, and has to retract
     longest_prompt = rng.choice([4, 8, 24] if bold else [8, 24, 60, 120])
     longest_output = rng.choice([30, 90, 150] if bold else [3, 30, 90])
     gaps = [0, 0, 0, 0, 1, 3] if bold else [0, 0, 0, 1, 2, 7, 25]
-    in_step = bold and rng.random() < 0.5  # all of one prompt length: they want their next blocks at once
+    in_step = bold and rng.random() < 0.5  # equal prompt lengths: all need their next blocks in one step
     if in_step:
         gaps = [0]
     prompt_len = rng.randint(1, longest_prompt)

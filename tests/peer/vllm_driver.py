@@ -12,7 +12,7 @@ How the fields are read off vLLM:
   priority        negated: in vLLM the smaller number goes first
 A run with nothing scheduled for 20 steps in a row, and no request left to arrive, is cut off and marked "stuck".
 
-Besides, the output has what vllm_watch.py saw. "store_after_step": true in the input: see Watch.
+The output also has the findings of vllm_watch.py. For "store_after_step": true in the input see Watch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ step on the cache as it was before the step, and then allocates. `Watch.firsts` 
   shares_unwritten      the hit was longer: it includes a block that this step will write
   stores_twice          a block was stored though the cache had an equal one. Paceline continues with the older block,
                         and holds both until the sequence ends
-  evicts_then_preempts  running requests took cached blocks, and then a request was preempted all the same
+  evicts_then_preempts  running requests took cached blocks, but a request was still preempted afterwards
   keeps_chunk_short     (priority) the preempted request was already scheduled in this step; the chunk that needs its
                         blocks was cut to the budget, and does not get the tokens that are free again
   stores_unwritten      (priority) the same, and the preempted request had filled a block in this step, which stays in

@@ -55,7 +55,7 @@ def toy() -> ToyWorker:
     ],
     ids=["a block that is full", "the places of a last block that are taken"],
 )
-def test_a_worker_notices_when_it_is_to_write_what_another_sequence_counts_on(
+def test_a_worker_notices_a_write_to_a_block_of_another_sequence(
     toy: ToyWorker, cached: int, table: bytes, written: str
 ) -> None:
     """Also where the same content would come of it, as here."""

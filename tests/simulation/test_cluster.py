@@ -1,6 +1,6 @@
-"""The cluster simulation: time passes as its workers say, every request gets its tokens, and a seed fixes it all.
+"""The cluster simulation: its workers give the time of a step, and a seed determines the whole run.
 
-That each request gets exactly the tokens that it would get alone is asserted in the run itself.
+The run itself asserts that each request gets exactly the tokens that it would get alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def trail(run: Cluster) -> list[tuple[float, float, float, int]]:
     return [(asked.asked_s, asked.first_s, asked.ended_s, asked.cached_tokens) for asked in run.asked]
 
 
-def test_time_passes_as_the_cost_says() -> None:
+def test_a_step_takes_the_time_that_the_cost_model_gives() -> None:
     cost = StepCost(base_s=0.01, new_s=1e-4, context_s=1e-6, row_s=1e-3, pair_s=0.0)
     run = cluster(WorkerSpec(cost))
     run.run([request(1.0, 100, 3)])
@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_run(name: str, concurrency: int) -> None:
     assert trails[0] != trails[2]
 
 
-def test_the_next_turn_begins_after_the_pause_and_finds_its_past() -> None:
+def test_the_next_turn_begins_after_the_pause_and_reuses_the_last_turn() -> None:
     turns = [Turn(0.0, prompt(64), 16), Turn(2.0, prompt(8, 1_000), 4)]
     run = cluster(WorkerSpec())
     run.run([ClientSession(0.0, turns)])
@@ -82,7 +82,7 @@ def test_the_next_turn_begins_after_the_pause_and_finds_its_past() -> None:
     assert second.cached_tokens == 64 + 16 - 1, "all but the last output token, which was never computed"
 
 
-def test_a_closed_run_keeps_so_many_sessions_open_and_pauses_for_nothing() -> None:
+def test_a_closed_run_keeps_a_fixed_number_of_sessions_open() -> None:
     sessions = make_sessions(WORKLOADS["conversations"], 1, 0, scale=0.2)
     run = cluster(WorkerSpec())
     run.run(sessions, concurrency=5)
@@ -91,7 +91,7 @@ def test_a_closed_run_keeps_so_many_sessions_open_and_pauses_for_nothing() -> No
     open_requests = np.cumsum([change for _, change in events])
     assert open_requests.max() == 5
     middle = open_requests[len(events) // 10 : len(events) // 2]
-    assert (middle == 5).mean() > 0.4, "an end is followed by the next request at once"
+    assert (middle == 5).mean() > 0.4, "the next request begins as soon as one ends"
 
 
 def test_requests_of_a_worker_that_dies_are_computed_elsewhere() -> None:
@@ -114,7 +114,7 @@ def test_a_worker_that_joins_gets_requests() -> None:
     assert run.lived[1].alive_s == pytest.approx(run.now_s - 1.0)
 
 
-def test_a_run_in_which_nothing_can_end_is_given_up() -> None:
+def test_a_run_in_which_no_request_can_end_is_given_up() -> None:
     run = cluster(WorkerSpec(joins_s=1e9))
     with pytest.raises(RuntimeError, match="no request has ended"):
         run.run([request(0.0, 10, 10)])

@@ -239,7 +239,7 @@ class Run:
 
 
 class SwapRun(Run):
-    """Pools that are too small for what runs, and host blocks for those that give way."""
+    """Pools that are too small for the running sequences, and host blocks for preempted ones."""
 
     def __init__(self, seed: int) -> None:
         self.preset = random.Random(seed).choice(
@@ -265,7 +265,7 @@ class SwapRun(Run):
         self.system.attach(worker)
 
     def fault(self) -> None:
-        """Or a worker that is told to leave."""
+        """Like the base class, or drains a worker."""
         if self.rng.random() < 0.6:
             super().fault()
         else:

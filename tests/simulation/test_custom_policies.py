@@ -66,7 +66,7 @@ def test_the_page_shows_the_code() -> None:
     assert len(shown["custom_policies/capacity.py"].splitlines()) <= 30
 
 
-def test_the_page_shows_what_its_scenario_prints(tmp_path: Path) -> None:
+def test_the_page_shows_the_output_of_its_scenario(tmp_path: Path) -> None:
     [scenario] = blocks_of("json")
     (tmp_path / "try.json").write_text(scenario)
     done = subprocess.run(

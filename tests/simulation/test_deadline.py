@@ -38,7 +38,7 @@ def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: 
     return outcome, failed
 
 
-def test_one_seat_and_light_traffic() -> None:
+def test_one_slot_and_light_traffic() -> None:
     requests = [{"id": f"s{i}", "arrive": 4 * i, "prompt_len": 20, "max_new_tokens": 5} for i in range(6)]
     requests.append({"id": "big", "arrive": 22, "prompt_len": 1500, "max_new_tokens": 3})
     outcome, failed = play(requests, {"big": 80.0}, max_num_seqs=1, max_batched_tokens=8192)

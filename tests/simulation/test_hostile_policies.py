@@ -1,6 +1,4 @@
-"""Policies are guests: whatever one does, no request is lost, every stream is the undisturbed one, and the error is
-counted.
-"""
+"""A policy may do anything wrong: no request is lost, every stream is the undisturbed one, and the error is counted."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from simulator.toy_worker import ToyWorker, expected_output
 from tests.simulation.test_control_plane import Run
 from tests.support.hostile import Deed, admits_all, everything_wrong, hostile, writes
 
-# No error: what it does is refused where it happens, or is no mistake.
+# Deeds that count as no error: the policy's view refuses them, or they are allowed.
 HARMLESS = (writes, admits_all)
 
 
@@ -47,7 +45,7 @@ class HostileRun(Run):
         before = self.system.scheduler.policies
         try:
             super().change_policies()
-        except Exception:  # an order that cannot take over what waits is refused
+        except Exception:  # the scheduler refuses an order that raises for a waiting request
             assert self.choice[:2] == ("order", "add")
             assert self.system.scheduler.policies is before
 

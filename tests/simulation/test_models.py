@@ -156,7 +156,7 @@ def test_a_scored_prompt_in_a_tiny_pool(models: dict[str, Path]) -> None:
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(models: dict[str, Path]) -> None:
     asked = prompts(2, [5 + i % 13 for i in range(32)])
     sampled = [SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=10, seed=i) for i in range(32)]
-    for i in range(0, 32, 3):  # these also depend on what they have said so far
+    for i in range(0, 32, 3):  # these also depend on the sequence's earlier tokens
         sampled[i].MergeFrom(
             SamplingParams(
                 repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.5, min_p=0.02, typical_p=0.95,

@@ -1,4 +1,4 @@
-"""Equal prompts of two adapters or two salts have nothing in common: neither blocks, nor anything to wait for."""
+"""Requests with equal prompts, but with different adapters or salts, share no blocks and do not wait for each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def play(field: str, names: list[str], requests: list[ScenarioRequest], num_bloc
         requests=requests,
     )
     run = ScenarioRun(scenario, scenario.policies())
-    if field == "cache_salt":  # a scenario has none
+    if field == "cache_salt":  # a scenario file has no such field
         for (_, submission), name in zip(run._submissions, names, strict=True):
             submission.cache_salt = name
     outcome = run.play()
@@ -32,7 +32,7 @@ def play(field: str, names: list[str], requests: list[ScenarioRequest], num_bloc
 
 
 def started(outcome: ScenarioOutcome) -> dict[str, int]:
-    """In which step each of them began."""
+    """The step in which each request began."""
     first: dict[str, int] = {}
     for step in outcome.steps:
         for scheduled in step.scheduled:
@@ -50,8 +50,8 @@ def test_no_request_waits_for_a_prefix_that_is_not_for_it(field: str, names: lis
 
 @pytest.mark.parametrize("field", ["lora", "cache_salt"])
 @pytest.mark.parametrize("same", [True, False])
-def test_what_is_cached_for_two_namespaces_is_not_shared_by_them(field: str, same: bool) -> None:
-    """Both prefixes of four blocks are cached, in a pool of eleven; to its end each needs two of its own besides."""
+def test_two_namespaces_share_no_cached_blocks(field: str, same: bool) -> None:
+    """The pool has 11 blocks. Each cached prefix takes 4 of them, and each request needs 2 more blocks of its own."""
     prompt = list(range(1, 42))
     requests = [
         ScenarioRequest(id="w1", prompt=prompt, max_new_tokens=1),
@@ -60,5 +60,5 @@ def test_what_is_cached_for_two_namespaces_is_not_shared_by_them(field: str, sam
         ScenarioRequest(id="r2", arrive=5, prompt=prompt, max_new_tokens=15),
     ]
     outcome = play(field, ["a", "b", "a", "a" if same else "b"], requests, num_blocks=11)
-    assert started(outcome)["r2"] == (5 if same else 20), "beside the first one, or after it"
+    assert started(outcome)["r2"] == (5 if same else 20), "r2 runs beside r1, or after r1"
     assert not any(step.preempted for step in outcome.steps)

@@ -43,7 +43,7 @@ class PinRun(Run):
         self.system.move = move  # type: ignore[method-assign]
         for name in list(self.system.cache.pins.by_name):
             admin.unpin(self.system.cache, name)
-        # The scheduler hears of it with the exchanges of one more request.
+        # The scheduler learns of the change in the exchanges of one more request.
         key, prompt, sampling = ("a", 1000), [9], SamplingParams(top_p=1, max_tokens=1)
         self.asked[key] = prompt, sampling
         self.system.submit(*key, prompt, sampling)

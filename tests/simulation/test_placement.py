@@ -1,4 +1,4 @@
-"""Placement by predicted time with the real cores: a shared prompt spreads, conversations find their past.
+"""Placement by predicted time with the real cores: a shared prompt spreads, conversations return to their cached KV.
 
 Workers are simulated in virtual time with the step times of an 8B model on an H200 (simulator/fleet.py).
 """
@@ -18,7 +18,8 @@ OUTPUT_TOKENS = 48
 
 
 def one_prompt(count: int, per_s: float, seed: int = 0) -> list[ClientSession]:
-    """A request that warms one worker, and from second 2 on requests of the same 1,500 tokens and 8 of their own."""
+    """One request fills a worker's cache. From second 2 on, requests share its 1,500 tokens and have 8 own tokens
+    each."""
     rng = np.random.default_rng(seed)
     prefix = draw(rng, PREFIX_TOKENS)
     arrivals_s = [0.0, *(2.0 + rng.exponential(1 / per_s, count).cumsum() if per_s else [2.0] * count)]
@@ -35,7 +36,7 @@ def played(sessions: list[ClientSession], *fleet: WorkerSpec, placement: str = "
 
 
 def shares(cluster: Cluster) -> list[float]:
-    """Of the output tokens, by worker in the order of the fleet."""
+    """Each worker's share of the output tokens, in the order of the fleet."""
     sampled = {lived.worker.name: lived.worker.num_sampled for lived in cluster.lived}
     return [sampled[name] / sum(sampled.values()) for name in sorted(sampled)]
 
@@ -53,14 +54,15 @@ def test_a_shared_prompt_spreads_over_two_workers(per_s: float, concurrency: int
 
 
 def test_under_load_two_workers_serve_a_shared_prompt_faster_than_one() -> None:
-    """Steps of 32 and of 16 rows differ little on an H200 (6 and 5.3 ms), so twice the clients show it."""
+    """On an H200, steps of 32 rows take about as long as steps of 16 rows (6 and 5.3 ms). So two workers serve twice
+    the clients of one."""
     sessions = one_prompt(1500, 0.0)
     one = played(sessions, WorkerSpec(), concurrency=64)
     two = played(sessions, WorkerSpec(), WorkerSpec(), concurrency=128)
     assert one.now_s / two.now_s > 1.8
 
 
-def test_conversations_find_what_one_worker_would_find() -> None:
+def test_two_workers_reuse_as_much_of_conversations_as_one() -> None:
     sessions = make_sessions(WORKLOADS["conversations"], capacity=1.0, seed=3, scale=0.4)
     one = played(sessions, WorkerSpec())
     two = played(sessions, WorkerSpec(), WorkerSpec())
@@ -75,7 +77,7 @@ def test_a_worker_that_joins_cold_takes_its_share() -> None:
     assert shares(cluster)[1] * len(cluster.asked) * OUTPUT_TOKENS > 0.8 * expected
 
 
-def test_a_slower_worker_takes_less_and_a_small_pool_only_what_it_holds() -> None:
+def test_a_slower_worker_gets_less_and_a_worker_with_a_small_pool_gets_some() -> None:
     spec = WorkerSpec()
     slower = spec.altered(cost=spec.cost.faster(0.5))
     fast_share, slow_share = shares(played(one_prompt(800, 150.0), spec, slower))
@@ -84,6 +86,6 @@ def test_a_slower_worker_takes_less_and_a_small_pool_only_what_it_holds() -> Non
     assert shares(cluster)[1] > 0.1
 
 
-def test_the_same_run_places_the_same() -> None:
+def test_equal_runs_make_equal_placements() -> None:
     first, second = (played(one_prompt(64, 20.0), WorkerSpec(), WorkerSpec()) for _ in range(2))
     assert [(a.first_s, a.ended_s) for a in first.asked] == [(a.first_s, a.ended_s) for a in second.asked]

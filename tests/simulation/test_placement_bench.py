@@ -54,7 +54,7 @@ def test_shortfall_is_relative_to_the_best_of_the_case() -> None:
     assert shortfall(group, "cached_share", rows[0]) == 0.0, "nothing can be cached"
 
 
-def test_the_table_marks_what_is_within_two_percent_of_the_best() -> None:
+def test_the_table_marks_figures_within_two_percent_of_the_best() -> None:
     shown = markdown([row("a", 100.0, 20.0), row("b", 98.5, 10.0), row("c", 97.0, 10.3)])
     assert "| a | **100** | 20.0 | 20 | **0.0%** | **1.00** |" in shown
     assert "| b | **98** | **10.0** | **10** | **0.0%** | **1.00** |" in shown

@@ -1,7 +1,7 @@
 """Requests that make their steps fail, or kill their workers, among others that do not.
 
-A poison is known by its first token, and goes off whenever the worker computes a certain position of it. It is to be
-failed by itself; every other request gets exactly the tokens of an undisturbed run, until the poison is found.
+The first token marks a poisoned request. It breaks its step whenever the worker computes a certain position. Only the
+poisoned request may fail; every other request gets exactly the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PoisonedWorker(ToyWorker):
 
 
 class PoisonRun(Run):
-    """As Run, but workers die of poison alone, and come back; caches are lost as there."""
+    """Like Run, but only poison kills workers, and they come back. Caches are lost as in Run."""
 
     poison_failures = 2
 
@@ -90,7 +90,7 @@ class PoisonRun(Run):
             ending, got = client.endings[handle], client.tokens.get(handle, [])
             assert (ending.reason, ending.code) == (FinishReason.FINISH_REASON_ERROR, CODE_INTERNAL)
             assert "alone in what failed" in ending.message
-            # The last tokens may have been on their way when the worker died.
+            # The last tokens may have been in transit when the worker died.
             assert got == expected_output(prompt, sampling)[: len(got)]
             assert len(got) <= after
         self.requeued = counters.requeued
@@ -116,7 +116,7 @@ def test_poison_fails_alone_and_every_other_stream_is_the_undisturbed_one(first:
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0", "sglang", "trtllm-static"])
 @pytest.mark.parametrize("kind", [RAISES, KILLS])
 def test_one_poison_among_many(preset: str, kind: int) -> None:
-    """Sixteen streams and one poison, on one worker; the figures are those of the rule."""
+    """Sixteen streams and one poisoned request on one worker. The rule of suspects.py limits the failures."""
     system = LocalSystem(SchedulerConfig(), build(choose(preset, {}, {"chunked_prefill": True})))
     client = system.open("s")
 
@@ -141,7 +141,7 @@ def test_one_poison_among_many(preset: str, kind: int) -> None:
     assert {handle: client.tokens[handle] for handle in prompts} == {
         handle: expected_output(prompt, sampling) for handle, prompt in prompts.items()
     }
-    # In the crowd of seventeen, in a group of four, and alone twice; fewer where fewer ran together.
+    # One failure of all seventeen, one of a group of four, and two alone; fewer if fewer requests ran together.
     assert (counters.poisoned, counters.failures <= 4) == (1, True)
     spans = system.scheduler.timeline.explain("s-99", system.now_s)
     assert spans is not None

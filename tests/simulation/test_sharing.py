@@ -46,7 +46,7 @@ class SharingRun(Run):
             self.requests_left -= 1
 
     def to_cancel(self) -> list[tuple[str, int]]:
-        """While the answer to the exchange that admits it is on its way."""
+        """The sequences with a pending admission: the cache has not answered the exchange that admits them."""
         workers = self.system.scheduler.workers.values()
         return [(r.session_id, r.handle) for w in workers if w.pending_step is not None for r in w.bound]
 

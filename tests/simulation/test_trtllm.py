@@ -1,5 +1,4 @@
-"""The trtllm-* presets against TensorRT-LLM's own test scenarios (the
-numbers are its rows).
+"""The trtllm-* presets against TensorRT-LLM's own test scenarios. The numbers in the names are the rows of its tests.
 
 docs/preset-checks.md lists the rows that are left out, and why.
 """
@@ -30,7 +29,7 @@ def request(name: int, prompt: int | range, new: int, **fields: Any) -> dict[str
 
 
 def run(preset: str | dict[str, str], requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
-    """Ten tokens in a block, as there; 20 blocks and 2 slots unless told."""
+    """A block has ten tokens, as in TensorRT-LLM's tests. By default there are 20 blocks and 2 slots."""
     scenario: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 20,
@@ -88,14 +87,14 @@ def test_7_max_utilization_pauses_the_last() -> None:
     assert prefills(outcome, "1") == [(0, 10, 0), (80, 51, 0)]
 
 
-def test_10_and_the_less_urgent() -> None:
+def test_10_max_utilization_pauses_the_less_urgent() -> None:
     outcome = run(MAX_UTIL, [request(0, 10, 80, priority=0.5), request(1, 10, 80, priority=0.6)], num_blocks=10)
     assert ranges(outcome) == "0-40 {0,1}; 41-79 {1}; 80-118 {0}"
     assert [s.id for s in outcome.steps[5].scheduled] == ["1", "0"]
 
 
 def test_4_5_adapters_that_fit_the_batch_and_one_that_does_not() -> None:
-    """There adapters take pages, and two of three requests have the same; here the budget counts adapters."""
+    """In TensorRT-LLM adapters take pages. Here a limit counts adapters. Two of the three requests share an adapter."""
     requests = [request(i, 10, 50, lora=lora) for i, lora in enumerate(["1234", "5678", "1234"])]
     for preset in ALL:
         assert ranges(run(preset, requests, num_blocks=21, max_num_seqs=4, max_loras=2)) == "0-49 {0,1,2}"
@@ -104,7 +103,7 @@ def test_4_5_adapters_that_fit_the_batch_and_one_that_does_not() -> None:
         assert ranges(outcome) == "0-49 {0,2}; 50-99 {1}"
 
 
-def test_9_by_priority_and_then_as_they_came() -> None:
+def test_9_by_priority_and_then_by_arrival() -> None:
     priorities = [0.5, 0.5, 0.6, 0.6, 0.6, 1.0, 0.3, 0.3, 0.3, 0.6, 1.0, 0.5]
     requests = [request(i, 10, 1, priority=priority) for i, priority in enumerate(priorities)]
     outcome = run(NO_EVICT, requests, num_blocks=200, max_num_seqs=1)
@@ -112,9 +111,9 @@ def test_9_by_priority_and_then_as_they_came() -> None:
     assert order == ["5", "10", "2", "3", "4", "9", "0", "1", "11", "6", "7", "8"]
 
 
-def test_11_a_paused_one_comes_back_with_its_output_as_prompt() -> None:
+def test_11_a_paused_request_resumes_with_its_output_as_prompt() -> None:
     outcome = run(MAX_UTIL, [request(0, 30, 60), request(1, 30, 60)], num_blocks=10, options=CHUNKS_OF_20)
-    # There a resumed prompt is computed in one piece; here it is chunked like any other, two steps more.
+    # TensorRT-LLM computes a resumed prompt in one piece. Here it runs in chunks, which takes two more steps.
     assert ranges(outcome) == "0-21 {0,1}; 22-60 {0}; 61-101 {1}"
     assert prefills(outcome, "1")[2:] == [(61, 20, 0), (62, 20, 0), (63, 11, 0)]
 
@@ -126,12 +125,12 @@ def test_14_no_evict_runs_one_after_the_other(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", [NO_EVICT, STATIC])
-def test_15_also_with_chunks(preset: str) -> None:
+def test_15_no_evict_with_chunks_runs_one_after_the_other(preset: str) -> None:
     outcome = run(preset, [request(0, 30, 60), request(1, 30, 60)], num_blocks=10, options=CHUNKS_OF_20)
     assert ranges(outcome) == "0-60 {0}; 61-121 {1}"
 
 
-def test_17_newcomers_of_higher_priority_push_out_what_runs() -> None:
+def test_17_new_requests_of_higher_priority_pause_running_ones() -> None:
     requests = [
         request(0, 10, 10, priority=0.5),
         request(1, 10, 10, priority=0.5),
@@ -158,7 +157,7 @@ def test_20_a_static_batch_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("preset", [NO_EVICT, MAX_UTIL])
-def test_21_for_all_of_its_chunks(preset: str) -> None:
+def test_21_wait_for_all_chunks_of_a_prefix(preset: str) -> None:
     requests = [request(i, range(50), 40) for i in range(2)]
     outcome = run(preset, requests, prefix_caching=True, options=CHUNKS_OF_20)
     assert ranges(outcome) == "0-2 {0}; 3-41 {0,1}; 42-42 {1}"
@@ -181,12 +180,12 @@ def test_26_different_prompts_do_not_wait() -> None:
     assert ranges(run(NO_EVICT, requests, num_blocks=10, prefix_caching=True)) == "0-4 {0,1}"
 
 
-def test_28_nor_equal_ones_without_reuse() -> None:
+def test_28_equal_prompts_do_not_wait_without_reuse() -> None:
     requests = [request(i, range(20), 5) for i in range(2)]
     assert ranges(run(NO_EVICT, requests, num_blocks=10)) == "0-4 {0,1}"
 
 
-def test_29_two_seats() -> None:
+def test_29_two_slots() -> None:
     outcome = run(NO_EVICT, [request(i, 10, 80) for i in range(4)], num_blocks=1000)
     assert ranges(outcome) == "0-79 {0,1}; 80-159 {2,3}"
 
@@ -210,14 +209,14 @@ def test_43_a_budget_of_15_takes_one_context_of_10() -> None:
     assert [s.id for s in outcome.steps[0].scheduled] == ["0"]
 
 
-def test_44_45_only_what_fits_to_completion() -> None:
+def test_44_45_only_requests_that_fit_to_completion_run() -> None:
     outcome = run(NO_EVICT, [request(i, 10, 40) for i in range(2)], num_blocks=7)
     assert [s.id for s in outcome.steps[0].scheduled] == ["0"]
     outcome = run(NO_EVICT, [request(i, 10, 40) for i in range(3)], num_blocks=12, max_num_seqs=3)
     assert [s.id for s in outcome.steps[0].scheduled] == ["0", "1"]
 
 
-def test_46_a_batch_has_so_many_adapters() -> None:
+def test_46_a_limit_of_adapters_per_batch() -> None:
     requests = [request(i, 10, 4, lora=f"adapter-{i}") for i in range(3)]
     outcome = run(NO_EVICT, requests, max_num_seqs=3, max_loras=2)
     assert [s.id for s in outcome.steps[0].scheduled] == ["0", "1"]
@@ -227,7 +226,8 @@ def test_46_a_batch_has_so_many_adapters() -> None:
 
 
 def test_cached_tokens_cost_nothing_of_the_budget() -> None:
-    """Two prompts of 20 with 15 there cached each fit a budget of 20; here reuse is by whole blocks, so 10 each."""
+    """In TensorRT-LLM, 15 of 20 tokens of each prompt are cached, so both fit a budget of 20. Here whole blocks are
+    reused: 10 tokens of each prompt."""
     requests = [
         request(0, range(11), 1),
         request(1, range(100, 111), 1),
@@ -238,8 +238,8 @@ def test_cached_tokens_cost_nothing_of_the_budget() -> None:
     assert prefills(outcome, "2") == prefills(outcome, "3") == [(2, 10, 10)]
 
 
-def test_max_utilization_leaves_the_order_to_the_order() -> None:
-    """Of other orders than by priority it has nothing to say, but what runs is not pushed out by it in turns."""
+def test_max_utilization_pauses_no_request_for_the_order_of_other_policies() -> None:
+    """Under orders other than `priority`, running requests are not paused in turns."""
     fair = {"order": "fair", "capacity": "max-utilization", "batch": "two-stage", "preemption": "last-in"}
     requests = [request(i, 10, 10, tenant="a" if i < 7 else "b") for i in range(8)]
     outcome = play_mixed(fair, requests)
@@ -251,8 +251,8 @@ def test_max_utilization_leaves_the_order_to_the_order() -> None:
     assert not any(step.preempted for step in outcome.steps), "a shorter request preempts none"
 
 
-def test_max_utilization_lets_age_what_runs_as_well() -> None:
-    """Else each newcomer would push out again what has waited for its turn."""
+def test_max_utilization_ages_running_requests_too() -> None:
+    """Otherwise each new request would pause a request that has just got its turn."""
     system = LocalSystem(SchedulerConfig(), build(choose(MAX_UTIL, None, {"ageing_per_s": 1.0})))
     system.attach(ToyWorker(block_size=4, num_blocks=200, max_num_seqs=2, max_batched_tokens=64))
     client, sampling, handles = system.open("s"), SamplingParams(top_p=1.0, max_tokens=10, seed=1), itertools.count(1)

@@ -1,4 +1,4 @@
-"""A client that gets its answer whatever dies, and notes when it got what."""
+"""A client that gets its answer although services die, and notes when each part arrived."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def asker(read_timeout_s: float) -> httpx.AsyncClient:
 
 
 async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, answer: Answer) -> None:
-    """Ask one gateway after the other, from the last event that arrived on, until the answer is whole.
+    """Ask one gateway after the other for the events after the last one that arrived, until the answer is whole.
 
     AssertionError for a refusal that no other attempt would change.
     """

@@ -24,7 +24,7 @@ RETRY_FOR_S = 60.0
 HEAD = {"id": "", "created": 0, "model": "", "object": "grpc"}
 
 
-# Of what gRPC says of a connection that it has given up, and of one that it has lost or never had.
+# Parts of gRPC's messages about a connection that it gave up, and about a connection that was lost or never opened.
 GAVE_UP = ("ping timeout", "keepalive", "timed out")
 LOST = ("failed to connect", "Socket closed", "Connection reset", "Connection refused", "GOAWAY", "RST_STREAM")
 
@@ -50,7 +50,7 @@ _ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
 
 
 class _HeardContinuation(Continuation):
-    """What the client overcomes by itself is heard of, too."""
+    """Also records the errors from which the client recovers by itself."""
 
     def call(self, now_s: float) -> tuple[GenerateRequest, float | None]:
         if ear := _ear.get():

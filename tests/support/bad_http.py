@@ -1,7 +1,7 @@
-"""What a broken or hostile HTTP client sends: each with the status that it must get, and the field that must be named.
+"""Requests of a broken or hostile HTTP client, each with the status and the field that the error must have.
 
-The list is that of issue 6 (proof 4). `COMPLETION` and `CHAT` bodies are laid over a request that is served; everything
-else is sent byte for byte. 200 stands where odd is not wrong.
+The fields of `COMPLETION` and `CHAT` cases are merged into a valid request; all other cases are sent byte for byte.
+Input that is odd but valid gets a 200.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Case:
 
 @dataclass(frozen=True)
 class RawCase:
-    """Bytes on a socket. `statuses`: what may come; 0 stands for a close without an answer."""
+    """Bytes on a socket. `statuses`: the statuses that are right; 0: a close without an answer."""
 
     name: str
     statuses: tuple[int, ...]
     data: bytes
-    closes: bool = field(default=False)  # the client's side, behind the data
+    closes: bool = field(default=False)  # whether the client closes its side after the data
 
 
 def _dump(body: dict[str, Any]) -> bytes:
@@ -101,7 +101,7 @@ BODIES = [
     _number("temperature", b"-Infinity"),
     _number("top_p", b"1e999"),
     _number("seed", b"1e999"),
-    # What is no number at all, to us or in JSON, has no field that could be named.
+    # The error names no field if the JSON parser does not accept the number.
     _body("a number of 5,000 digits", 400, b'{"prompt": [5], "max_tokens": %s}' % (b"9" * 5000)),
     _body("a number with leading zeros", 400, b'{"prompt": [5], "max_tokens": 007}'),
     _body("a number without digits", 400, b'{"prompt": [5], "max_tokens": -}'),
@@ -185,9 +185,9 @@ def _nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-# Each of which may be empty.
+# Each rule may match the empty text.
 _RULES = "start: " + " ".join(f"r{i}" for i in range(3000)) + "".join(f'\nr{i}: "a"? | "b" r{i}' for i in range(3000))
-# By the name that is at fault.
+# By the name that the error must have.
 _WRONG_FORMS: dict[str, tuple[Any, ...]] = {
     "json": (5, [], "{", "[]", {"type": 1}, {"$ref": "http://127.0.0.1:9/x"}),
     "json_object": (1, "yes"),

@@ -70,7 +70,7 @@ def credentials(folder: Path, service: str = "cli") -> grpc.ChannelCredentials:
 
 
 def raw_credentials(folder: Path) -> grpc.ChannelCredentials:
-    """Of any certificates, such as expired ones, which TlsFiles refuses."""
+    """Credentials from any certificates, also from expired ones, which TlsFiles refuses."""
     ca, key, cert = ((folder / name).read_bytes() for name in (CA, KEY, CERT))
     return grpc.ssl_channel_credentials(ca, key, cert)
 

@@ -170,7 +170,7 @@ class _Fa2:
         assert layout == 0, "NHD"
         assert mask_mode == (1 if plan.causal else 0)
         assert kv_indices.dtype == last_page_len.dtype == torch.int32
-        # What is read while it runs says the same as what was planned.
+        # The arrays read during the run must equal the planned arrays.
         assert torch.equal(qo_indptr, plan.qo_indptr)
         assert torch.equal(kv_indptr, plan.kv_indptr)
         assert torch.equal((kv_indptr.diff() - 1) * plan.page_size + last_page_len, plan.kv_lens)

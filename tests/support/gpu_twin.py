@@ -47,7 +47,7 @@ def twin(
     pool = allocate_pool(
         num_blocks, block_size, config.num_layers, config.num_kv_heads, config.head_dim, model.dtype, CPU
     )
-    pool.storage[:, :, 1:] = torch.nan  # no kernel may read what was not written
+    pool.storage[:, :, 1:] = torch.nan  # no kernel may read memory that was not written
     table_blocks = -(-config.max_positions // block_size)
     attention = FlashInferAttention(
         flashinfer, pool, config.windows, config.num_heads, 1024, max_num_seqs * table_blocks, workspace_bytes=1024

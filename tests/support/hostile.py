@@ -1,4 +1,4 @@
-"""Policies that misbehave: each is a good one of which one hook, now and then, does one thing that is wrong."""
+"""Policies that misbehave: each is a correct policy with one hook that does one wrong thing at random calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOOKS = {
     "preemption": ("victims",),
     "placement": ("begin", "place", "bound"),
 }
-# (policy, the good hook, what it was called with) -> what it answers
+# (policy, the correct hook, the arguments of the call) -> the return value
 Deed = Callable[[Any, Callable[..., Any], tuple[Any, ...]], Any]
 
 
@@ -51,7 +51,7 @@ class Raises(CapacityPolicy):
 
 
 def hostile(kind: str, hook: str, deed: Deed, rng: random.Random, rate: float) -> Any:
-    """A policy of that kind that does the deed at that hook, so often."""
+    """A policy of this kind. At a share `rate` of its calls, the hook does the deed."""
     base = GOOD[kind]
 
     def bad(self: Any, *arguments: Any) -> Any:
@@ -81,7 +81,7 @@ def raises_after(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def writes(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Whatever it was given is read-only, at whatever depth it is reached."""
+    """Tries to change the arguments and all objects that they lead to. All must be read-only."""
     for given in arguments:
         write_to(given)
         if isinstance(given, Step):
@@ -154,13 +154,13 @@ def breaks_off(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 
 def names_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """What it has once seen, whether or not it still waits."""
+    """Every request that ever waited, also those that wait no longer."""
     self.kept = self.kept or []
     self.kept += [view for view in good(*arguments) if view not in self.kept]
     return iter(self.kept)
 
 
-# The good order gives up no request, so these take requests to name from the queue.
+# The correct order gives up no request, so these deeds give up requests of the queue.
 
 
 def gives_up_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
@@ -185,7 +185,7 @@ def gives_up_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any,
 
 
 def gives_up_by_name(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """No views, but something that looks like one."""
+    """Objects that look like views."""
     return iter([SimpleNamespace(arrival_index=view.arrival_index) for view in self.ordered(*arguments)])
 
 
@@ -199,7 +199,7 @@ def pauses_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def pauses_all(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Whatever has been let in, before it gets a token."""
+    """Pauses all running sequences before they get a token."""
     arguments[0].pause(arguments[0].running)
     return good(*arguments)
 
@@ -223,7 +223,7 @@ def decides_in_admit(self: Any, good: Callable[..., Any], arguments: tuple[Any, 
 
 
 def admits_all(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """No mistake, but no care either: there may be no room."""
+    """This is allowed, but there may be no room."""
     return Verdict.ADMIT
 
 
@@ -259,7 +259,7 @@ def runs_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...
 
 
 class Liar(Running):
-    """It says that it decodes, and that it has whole prompts to go."""
+    """Claims that it decodes, and that a million tokens of its prompt remain."""
 
     __slots__ = ()
     is_decoding = True
@@ -306,14 +306,14 @@ def does_nothing(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def swallows(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """It lets no refusal through."""
+    """Ignores every error that the step raises."""
     [step] = arguments
     for call in (step.run_decodes, lambda: good(step), step.run_decodes):
         with contextlib.suppress(Exception):
             call()
 
 
-def holds_back_nonsense(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def rejects_nonsense(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     arguments[0].reject(None, "no", 5)
 
 
@@ -356,7 +356,7 @@ DEEDS: dict[tuple[str, str], list[Deed]] = {
     ("batch", "schedule"): [
         *map(runs, (0, -1, 2.5, "3", None, 10**6)), *map(admits, (0, -1, 0.5, "3", None, 10**6)),
         runs_twice, decodes_twice, runs_the_gone, runs_a_lie, admits_twice, admits_the_gone, places_unasked,
-        does_nothing, swallows, holds_back_nonsense, raises_paused, raises_lack, uses_an_old_step,
+        does_nothing, swallows, rejects_nonsense, raises_paused, raises_lack, uses_an_old_step,
     ],
     ("batch", "planned"): [decides_when_planned],
     ("preemption", "victims"): [*map(answer, (None, 5, [None], [])), twice, for_ever, old_victims],

@@ -31,7 +31,7 @@ class FakeHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """For a process that is to use this hub (its client reads these when it is imported)."""
+        """Variables for a process that uses this hub. The hub's client reads them when it is imported."""
         return client_environment(self.url, cache)
 
 

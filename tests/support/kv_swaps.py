@@ -1,4 +1,4 @@
-"""What a KV pool's swaps have to do, on whatever device."""
+"""Checks of a KV pool's swaps, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that no client means to send: any value in any field of any message, and bytes that are nearly a message."""
+"""Random messages: any value in any field of any message, and bytes that are almost a message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BITS = {
 
 
 def random_message(rng: Random, descriptor: Descriptor, depth: int = 0) -> Message:
-    """Of this type, each field given or not."""
+    """A message of this type with a random subset of its fields."""
     message = GetMessageClass(descriptor)()
     share = rng.choice([0.1, 0.5, 0.9])
     for field in descriptor.fields:
@@ -80,7 +80,7 @@ def _value(rng: Random, field: Any) -> Any:
 
 
 def mangled(rng: Random, data: bytes) -> bytes:
-    """The bytes with something done to them; a fifth stay as they are."""
+    """The bytes with a random change; a fifth of the calls change nothing."""
     changed = bytearray(data)
     at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     match rng.randrange(10):

@@ -34,11 +34,11 @@ class Proxy:
         self._do(self._cut)
 
     def silence(self) -> None:
-        """Connections stay open, new ones are accepted, and nothing passes; what is sent is held back, not lost."""
+        """Delivers nothing. Connections stay open, new ones are accepted, and the proxy keeps what is sent."""
         self._do(self._passing.clear)
 
     def heal(self) -> None:
-        """As at first. What was held back is delivered now."""
+        """Delivers again, and first what was kept during the silence."""
         self._do(self._heal)
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Proxy:
         """Until either side ends."""
         there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers.add(back)
-        if self._is_cut:  # meanwhile
+        if self._is_cut:  # while the connection to the target was opened
             _reset(back)
         ways = [asyncio.create_task(self._pass(reader, back)), asyncio.create_task(self._pass(there, writer))]
         try:

@@ -1,4 +1,4 @@
-"""Server-sent events, as a client takes them apart."""
+"""Server-sent events, as a client parses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Event(NamedTuple):
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[Event]:
-    """Whole events only: what is not closed by an empty line has not arrived. An answer that is no stream is one."""
+    """The complete events: an event without its empty line has not arrived. An answer that is no stream is one
+    event."""
     fields: dict[str, str] = {}
     lines = list(lines)
     if len(lines) == 1:
@@ -35,7 +36,7 @@ def parse_events(lines: Iterable[str]) -> Iterator[Event]:
 
 @dataclass
 class Told:
-    """What a client knows after some events, however they were cut."""
+    """What a client knows after some events, independent of how the text was divided into events."""
 
     texts: dict[int, str] = field(default_factory=dict)
     calls: dict[int, dict[int, dict[str, str]]] = field(default_factory=dict)  # by choice and call

@@ -16,7 +16,7 @@ _WRITES = {_aten.copy_.default, _aten.index_copy_.default, _aten.index_fill_.int
 
 
 class Streams(TorchDispatchMode):
-    """While it is entered, what writes to tensors goes into the current stream's queue. Views are made at once."""
+    """While this mode is entered, writes to tensors go into the current stream's queue. Views are made at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Streams(TorchDispatchMode):
         self._current = before
 
     def run(self, seed: int) -> None:
-        """All that is queued; not while entered."""
+        """Runs all queued work. Call it after the mode has been left."""
         rng = random.Random(seed)
         idle = 0
         while waiting := [queue for queue in self._queues if queue]:
             queue = rng.choice(waiting)
             idle += 1
-            # A stream runs ahead for a while, until it is another's turn or it has to wait.
+            # A stream runs up to 12 entries, unless it has to wait; then another stream may run.
             for _ in range(rng.randint(1, 12)):
                 if not queue or not queue[0]():
                     break

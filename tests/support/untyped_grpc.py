@@ -1,4 +1,4 @@
-"""What grpc-stubs do not know: the end of a stream, and calls that take bytes or no iterator of requests."""
+"""Parts of grpc that grpc-stubs lack: the end of a stream, and calls with bytes or without an iterator of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop with a clock that stands still while anything can run, and jumps to the next timer when nothing can."""
+"""An event loop with a virtual clock: it stops while a task can run, and jumps to the next timer when no task can."""
 
 from __future__ import annotations
 

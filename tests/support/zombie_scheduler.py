@@ -1,4 +1,4 @@
-"""`paceline`, with a scheduler that goes on as the master whatever becomes of its lease."""
+"""`paceline`, with a planted fault: the scheduler continues as the leader after its lease has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Sequences that have blocks, and the blocks of one worker: admission, commits, swaps, pins, restoring.
 
-May import `memory`, `tree` and what they stand on.
+May import `memory`, `tree` and what these import.
 """

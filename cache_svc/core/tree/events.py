@@ -1,12 +1,12 @@
 """Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports each node that it begins to hold or forgets. While there is no watcher, and the kept events are too old
-for one to come back to, a report costs one test: the log records nothing and computes no prefix id.
+A memory reports each node that it begins to hold or forgets. While no watcher is there, and the kept events are too old
+to continue from, a report costs one test: the log records nothing and computes no prefix id.
 
 The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
-It fails when that event is no longer kept. A watcher that cannot continue where it was begins with a snapshot. The
-snapshot records the present state at once, by reference: the code never changes runs of tokens, ids and blocks in
-place, it replaces them. The watcher turns the snapshot into messages as fast as it reads.
+It fails when that event is no longer kept. A watcher that cannot continue begins with a snapshot. The snapshot records
+the present state at once, by reference: the code never changes runs of tokens, ids and blocks in place, it replaces
+them. The watcher turns the snapshot into messages as fast as it reads.
 
 Prefix ids are blake2b chains and the same in all processes. An id stands for the namespace and all tokens up to the end
 of its block. The tree's nodes keep them, so each block is hashed once. Events are about whole blocks: there are none
@@ -84,8 +84,8 @@ class Recorder:
 
 
 class EventLog:
-    """The last `kept` events, and their watchers. `with_tokens`: events tell the tokens of the blocks, which are what
-    users wrote and got."""
+    """The last `kept` events, and their watchers. `with_tokens`: events contain the blocks' tokens, which are the
+    prompts and answers of users."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, first_number: int = 1, *, with_tokens: bool = False) -> None:
         self.kept = kept
@@ -190,7 +190,7 @@ class Watcher:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the log has dropped the next event."""
+        """Whether the log has dropped the watcher's next event."""
         return self.number < self._log.oldest
 
     def wake(self) -> None:
@@ -200,7 +200,7 @@ class Watcher:
     def take(self) -> pb.WatchEventsResponse | None:
         """Returns the next message, or None if there is none now. Raises Behind."""
         if self.is_behind:
-            raise Behind(f"event {self.number} is not kept any more: the last {self._log.kept} are")
+            raise Behind(f"event {self.number} is not kept any more: the log keeps the last {self._log.kept}")
         event = next(self._snapshot, None)
         if event is None and self.number <= self._log.last:
             event = self._log.event(self.number)

@@ -7,8 +7,8 @@ work. `PrefixTree.refresh` finds the new place later, starting from the old one 
 
 A subscription therefore knows the longest match on any worker: exactly in whole blocks, and at least in tokens. It
 misses these changes: another worker begins or ceases to hold the node, the node gets its first user or loses its last
-one, the node moves between device and host, or a block leaves of which the sequence could have copied the beginning. A
-RematchOp reports them. It looks at the holders of the nodes up to the root and compares no tokens.
+one, the node moves between device and host, or the block that the sequence would copy a part of is evicted. A RematchOp
+reports them. It looks at the holders of the nodes up to the root and compares no tokens.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class SubscriptionPoint:
     def drop_nearest(self, key: bytes, num_known: int) -> dict[int, PrefixSubscription]:
         """Removes and returns the subscriptions that have more than `num_known` next tokens in common with a block.
 
-        In sorted order these stand side by side, so the search looks at no others.
+        In sorted order these are adjacent, so the search looks at no others.
         """
         in_order = self._in_order
         if in_order is None:

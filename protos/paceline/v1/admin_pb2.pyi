@@ -162,7 +162,7 @@ Global___GetPolicyResponse: _TypeAlias = GetPolicyResponse  # noqa: Y015
 
 @_typing.final
 class PolicyFailure(_message.Message):
-    """What one of the chosen policies did wrong."""
+    """The failures of one chosen policy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -175,7 +175,7 @@ class PolicyFailure(_message.Message):
     policy: _builtins.str
     count: _builtins.int
     last_error: _builtins.str
-    """With file and line, where they are known."""
+    """With file and line, if they are known."""
     def __init__(
         self,
         *,
@@ -219,7 +219,7 @@ class SetPolicyResponse(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choice(self) -> Global___PolicyChoice:
-        """What is in force now, with everything filled in."""
+        """The policies and options in force, with all defaults filled in."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class Explanation(_message.Message):
     reason: _builtins.str
     """budget, slots, blocks, order, tenant, capacity, no-worker, running, preempted, ..."""
     detail: _builtins.str
-    """In words, with the numbers."""
+    """A sentence with the numbers."""
     worker: _builtins.int
     """The worker that the decisions are for; 0: several workers, or no worker."""
     request_id: _builtins.str

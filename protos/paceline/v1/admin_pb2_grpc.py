@@ -62,30 +62,30 @@ class AdminServiceServicer:
     """
 
     def GetPolicy(self, request, context):
-        """Which policies are in force, and which there are.
+        """The policies in force, and all available ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-        the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
+        """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names the mistake in
+        the choice; then nothing changes. Policies are named as in GetPolicyResponse: the call imports no module.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it.
+        """Why a request waited, step range by step range. NOT_FOUND if the timeline does not know the request (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheNamespace(self, request, context):
-        """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
-        INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+        """The name of the cache namespace of requests with this tenant and salt: the value of cache_salt in
+        CacheAdminService. INVALID_ARGUMENT: the scheduler does not separate tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

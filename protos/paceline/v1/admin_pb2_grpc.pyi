@@ -34,16 +34,16 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]
-    """Which policies are in force, and which there are."""
+    """The policies in force, and all available ones."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]
-    """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-    the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
+    """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names the mistake in
+    the choice; then nothing changes. Policies are named as in GetPolicyResponse: the call imports no module.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
-    """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+    """Why a request waited, step range by step range. NOT_FOUND if the timeline does not know the request (any more)."""
     GetCacheNamespace: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetCacheNamespaceRequest, _admin_pb2.GetCacheNamespaceResponse]
-    """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
-    INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+    """The name of the cache namespace of requests with this tenant and salt: the value of cache_salt in
+    CacheAdminService. INVALID_ARGUMENT: the scheduler does not separate tenants.
     """
 
 @_typing.type_check_only
@@ -52,16 +52,16 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetPolicyRequest, _admin_pb2.GetPolicyResponse]  # type: ignore[assignment]
-    """Which policies are in force, and which there are."""
+    """The policies in force, and all available ones."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetPolicyRequest, _admin_pb2.SetPolicyResponse]  # type: ignore[assignment]
-    """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-    the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
+    """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names the mistake in
+    the choice; then nothing changes. Policies are named as in GetPolicyResponse: the call imports no module.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+    """Why a request waited, step range by step range. NOT_FOUND if the timeline does not know the request (any more)."""
     GetCacheNamespace: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetCacheNamespaceRequest, _admin_pb2.GetCacheNamespaceResponse]  # type: ignore[assignment]
-    """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
-    INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+    """The name of the cache namespace of requests with this tenant and salt: the value of cache_salt in
+    CacheAdminService. INVALID_ARGUMENT: the scheduler does not separate tenants.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -73,7 +73,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetPolicyResponse, _abc.Awaitable[_admin_pb2.GetPolicyResponse]]:
-        """Which policies are in force, and which there are."""
+        """The policies in force, and all available ones."""
 
     @_abc_1.abstractmethod
     def SetPolicy(
@@ -81,8 +81,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetPolicyResponse, _abc.Awaitable[_admin_pb2.SetPolicyResponse]]:
-        """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names what is wrong with
-        the choice; then everything stays as it was. Policies are named as in GetPolicyResponse: the call imports no module.
+        """Put other policies in force, from the next step on. No request is dropped. INVALID_ARGUMENT names the mistake in
+        the choice; then nothing changes. Policies are named as in GetPolicyResponse: the call imports no module.
         """
 
     @_abc_1.abstractmethod
@@ -91,7 +91,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
-        """Why a request waited, step range by step range. NOT_FOUND if the log knows nothing (any more) of it."""
+        """Why a request waited, step range by step range. NOT_FOUND if the timeline does not know the request (any more)."""
 
     @_abc_1.abstractmethod
     def GetCacheNamespace(
@@ -99,8 +99,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetCacheNamespaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetCacheNamespaceResponse, _abc.Awaitable[_admin_pb2.GetCacheNamespaceResponse]]:
-        """The name of the cache namespace of requests with this tenant and salt: what CacheAdminService has as cache_salt.
-        INVALID_ARGUMENT: the scheduler keeps no tenants apart.
+        """The name of the cache namespace of requests with this tenant and salt: the value of cache_salt in
+        CacheAdminService. INVALID_ARGUMENT: the scheduler does not separate tenants.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -173,7 +173,9 @@ class AddWorkerOp(_message.Message):
     prefix_caching: _builtins.bool
     """Whether blocks of this worker are kept for reuse."""
     num_host_blocks: _builtins.int
-    """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: nothing can be swapped out, nor kept there."""
+    """Blocks in the worker's host memory, ids 1..num_host_blocks; 0: the worker can neither swap out nor keep evicted
+    blocks.
+    """
     partial_reuse: _builtins.bool
     """Whether a match may end within a block. The beginning of that block is then copied."""
     host_tier: _builtins.bool

@@ -129,11 +129,11 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """0 keeps every token."""
     seed: _builtins.int
-    """With the token's position it decides the random number of a token, and nothing else does. Always set."""
+    """A token's random number depends only on this seed and the token's position. Always set."""
     max_tokens: _builtins.int
-    """Output tokens at the most; at least 1."""
+    """The most output tokens; at least 1."""
     min_tokens: _builtins.int
-    """Until so many output tokens exist, end-of-sequence and stop tokens are not sampled."""
+    """While there are fewer output tokens, end-of-sequence and stop tokens are not sampled."""
     ignore_eos: _builtins.bool
     """End-of-sequence tokens are ordinary tokens."""
     logprobs: _builtins.bool
@@ -141,27 +141,27 @@ class SamplingParams(_message.Message):
     temperature and filters).
     """
     num_top_logprobs: _builtins.int
-    """And of so many of the most likely tokens at its place."""
+    """Also report the log probabilities of this many of the most likely tokens at its position."""
     repetition_penalty: _builtins.float
-    """The order in which all this is applied: docs/sampling.md.
-    Divides the logit of each token that is in the prompt or the output, or multiplies it if it is negative. 0, 1: none.
+    """docs/sampling.md has the order in which these parameters are applied. Divides the logit of each token that is in
+    the prompt or the output, or multiplies it if it is negative. 0, 1: none.
     """
     presence_penalty: _builtins.float
-    """Taken from the logit of each token that is in the output."""
+    """Subtracted from the logit of each token that is in the output."""
     frequency_penalty: _builtins.float
-    """Taken as often as the token is in the output."""
+    """Subtracted once for each time that the token is in the output."""
     min_p: _builtins.float
-    """Tokens less likely than so much of the most likely one are not sampled. 0 keeps every token."""
+    """Tokens less likely than this share of the most likely token's probability are not sampled. 0 keeps every token."""
     typical_p: _builtins.float
-    """Locally typical sampling: tokens of the most usual surprise, up to this mass. 0 and 1 keep every token."""
+    """Locally typical sampling: tokens with a surprise nearest to the entropy, up to this mass. 0 and 1 keep every token."""
     allowed_token_ids: _builtins.bytes
     """Packed int32: nothing else is sampled. Empty: any token."""
     prompt_logprobs: _builtins.bool
     """Report the log probability of each prompt token but the first. The request then computes all of its prompt."""
     num_top_prompt_logprobs: _builtins.int
-    """And of so many of the most likely tokens at each place."""
+    """Also report the log probabilities of this many of the most likely tokens at each position."""
     grammar: _builtins.str
-    """The output is a text of this grammar (llguidance's: Lark, or JSON with grammars in it). Empty: any text."""
+    """A grammar that the output must match (in llguidance's form: Lark, or JSON with grammars in it). Empty: any text."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Further tokens that end the sequence."""
@@ -172,7 +172,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Sequences of tokens that must not come about, each packed int32: its last token is not sampled after the others."""
+        """Banned sequences of tokens, each packed int32: the last token is not sampled after the others."""
 
     def __init__(
         self,
@@ -308,8 +308,8 @@ Global___EmbeddingInfo: _TypeAlias = EmbeddingInfo  # noqa: Y015
 
 @_typing.final
 class RetentionRange(_message.Message):
-    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also those to come). A block takes what is said of
-    its first token.
+    """Tokens start ... end - 1 of a sequence (end 0: all from start on, also later ones). A block has the retention of its
+    first token.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -324,9 +324,11 @@ class RetentionRange(_message.Message):
     priority: _builtins.int
     """0..100; tokens in no range have 35. Blocks of a lower priority are evicted first."""
     duration_ms: _builtins.int
-    """For so long after the last use; 0: for ever."""
+    """Milliseconds after the last use; 0: for ever."""
     decode: _builtins.bool
-    """Of a request: start and end count from the first generated token on, whatever the prompt's length. Not to the cache."""
+    """In a request: start and end count from the first generated token. The scheduler does not send this field to the
+    cache.
+    """
     def __init__(
         self,
         *,
@@ -360,9 +362,9 @@ class PromptLogprobs(_message.Message):
     logprobs: _builtins.bytes
     """Packed float32."""
     ranks: _builtins.bytes
-    """Packed int32: the token's place among all, 1 for the most likely one."""
+    """Packed int32: the token's rank among all tokens, 1 for the most likely one."""
     top_token_ids: _builtins.bytes
-    """Packed int32 and packed float32, row by row: the most likely tokens at each place, best first."""
+    """Packed int32 and packed float32, row by row: the most likely tokens at each position, best first."""
     top_logprobs: _builtins.bytes
     def __init__(
         self,

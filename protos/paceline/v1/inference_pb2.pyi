@@ -27,21 +27,21 @@ class _EarlyStopping:
 class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlyStopping.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EARLY_STOPPING_UNSPECIFIED: _EarlyStopping.ValueType  # 0
-    """When the best beam, scored at its present length, is no better than the worst of them."""
+    """When the best beam, scored at its present length, is no better than the worst finished hypothesis."""
     EARLY_STOPPING_FIRST: _EarlyStopping.ValueType  # 1
     """At once."""
     EARLY_STOPPING_NEVER: _EarlyStopping.ValueType  # 2
-    """When no beam can become better than the worst of them."""
+    """When no beam can become better than the worst finished hypothesis."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """When a search with as many finished hypotheses as beams ends."""
+    """When a search ends that has as many finished hypotheses as beams."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
-"""When the best beam, scored at its present length, is no better than the worst of them."""
+"""When the best beam, scored at its present length, is no better than the worst finished hypothesis."""
 EARLY_STOPPING_FIRST: EarlyStopping.ValueType  # 1
 """At once."""
 EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
-"""When no beam can become better than the worst of them."""
+"""When no beam can become better than the worst finished hypothesis."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
 @_typing.final
@@ -305,7 +305,7 @@ class SamplingOptions(_message.Message):
     regex: _builtins.str
     """The whole text matches this regular expression."""
     grammar: _builtins.str
-    """The text is one of this grammar, in the notation of Lark or of llama.cpp (GBNF)."""
+    """The text matches this grammar, in the notation of Lark or of llama.cpp (GBNF)."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -314,7 +314,7 @@ class SamplingOptions(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Each is banned as it stands and with a space before it."""
+        """Each text is banned as it stands and with a space before it."""
 
     @_builtins.property
     def bad_word_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
@@ -460,7 +460,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Echoed and logged; the server makes one up if empty."""
     priority: _builtins.float
-    """Larger is more urgent. What it does depends on the policies in force."""
+    """Larger is more urgent. Its effect depends on the policies in force."""
     tenant: _builtins.str
     """The account that the request counts for; budgets and fair order are per tenant."""
     deadline_s: _builtins.float
@@ -616,7 +616,7 @@ class GenerateResponse(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set in the last message only, as is usage."""
     position: _builtins.int
-    """Tokens of the answer before those of this message."""
+    """How many tokens of the answer come before the tokens of this message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens since the last message."""
@@ -669,7 +669,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Of the model itself: after the mask of a grammar, before temperature and filters. -inf: the grammar rules it out."""
     rank: _builtins.int
-    """Of a prompt token: its place among all tokens, 1 for the most likely one."""
+    """For a prompt token: its rank among all tokens, 1 for the most likely one."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The most likely tokens, best first."""
@@ -730,8 +730,8 @@ class SessionRequest(_message.Message):
     CANCELS_FIELD_NUMBER: _builtins.int
     RESPONSES_READ_FIELD_NUMBER: _builtins.int
     responses_read: _builtins.int
-    """How many SessionResponses the client has read so far. The scheduler sends at most `response_window` more than that;
-    what a slow reader does not take is merged into its next message.
+    """How many SessionResponses the client has read so far. The scheduler sends at most `response_window` more than that.
+    It merges what a slow reader has not taken into the next message.
     """
     @_builtins.property
     def open(self) -> Global___SessionOpen:
@@ -741,7 +741,7 @@ class SessionRequest(_message.Message):
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
     @_builtins.property
     def cancels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handles of requests to end now. An unknown or ended handle is ignored: it may have crossed its ending."""
+        """Handles of requests to end now. An unknown or ended handle is ignored: the cancel may have crossed the ending."""
 
     def __init__(
         self,
@@ -823,7 +823,7 @@ class Submission(_message.Message):
     prompt_token_ids: _builtins.bytes
     """Packed int32, at least one."""
     output_token_ids: _builtins.bytes
-    """Packed int32: output that was already delivered by an earlier attempt; generation goes on after it."""
+    """Packed int32: output that was already delivered by an earlier attempt; generation continues after this output."""
     accepted_before: _builtins.bool
     """The request was accepted before (by this scheduler or the one it replaces): a full queue does not refuse it, and it
     waits for a worker with a pool that can hold it.
@@ -833,10 +833,11 @@ class Submission(_message.Message):
     tenant: _builtins.str
     deadline_s: _builtins.float
     lora: _builtins.str
-    """The adapter it runs with; empty: none."""
+    """The request's LoRA adapter; empty: none."""
     fork_of: _builtins.int
-    """Not 0: the handle of a request of this session with the same prompt, submitted before. This request waits
-    until the other's prompt is computed, and forks from it. If the other is gone, or this one has output, it runs alone.
+    """Not 0: the handle of a request of this session with the same prompt, submitted before. This request waits until the
+    other's prompt is computed, and forks from it. If the other request is gone, or this request has output, this
+    request runs alone.
     """
     cache_salt: _builtins.str
     """As in GenerateRequest."""
@@ -847,9 +848,9 @@ class Submission(_message.Message):
     ttft_slo_s: _builtins.float
     """As in GenerateRequest."""
     conversation: _builtins.str
-    """The name of the conversation that the request continues, which no other client knows; empty: none. Its blocks are
-    retained between requests, and each request has the queue position of the first one, until the conversation is
-    released or idle for the scheduler's conversation_ttl_s.
+    """The secret name of the conversation that the request continues; empty: none. Its blocks are retained between
+    requests, and each request has the queue position of the first one, until the conversation is released or idle for
+    the scheduler's conversation_ttl_s.
     """
     offline: _builtins.bool
     """As in GenerateRequest. The queue has separate limits for these requests."""
@@ -953,7 +954,9 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
-        """Of requests that ask for them, before or with their first token. After a preemption some may come again."""
+        """For requests that ask for prompt log probabilities, before or with the first token. After a preemption some may be
+        repeated.
+        """
 
     @_builtins.property
     def room(self) -> Global___QueueRoom:
@@ -1039,8 +1042,8 @@ class SchedulerLoad(_message.Message):
     num_waiting_tokens: _builtins.int
     """Known tokens of the requests in the queue."""
     waiting_s: _builtins.float
-    """How long these requests keep the workers busy, in seconds: by the rate at which tokens have left the queue; before a
-    rate was measured, how long the oldest of them has waited.
+    """Seconds until these requests have left the queue, at the measured rate of tokens. Before a rate is measured: how
+    long the oldest request has waited.
     """
     num_blocks: _builtins.int
     """KV blocks on the devices of all workers, and those in use. Tokens of a block."""
@@ -1087,7 +1090,7 @@ class QueueRoom(_message.Message):
     places: _builtins.int
     """Requests that the queue would take now, whichever session they come from."""
     num_submissions: _builtins.int
-    """Submissions of online requests on this stream that are counted in `places` already. Later submissions take of these places."""
+    """Submissions of online requests on this stream that `places` already counts. Later submissions reduce `places`."""
     def __init__(
         self,
         *,
@@ -1163,8 +1166,8 @@ class SessionOpened(_message.Message):
     epoch: _builtins.int
     """Changes when the scheduler restarts."""
     fence: _builtins.int
-    """The epoch of a scheduler that was elected leader; 0: it is the only one. A gateway keeps the highest that it has seen,
-    and ends the session of a scheduler with a lower one.
+    """The epoch of an elected leader; 0: there is only one scheduler. A gateway remembers the highest epoch that it has
+    seen, and ends the session of a scheduler with a lower epoch.
     """
     def __init__(
         self,
@@ -1202,7 +1205,7 @@ class Ending(_message.Message):
     """The request field that is at fault, if one is."""
     cached_tokens: _builtins.int
     retry_after_s: _builtins.float
-    """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after so long."""
+    """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after this many seconds."""
     @_builtins.property
     def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
         """Of a beam search, best first."""
@@ -1245,17 +1248,17 @@ class RequestTiming(_message.Message):
     NUM_CACHED_HOST_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LOSSES_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """From its arrival until a worker first ran it (until its end, if none did)."""
+    """From the request's arrival until a worker first ran it (until its end, if no worker did)."""
     prefill_s: _builtins.float
-    """From then until its first token (until its end, if it had none)."""
+    """From the first run until the first token (until the end, if there was no token)."""
     decode_s: _builtins.float
     """From its first token until its end."""
     num_preemptions: _builtins.int
-    """Times that it lost its blocks to other requests. Of a beam search: 0."""
+    """How often the request lost its blocks to other requests. For a beam search: 0."""
     num_cached_host_tokens: _builtins.int
     """Of the ending's cached_tokens: those in host memory. The others were on the device."""
     num_losses: _builtins.int
-    """Times that it lost its blocks with a worker or the cache, and was computed again. Of a beam search: 0."""
+    """How often the request lost its blocks with a worker or the cache, and was computed again. For a beam search: 0."""
     def __init__(
         self,
         *,
@@ -1313,7 +1316,7 @@ class SchedulerStatus(_message.Message):
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
     full: _builtins.bool
-    """The queue has no place: an online request that is submitted now is refused, unless it was accepted before."""
+    """The queue is full: new submissions of online requests are refused, unless they were accepted before."""
     no_worker_timeout_s: _builtins.float
     """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
     @_builtins.property

@@ -79,15 +79,15 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them.
+        """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseConversation(self, request, context):
-        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
-        Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request goes to the
+        end of the queue. Only at the scheduler, for gateways. NOT_FOUND if the conversation is not known (any more).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

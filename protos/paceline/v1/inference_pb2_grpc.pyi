@@ -42,10 +42,10 @@ class InferenceServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
     """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
     Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
-    """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+    """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all requests."""
     ReleaseConversation: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]
-    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
-    Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request goes to the
+    end of the queue. Only at the scheduler, for gateways. NOT_FOUND if the conversation is not known (any more).
     """
 
 @_typing.type_check_only
@@ -62,10 +62,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
     """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
     Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
-    """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+    """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all requests."""
     ReleaseConversation: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseConversationRequest, _inference_pb2.ReleaseConversationResponse]  # type: ignore[assignment]
-    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
-    Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+    """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request goes to the
+    end of the queue. Only at the scheduler, for gateways. NOT_FOUND if the conversation is not known (any more).
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -97,7 +97,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.SessionResponse], _abc.AsyncIterator[_inference_pb2.SessionResponse]]:
-        """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all of them."""
+        """A gateway's requests: submissions and cancels up; down one message per step with the new tokens of all requests."""
 
     @_abc_1.abstractmethod
     def ReleaseConversation(
@@ -105,8 +105,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ReleaseConversationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ReleaseConversationResponse, _abc.Awaitable[_inference_pb2.ReleaseConversationResponse]]:
-        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request comes last.
-        Only at the scheduler, for gateways. NOT_FOUND if it is not known (any more).
+        """End a conversation (Submission.conversation): its blocks are no longer retained, and its next request goes to the
+        end of the queue. Only at the scheduler, for gateways. NOT_FOUND if the conversation is not known (any more).
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,25 +94,23 @@ class WorkerRegistration(_message.Message):
     max_batched_tokens: _builtins.int
     """Token budget of one step."""
     max_loras: _builtins.int
-    """Distinct LoRA adapters in one step at the most; 0: it serves none."""
+    """The most distinct LoRA adapters in one step; 0: the worker serves no adapters."""
     num_host_blocks: _builtins.int
-    """Blocks in host memory for sequences that are swapped out and for KV that is evicted, ids 1..num_host_blocks; 0: it can
-    do neither.
-    """
+    """Blocks in host memory for swapped-out sequences and evicted KV, ids 1..num_host_blocks; 0: the worker has none."""
     heartbeats: _builtins.bool
-    """It reads heartbeats, and its own say what it is at."""
+    """The worker reads heartbeats, and its own heartbeats report its progress."""
     incarnation: _builtins.str
-    """Drawn at random when the process starts, and anew when a step fails. A scheduler that sees the same value again knows
-    that nothing of what the worker was given before has broken it. Empty: the worker cannot say so.
+    """Drawn at random when the process starts, and again when a step fails. If a scheduler sees the same value again, no
+    earlier plan has broken the worker. Empty: not supported.
     """
     prepares_grammars: _builtins.bool
-    """It prepares grammars when it is asked to (GrammarOrders). Else it compiles each when its sequence comes."""
+    """The worker prepares grammars on demand (GrammarOrders). Otherwise it compiles a grammar when its sequence arrives."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptSequence]:
-        """What was on the worker when its last link ended, and is there still: a request that comes again need not have it
-        computed anew. At most 8 MiB of it count.
+        """The sequences of the worker's last link with KV that is still valid, at most 8 MiB. A request that is submitted
+        again reuses this KV.
         """
 
     def __init__(
@@ -173,7 +171,7 @@ Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent four times a second whatever the device does, so that a long step is not taken for a dead worker. Pings do not show
+    """Sent four times a second, also during a long step, so that the step is not taken for a dead worker. Pings do not show
     that an event loop runs: gRPC's own threads answer them.
     """
 
@@ -187,7 +185,7 @@ class Heartbeat(_message.Message):
     received: _builtins.int
     """The last plan that has arrived."""
     allowed_s: _builtins.float
-    """Seconds that the step which runs may take, by its size and by what the last ones took; 0 if none runs."""
+    """Seconds that the running step may take, estimated from its size and from recent steps; 0 if no step runs."""
     def __init__(
         self,
         *,
@@ -220,8 +218,8 @@ Global___WorkerDrain: _TypeAlias = WorkerDrain  # noqa: Y015
 
 @_typing.final
 class StepFailure(_message.Message):
-    """A forward pass raised, is overdue, or has broken the device. No result of it comes, nor of the steps behind it, and
-    nothing that the link's sequences have in blocks is to be used again (nor does KeptSequence name it).
+    """A forward pass raised, is overdue, or has broken the device. The worker sends no result of this step or of later
+    steps. The KV in the blocks of the link's sequences must not be used again, and KeptSequence does not report it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -230,8 +228,8 @@ class StepFailure(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
-    """The rows to blame are those of the plans first_step..last_step. One step; several where the device runs behind the
-    host, so that the worker cannot say which of the steps on the device went wrong.
+    """The rows to blame are those of the plans first_step..last_step: one step, or several if the device runs behind the
+    host, so that the worker cannot tell which step failed.
     """
     last_step: _builtins.int
     message: _builtins.str
@@ -305,10 +303,10 @@ class WorkerRegistered(_message.Message):
     """Unique within the epoch, never used again."""
     epoch: _builtins.int
     window: _builtins.int
-    """Plans in flight at the most."""
+    """The most plans in flight."""
     fence: _builtins.int
-    """The epoch of a scheduler that was elected leader; 0: it is the only one. A worker keeps the highest that it has seen,
-    and ends the link to a scheduler with a lower one.
+    """The epoch of an elected leader; 0: there is only one scheduler. A worker remembers the highest epoch that it has
+    seen, and ends the link to a scheduler with a lower epoch.
     """
     def __init__(
         self,
@@ -343,8 +341,8 @@ Global___WorkerReleased: _TypeAlias = WorkerReleased  # noqa: Y015
 
 @_typing.final
 class GrammarOrders(_message.Message):
-    """Grammars of sequences that may come. The worker compiles them beside its steps, and answers each with GrammarPrepared.
-    Plans have new sequences with prepared grammars only.
+    """Grammars that later sequences may need. The worker compiles them beside its steps and answers each with
+    GrammarPrepared. A plan contains a new sequence only if its grammar is prepared.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -355,7 +353,7 @@ class GrammarOrders(_message.Message):
     def prepare(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grammar]: ...
     @_builtins.property
     def forget(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of grammars that no sequence of a later plan has, unless they are prepared anew."""
+        """Ids of grammars that no later plan uses, unless they are prepared again."""
 
     def __init__(
         self,
@@ -403,7 +401,7 @@ class GrammarPrepared(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     refused: _builtins.str
-    """Empty: sequences with the grammar may come. Else why none can; the worker has forgotten the grammar."""
+    """Empty: plans may use the grammar. Otherwise the reason why not; the worker has forgotten the grammar."""
     def __init__(
         self,
         *,
@@ -435,13 +433,12 @@ Global___SchedulerHeartbeat: _TypeAlias = SchedulerHeartbeat  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """What changes, then one step of everything that decodes.
+    """The changes since the last plan, then one step of all decoding slots and of the given prefill chunks.
 
     Effects, in this order: swap_out_*; swap_in_*; copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then
     the forward pass with these rows:
-      1. decode rows: every slot that has sampled in an earlier step of this link since its sequence came, and is not paused,
-         in ascending slot order; the row's input is its last token (which may not have left the device yet). None if
-         skip_decodes;
+      1. decode rows: every unpaused slot with a sequence that has sampled in an earlier step of this link, in ascending slot
+         order; the row's input is its last token (which may still be on the device only). None if skip_decodes;
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on. With an embedding model it
     samples nothing: the step gives the vector, and the sequence has ended.
@@ -476,21 +473,21 @@ class StepPlan(_message.Message):
     prefill_slots: _builtins.bytes
     prefill_tokens: _builtins.bytes
     skip_decodes: _builtins.bool
-    """A step of prefills alone: what decodes waits for the next one."""
+    """The step has only prefills; decoding slots wait for the next step."""
     hold_slots: _builtins.bytes
-    """These slots have sampled, and take part in no step from this one on until they are resumed."""
+    """These slots have sampled. From this step on they take part in no step until resume_slots names them."""
     resume_slots: _builtins.bytes
     copy_from: _builtins.bytes
-    """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block stands in both."""
+    """Entry i: copy the KV in block copy_from[i] to block copy_to[i]. No block is in both lists."""
     copy_to: _builtins.bytes
     swap_out_from: _builtins.bytes
-    """Entry i: copy the KV in device block swap_out_from[i] to host block swap_out_to[i]. These blocks may have other owners
-    by now, which is why it happens first.
+    """Entry i: copy the KV in device block swap_out_from[i] to host block swap_out_to[i]. These device blocks may already
+    have new owners, so these copies come first.
     """
     swap_out_to: _builtins.bytes
     swap_in_from: _builtins.bytes
     """Entry i: copy the KV in host block swap_in_from[i] to device block swap_in_to[i]; several entries may have the same
-    source. The copies belong to new sequences; the cached tokens of these are those in their blocks.
+    source. The copies belong to new sequences, which count these tokens as cached.
     """
     swap_in_to: _builtins.bytes
     @_builtins.property
@@ -543,9 +540,9 @@ class NewSequence(_message.Message):
     """Tokens with KV that is already in the first blocks."""
     block_table: _builtins.bytes
     request_id: _builtins.str
-    """The request it belongs to, for logs."""
+    """The request of the sequence, for logs."""
     cache_salt: _builtins.str
-    """For KeptSequence: a keyed hash of the request's tenant and salt, which the worker cannot find out."""
+    """For KeptSequence: a keyed hash of the request's tenant and salt. The worker cannot compute them from it."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -583,7 +580,7 @@ class StepResult(_message.Message):
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
-    -1 where the row failed; then an error names its slot.
+    -1 if the row failed; then an error names its slot.
     """
     started_us: _builtins.int
     """The worker's monotonic clock, microseconds: when the step began and when its tokens were ready."""
@@ -596,7 +593,7 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
-        """Of each prefill chunk of a sequence that asks for it: for every place in it that a prompt token follows."""
+        """One for each prefill chunk of a sequence that asks for it: for every position that a prompt token follows."""
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotEmbedding]:
@@ -708,7 +705,7 @@ class RowError(_message.Message):
     slot: _builtins.int
     message: _builtins.str
     code: _builtins.int
-    """google.rpc.Code; 0 means INTERNAL. INVALID_ARGUMENT: what the request asks for cannot be."""
+    """google.rpc.Code; 0 means INTERNAL. INVALID_ARGUMENT: the request asks for something impossible."""
     def __init__(
         self,
         *,

@@ -60,7 +60,7 @@ class WaitingQueue:
             self._tell(self.order.add, request)
         else:
             self._change(lambda lines: lines.add(request, _rank(self.order, request)))
-            # the order hears of the arrival all the same: the request ages from now on
+            # the order still learns of the arrival: the request ages from now on
             if request.arrival_index not in self._shown:
                 order = self.order
                 self._tell(order.add, request)

@@ -28,7 +28,7 @@ MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest toke
 
 # Parameters that change the logits, because of earlier tokens or of chosen tokens.
 LOGIT_PARAMS = (*PENALTY_NAMES, "logit_bias", "bad_words", "allowed_token_ids")
-# Only a negative top_k is out of range, and that has an error text of its own.
+# Without top_k: only a negative top_k is out of range, and check_sampling() refuses it with its own error text.
 _FILTERS = tuple(SAMPLING[name] for name in FILTER_NAMES if name != "top_k")
 _PENALTIES = tuple(SAMPLING[name] for name in PENALTY_NAMES)
 
@@ -85,7 +85,7 @@ def _check_bias(sampling: SamplingParams) -> None:
 
 def _check_bad_words(sampling: SamplingParams) -> None:
     if len(sampling.bad_words) > MAX_BAD_WORDS:
-        raise invalid("bad_words", f"has {len(sampling.bad_words)} of them, {MAX_BAD_WORDS} are possible")
+        raise invalid("bad_words", f"has {len(sampling.bad_words)} entries, {MAX_BAD_WORDS} are possible")
     if (total := sum(map(len, sampling.bad_words)) // TOKEN_BYTES) > MAX_BAD_WORDS_TOKENS:
         raise invalid("bad_words", f"have {total} tokens in all, {MAX_BAD_WORDS_TOKENS} are possible")
     for word in sampling.bad_words:
@@ -108,7 +108,7 @@ def check_logit_tokens(sampling: SamplingParams, vocab: int) -> None:
 
 
 def check_tokens(name: str, token_ids: bytes, vocab: int) -> None:
-    """Check packed int32 token ids, at least one. Raises Rejection if one is outside the vocabulary."""
+    """Check packed int32 token ids; there is at least one. Raises Rejection for an id outside the vocabulary."""
     tokens = np.frombuffer(token_ids, np.uint32)  # a negative id is larger than any vocabulary
     if np.maximum.reduce(tokens) >= vocab:
         raise outside(name, int(tokens.view(np.int32)[tokens >= vocab][0]), vocab)

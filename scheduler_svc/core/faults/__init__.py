@@ -1,4 +1,4 @@
 """Requests that were in failed steps are retried separately, until it is known which one is to blame.
 
-May import `lifecycle`, `policy` and what they stand on.
+May import `lifecycle`, `policy` and what these import.
 """

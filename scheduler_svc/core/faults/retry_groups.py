@@ -103,7 +103,7 @@ class RetryGroups:
         return left
 
     def pause(self, worker: WorkerState) -> None:
-        """No suspect of the group could run, for want of room or of the cache's answer. Other requests go on."""
+        """No suspect of the group could run: room or the cache's answer was missing. Other requests continue."""
         self.suspects.requeue(self._at.pop(worker.id, []))
         self._resting.add(worker.id)
 

@@ -69,7 +69,7 @@ class Recovery:
         self.life.holdings.forget_matches()
 
     def added(self, worker: WorkerState) -> list[CacheOp]:
-        """The operations that tell a cache of this worker and of what it kept."""
+        """The operations that add this worker, and the prefixes that it kept, to a cache."""
         kept, worker.kept = worker.kept, []
         config = self.life.config
         op = AddWorkerOp(
@@ -87,7 +87,7 @@ class Recovery:
         return ops
 
     def begin(self) -> None:
-        """Begin a link to a cache that knows nothing: first its workers, then what runs on them."""
+        """Begin a link to an empty cache: first the workers, then their running sequences."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
             if holders := {request.held.sequence: request for request in self._holders(worker)}:
@@ -96,7 +96,7 @@ class Recovery:
             self.cache.added.update(added)
             return
         message = self._next_message()
-        for add_worker, *_ in added.values():  # what a new worker kept is not worth another message
+        for add_worker, *_ in added.values():  # kept prefixes of a new worker are not worth another message
             message.ops.add().MergeFrom(add_worker)
         num_bytes = 0
         for worker_id, holders in self.cache.restoring.items():

@@ -1,7 +1,7 @@
 """Why requests wait, for `paceline explain`. Knows every live request and the last MAX_ENDED finished ones.
 
-A decision notes only the requests that it looked at and rejected, or why it looked at none, however many requests wait.
-The requests behind the first rejected one waited for their turn: `explain` derives that from the same notes.
+A decision notes only the requests that it looked at and rejected, or why it looked at none. More waiting requests cost
+nothing. The requests behind the first rejected one waited for their turn: `explain` derives that from the same notes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
-MAX_SPANS = 64  # looks of one request, and as many events
+MAX_SPANS = 64  # the most looks that a record keeps, and the most events
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")

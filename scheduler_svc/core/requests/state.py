@@ -1,4 +1,4 @@
-"""The parts of a request that change while it is served: what it holds, and how it has fared."""
+"""The parts of a request that change while it is served: what it holds, and its history."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from scheduler_svc.core.requests.output_buffer import OutputBuffer
 @dataclass(slots=True, eq=False)
 class Held:
     """`sequence` is the cache's name for the current attempt. It is new each time the request enters the queue, so that
-    an attempt never meets late blocks of an earlier one. 0: the cache does not know the request."""
+    late blocks of an earlier attempt are not taken for blocks of this one. 0: the cache does not know the request."""
 
     sequence: int = 0
     num_registered: int = 0  # tokens of that sequence that the cache knows
-    num_committed: int = 0  # of these, tokens that the cache was told are computed by steps already sent
+    num_committed: int = 0  # of these, tokens that the cache knows as computed by steps already sent
     worker: int = 0  # while ALLOCATING, RUNNING or PARKED
     slot: int = -1  # while RUNNING
     unflushed: tuple[OutputBuffer, int] | None = None  # while RUNNING: the buffer, and the slot in it
-    prompt_is_computed: bool = False  # whether it is known that the current attempt has computed it
+    prompt_is_computed: bool = False  # True once the scheduler knows that this attempt has computed it
     # While RUNNING or PARKED. A new cache gets it. While RUNNING, the slot ledger may have noted more blocks.
     block_table: array[int] = field(default_factory=partial(array, "i"))
     swapped_on: int = 0  # the worker with its KV in host memory, while WAITING or ALLOCATING
@@ -33,12 +33,12 @@ class History:
     """Times are on the scheduler's clock."""
 
     has_run: bool = False
-    started_s: float | None = None  # first admission; of a beam: that of its search
-    first_token_s: float | None = None  # of a beam search: the end of its first step
-    cached_tokens: int | None = None  # reused at the first admission, as the client is told
+    started_s: float | None = None  # time of the first admission; for a beam, of its search
+    first_token_s: float | None = None  # for a beam search, the end of its first step
+    cached_tokens: int | None = None  # reused at the first admission; the client sees it
     num_cached_host_tokens: int = 0  # the part of cached_tokens that was in host memory
     num_preemptions: int = 0
-    num_losses: int = 0  # of its blocks, with a worker or the cache
+    num_losses: int = 0  # how often a lost worker or cache took its blocks
 
     def timing(self, arrival_s: float, now_s: float) -> RequestTiming:
         """The times of the request's phases, if it ends now."""

@@ -155,7 +155,7 @@ class Emitter:
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:
-            # The cache hears of it at once: a request that is admitted next runs later, when the blocks are written.
+            # The cache learns of it at once: a request that is admitted next runs later, when the blocks are written.
             self.cache.add_commit(worker.batch.running[chunk.slot].held.sequence, b"", chunk.num_computed)
             worker.batch.advance_prefill(chunk)
         return True

@@ -25,8 +25,8 @@ class BlockBoundaries:
     """Decoding sequences, grouped by the step at which they next need a block, modulo the block size.
 
     All sequences advance by one token per step, so sequences that need a block together do so every `block_size` steps.
-    Because of the groups, a step costs what changes in it: nothing scans the running sequences, and a group stays the
-    same array while no sequence enters or leaves it.
+    Because of the groups, no step scans the running sequences, and a group stays the same array while no sequence
+    enters or leaves it.
     """
 
     def __init__(self, block_size: int) -> None:

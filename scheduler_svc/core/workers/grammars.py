@@ -12,7 +12,7 @@ from collections.abc import Collection
 from paceline.v1.worker_pb2 import GrammarOrders
 
 MAX_IDLE = 32  # unused grammars that a worker keeps; each may take megabytes of its memory
-# unanswered orders; a limit, so that the longest-waiting request's grammar is ordered first, whatever arrives later
+# unanswered orders; the limit lets the longest-waiting request's grammar go before those of later requests
 MAX_ASKED = 8
 
 
@@ -51,8 +51,8 @@ class WorkerGrammars:
         return grammar
 
     def take_orders(self, in_use: Collection[str]) -> GrammarOrders:
-        """Take the open orders. Not while a step is being scheduled: what that step admits is missing in `in_use`, the
-        grammars of the sequences bound to the worker."""
+        """Take the open orders. Do not call it while a step is being scheduled: `in_use` (the grammars of the sequences
+        bound to the worker) lacks those of that step."""
         orders = GrammarOrders()
         idle = [one for one, number in self._ids.items() if number not in self._asked and one not in in_use]
         for oldest in idle[: max(0, len(idle) + len(self._asked) + len(self.wanted) - MAX_IDLE)]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# The sums forget: a step's weight falls to 1/e after so many steps of its kind. At 10 ms a step that is 1.3 s, so the
+# The sums forget: a step's weight falls to 1/e after this many steps of its kind. At 10 ms a step that is 1.3 s, so the
 # fit follows a machine that gets slower, and a hundred steps average a jitter of 10 % down to 1 %.
 MEMORY_STEPS = 128
 # Weight of the model before the latest steps, in steps, for each coefficient. That model decides the coefficients that
@@ -13,14 +13,14 @@ MEMORY_STEPS = 128
 PRIOR_STEPS = 4.0
 # The same for a model that is not measured: any step outweighs it.
 GUESS_STEPS = 0.01
-# After so many steps the fit can tell a stall from a step.
+# After this many steps the fit can tell a stall from a normal step.
 TRUSTED_STEPS = 16
 # A step that takes more than this many times its prediction counts as exactly this many times.
 MOST_TIMES_PREDICTED = 4.0
 # A worker has another speed if OTHER_SPEED_STEPS steps in a row are off by this factor, in the same direction.
 OTHER_SPEED = 2.0
 OTHER_SPEED_STEPS = 8
-# The model is solved after each of the first steps, later after so many. Solving takes 20 us: below 1 us a step.
+# The model is solved after each of the first steps, later after this many. Solving takes 20 us: below 1 us a step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
 # If the steps cannot tell two costs apart, the costs keep the proportions of the model before (say, base 90 %, rows

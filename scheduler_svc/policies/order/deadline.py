@@ -4,7 +4,7 @@ in time any more: at the best measured rate of prompts, its own prompt would tak
 the first token (`ttft_slo_s`) orders like a deadline, and fails no request.
 
 The rate is measured only while prompts are the bottleneck: a request waits all the time, and a prompt is computed all
-the time. Otherwise it would show the demand or the number of slots. Without a measurement no request is given up.
+the time. Otherwise demand or slots would limit the measured rate. Without a measurement no request is given up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks. The smallest cost is chosen.
 
-Prefill blocks are those that the worker would have to compute: what is queued there, and what the request has not
-cached there. Decode blocks are those in use there, with the request. Of equal costs the fewest requests decide.
+Prefill blocks are those that the worker would have to compute: queued prompts, and the request's uncached blocks.
+Decode blocks are those in use there, with the request. Of equal costs, the worker with the fewest requests wins.
 """
 
 from __future__ import annotations

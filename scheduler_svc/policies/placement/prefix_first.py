@@ -1,5 +1,5 @@
-"""The worker with the least prefill, ahead of the request and its own; a row counts as 16 tokens. Paceline's rule
-before step times were known. A cached prefix of P tokens outweighs P / 16 running rows."""
+"""The worker with the least prefill: the queued tokens plus the request's own. A running row counts as 16 tokens, so a
+cached prefix of P tokens outweighs P / 16 rows. This was Paceline's rule before it measured step times."""
 
 from __future__ import annotations
 

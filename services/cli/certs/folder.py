@@ -1,4 +1,4 @@
-"""The folder of a development set: what lies where, and what a call may write."""
+"""The folder of a development set: its files, and which of them a call may write."""
 
 from __future__ import annotations
 

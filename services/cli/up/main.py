@@ -80,7 +80,7 @@ async def _serve(
         else:
             ready.cancel()
     finally:
-        console.print("stopping: running requests get to end" if not failed.done() else "stopping")
+        console.print("stopping: waiting for running requests" if not failed.done() else "stopping")
         await supervisor.stop()
         stopped.cancel()
     return failed.result() if failed.done() else None

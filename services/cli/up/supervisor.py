@@ -48,7 +48,7 @@ class Supervisor:
             self._tasks.append(asyncio.create_task(self._guard(child)))
 
     def note_ready(self, child: Child, at: str = "") -> None:
-        """The child is ready: said once. `at`: where it listens."""
+        """Reports once that the child is ready. `at`: where it listens."""
         if not child.restarts.was_ready:
             child.restarts.was_ready = True
             where = f" on {at}" if at else ""

@@ -49,8 +49,8 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def pinned_credentials(cert: bytes, own: TlsFiles | None) -> tuple[grpc.ChannelCredentials, list[tuple[str, Any]]]:
-    """Credentials for a health check, which trust only the certificate `cert`, by whatever name it is dialled; and
-    the channel options that they need. `own`: shown to a server that demands a certificate."""
+    """Credentials for a health check, and the channel options that they need. They trust only the certificate `cert`,
+    under any name of the server. `own`: shown to a server that demands a certificate."""
     pair = (own.current().key, own.current().cert) if own is not None else (None, None)
     options = [("grpc.ssl_target_name_override", name_of(cert))]
     return grpc.ssl_channel_credentials(cert, *pair), options

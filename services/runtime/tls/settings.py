@@ -15,7 +15,7 @@ class ClientTlsSettings(ServiceSettings):
     """Which certificates the gateway shows its clients, and which it demands of them."""
 
     http_tls: bool = Field(
-        True, description="with certificates: encrypt HTTP and gRPC of clients; off where a proxy on this machine does"
+        True, description="with certificates, encrypt HTTP and gRPC of clients; turn off if a local proxy ends TLS"
     )
     http_cert: Path | None = Field(
         None, description="PEM file with the certificate and its chain for clients (default: of tls_dir)"

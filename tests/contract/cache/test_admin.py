@@ -126,7 +126,7 @@ async def test_bad_pins(
     assert words in (error.value.details() or "")
 
 
-async def test_unpinning_what_is_not_pinned(cache: Running) -> None:
+async def test_an_unknown_pin_cannot_be_unpinned(cache: Running) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="name: nothing is pinned as 'x'") as error:
         await stub(cache).UnpinPrefix(pb.UnpinPrefixRequest(name="x"))
     assert error.value.code() is grpc.StatusCode.NOT_FOUND

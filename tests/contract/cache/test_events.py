@@ -53,7 +53,7 @@ async def kinds(call: grpc.aio.UnaryStreamCall, count: int) -> list[tuple[int, s
     return [(event.sequence_number, event.WhichOneof("event") or "") for event in events]
 
 
-async def test_a_watcher_gets_a_snapshot_and_then_what_happens(cache: Running) -> None:
+async def test_a_watcher_gets_a_snapshot_and_then_the_changes(cache: Running) -> None:
     link = cache.link()
     await ask(link, 1, d.add_worker_op(0, 8, 4), *run_ops(1, A))
     call = watch(cache)
@@ -67,7 +67,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_what_happens(cache: Running) -
 
 
 async def test_a_watcher_reads_no_tokens_unless_the_operator_says_so() -> None:
-    """In the snapshot and afterwards. Everything else is told."""
+    """Neither the snapshot nor later events have tokens. They have all other fields."""
     async with running() as cache:
         link = cache.link()
         await ask(link, 1, d.add_worker_op(0, 8, 4), *run_ops(1, A))
@@ -134,7 +134,7 @@ async def test_a_watcher_that_does_not_read_is_cut_and_delays_no_other() -> None
         busy.cancel()
 
 
-async def test_there_may_be_so_many_watchers_and_no_more(cache: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_watchers_is_limited(cache: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "MAX_WATCHERS", 2)
     calls = [watch(cache), watch(cache)]
     for call in calls:
@@ -145,7 +145,7 @@ async def test_there_may_be_so_many_watchers_and_no_more(cache: Running, monkeyp
     async def admitted() -> bool:
         try:
             await kinds(watch(cache), 2)
-        except grpc.aio.AioRpcError:  # the cache has not heard yet of the one that went
+        except grpc.aio.AioRpcError:  # the cache has not noticed yet that a watcher left
             return False
         return True
 

@@ -159,7 +159,7 @@ async def test_a_message_that_is_too_large_ends_the_stream_and_nothing_else(cach
     await serve_honestly(cache)
 
 
-async def test_pools_of_two_thousand_million_blocks_cost_what_is_used_of_them(cache: Running) -> None:
+async def test_the_cost_of_a_pool_of_2_billion_blocks_follows_the_used_blocks(cache: Running) -> None:
     link = cache.link()
     large = 2**31 - 1
     response = await ask(link, 1, *[d.add_worker_op(i, large, 4, True, large, True, True) for i in range(50)])

@@ -46,7 +46,7 @@ async def cache(**settings: Any) -> AsyncIterator[int]:
 
 
 async def admin_codes(address: str, secret: str = "") -> set[grpc.StatusCode]:
-    """How a read, a change and a watch end."""
+    """The status codes of a read, a change and a watch."""
     metadata = (("x-api-key", secret),) if secret else ()
     codes = set()
     async with open_channel(address) as channel:
@@ -120,7 +120,7 @@ async def test_a_call_without_an_admin_key_is_refused_before_its_request_is_here
 
 
 def own_address() -> str:
-    """An address of this machine that is not loopback: a peer that dials it comes from there."""
+    """An address of this machine that is not loopback. A client that dials it has this address, too."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -131,7 +131,7 @@ def own_address() -> str:
 
 
 @pytest.mark.skipif(not own_address(), reason="this machine has no address but loopback")
-async def test_without_keys_admin_calls_come_from_this_machine(file: Path) -> None:
+async def test_without_keys_only_this_machine_may_make_admin_calls(file: Path) -> None:
     async with cache(host="0.0.0.0") as port:
         assert await admin_codes(f"{own_address()}:{port}") == {DENIED}
         assert await admin_codes(f"127.0.0.1:{port}") == {SERVED}

@@ -159,7 +159,7 @@ async def drained(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) ->
         pass
 
 
-async def test_of_links_that_begin_at_once_all_but_one_are_ended(cache: Running) -> None:
+async def test_only_one_of_several_simultaneous_links_survives(cache: Running) -> None:
     """Whatever each is about to say: nothing yet, its first answer, a heartbeat."""
 
     async def use(link: grpc.aio.StreamStreamCall) -> grpc.StatusCode | None:
@@ -261,7 +261,7 @@ async def test_a_cache_that_stops_does_not_wait_for_its_link_to_end() -> None:
 
 
 @pytest.mark.parametrize("which", ["port", "metrics_port"])
-async def test_a_port_that_is_taken_is_an_error_and_leaves_nothing_behind(which: str) -> None:
+async def test_a_taken_port_is_an_error_and_leaves_no_resources_open(which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"port": 0, "metrics_port": 0, which: taken.getsockname()[1]}
         with pytest.raises((RuntimeError, OSError)):

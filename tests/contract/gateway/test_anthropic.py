@@ -1,4 +1,4 @@
-"""The Messages API over HTTP, by the unmodified Anthropic client, which accepts no answer that is not as it must be."""
+"""The Messages API over HTTP, with the unmodified Anthropic client, which checks the shape of every answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _END = 5
 
 
 def says(text: str) -> dict[str, Any]:
-    """The scheduler's option: its model says this."""
+    """The option of the fake scheduler that makes its model generate this text."""
     return {"next_token": scripted([*TOKENIZER.encode(text, add_special_tokens=False), _END])}
 
 
@@ -222,7 +222,7 @@ async def test_a_tool_round_trip(start: Start) -> None:
 
 
 async def test_the_tool_runner_of_the_client(start: Start) -> None:
-    """It sends results until an answer has no calls, on the path with `?beta=true`."""
+    """The client's tool runner sends results until an answer has no calls, on the path with `?beta=true`."""
 
     @beta_async_tool
     async def get_weather(city: str) -> str:

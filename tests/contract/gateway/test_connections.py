@@ -1,4 +1,4 @@
-"""HTTP connections by themselves, without and with TLS, in front of an app that says what it was asked."""
+"""HTTP connections without a gateway, with and without TLS, in front of a small app that echoes requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def connect(server: HttpServer, certificates: Path) -> AsyncIterator[Conne
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """The body of the next one."""
+    """The body of the next answer."""
     async with asyncio.timeout(10):
         head = await reader.readuntil(b"\r\n\r\n")
         return await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
@@ -88,12 +88,12 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("body", HELLO.values(), ids=HELLO.keys())
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_a_client_that_offers_another_protocol_is_served_in_this_one(
+async def test_a_client_that_offers_an_upgrade_is_served_over_http_1(
     connect: Connect, body: bytes, in_pieces: bool
 ) -> None:
-    """Java's HttpClient does so with its first request, whatever it is, and sends the body at once."""
+    """Java's HttpClient offers h2c with its first request, also with a POST, and sends the body at once."""
     reader, writer = await connect()
-    ends = body == HELLO["chunks"]  # a connection ends with them
+    ends = body == HELLO["chunks"]  # the server closes the connection after a chunked body
     for data in (b"POST /echo HTTP/1.1\r\nhost: x\r\n" + OFFER, body, b"" if ends else GET):
         for i in range(len(data)) if in_pieces else ():
             writer.write(data[i : i + 1])
@@ -109,21 +109,23 @@ async def test_offers_may_be_pipelined(connect: Connect) -> None:
     assert [await answer(reader) for _ in range(3)] == [b"", b"hello", b""]
 
 
-async def test_a_client_that_offers_another_protocol_may_be_refused_as_others_are(connect: Connect) -> None:
+async def test_a_client_that_offers_an_upgrade_may_be_refused_as_others_are(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\n" + OFFER + HELLO["length"] + GET)
     assert b"no room" in await answer(reader)
     assert await answer(reader) == b""
 
 
-async def test_what_is_broken_behind_an_offer_gets_a_400(connect: Connect) -> None:
+async def test_a_broken_body_after_an_offer_gets_a_400(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + OFFER + b"transfer-encoding: chunked\r\n\r\nZZ\r\n")
     assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, connect: Connect, aborts: bool) -> None:
+async def test_a_closed_connection_leaves_nothing_in_the_server(
+    server: HttpServer, connect: Connect, aborts: bool
+) -> None:
     reader, writer = await connect()
     writer.write(GET)
     await answer(reader)
@@ -131,7 +133,7 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
     left = weakref.ref(connection)
     del connection
     if aborts:
-        linger = (1).to_bytes(4, "little") + bytes(4)  # on, 0 s: a reset instead of a goodbye
+        linger = (1).to_bytes(4, "little") + bytes(4)  # on, 0 s: close with a reset
         writer.get_extra_info("socket").setsockopt(1, 13, linger)
     writer.close()
 
@@ -142,20 +144,20 @@ async def test_nothing_is_left_of_a_connection_that_is_over(server: HttpServer, 
     await until(nothing_is_left)
 
 
-async def test_the_last_answer_arrives_though_more_has_been_asked(
+async def test_the_last_answer_arrives_even_if_another_request_follows(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.connections, "closing", True)
     reader, writer = await connect()
     writer.write(GET.replace(b"echo", b"large") + GET + GET)
     await asyncio.sleep(0.05)
-    writer.write(GET)  # which is not read any more
+    writer.write(GET)  # the server does not read this request any more
     await asyncio.sleep(0.4)
     assert len(await answer(reader)) == LARGE
     assert await reader.read() == b""
 
 
-async def test_the_server_does_not_wait_for_the_head_of_what_was_refused(
+async def test_the_server_does_not_wait_for_the_head_of_a_refused_request(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.connections, "head_timeout_s", 0.3)
@@ -165,7 +167,7 @@ async def test_the_server_does_not_wait_for_the_head_of_what_was_refused(
     writer.write(b"GET /echo HTTP/1.1\r\nhost: x\r\n")
     await asyncio.sleep(0.1)
     writer.write(b"broken\r\n\r\n")
-    await asyncio.sleep(0.4)  # in which the head would be late
+    await asyncio.sleep(0.4)  # longer than the limit for a head
     assert (await reader.read()).count(b"HTTP/1.1 ") == 1
     assert not failures
 
@@ -181,8 +183,8 @@ async def test_a_small_body_that_was_not_read_is_skipped(connect: Connect, num_b
     assert not await reader.read() if not stays else not reader.at_eof()
 
 
-async def test_a_client_that_waits_to_send_its_body_gets_a_last_answer(connect: Connect) -> None:
-    """It may send the body or not, so the server could not find the next request."""
+async def test_after_a_refused_expect_header_the_connection_ends(connect: Connect) -> None:
+    """The client may send the body or not, so the server could not tell where the next request begins."""
     reader, writer = await connect()
     writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 5\r\n\r\n")
     got = await asyncio.wait_for(reader.read(), 10)
@@ -190,7 +192,7 @@ async def test_a_client_that_waits_to_send_its_body_gets_a_last_answer(connect: 
     assert b"\r\nconnection: close\r\n" in got
 
 
-async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
+async def test_the_server_pauses_between_reads_of_a_large_body_that_it_drops(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = []
@@ -212,7 +214,7 @@ async def test_what_is_dropped_of_a_large_body_is_read_with_pauses(
 
 @pytest.mark.parametrize("server", ["http"], indirect=True)
 async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Connect) -> None:
-    """Otherwise one client could use up all files with connections above its limit."""
+    """Otherwise one client could use up all open files with connections above its limit."""
     server.connections.counts.most = 1
     await connect()
     for data in (b"", GET):
@@ -224,7 +226,7 @@ async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Con
 
 @pytest.mark.parametrize("server", ["http"], indirect=True)
 async def test_connections_share_the_turns_of_the_loop(server: HttpServer, connect: Connect) -> None:
-    """A turn accepts several. Thousands that their clients have given up may wait in the kernel."""
+    """A turn accepts several connections, because thousands of abandoned ones may wait in the kernel."""
     await connect()
     port = server._sock.getsockname()[1]
     waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
@@ -259,10 +261,10 @@ async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
 
 
 @pytest.mark.parametrize(("open_files", "most"), [(256, 128), (1024, 512), (2048, 1280)])
-async def test_a_process_with_few_files_has_connections(
+async def test_a_process_with_a_low_file_limit_accepts_connections(
     monkeypatch: pytest.MonkeyPatch, open_files: int, most: int
 ) -> None:
-    """A quarter of the files is for gRPC. Files other than connections take 256, but not all."""
+    """A quarter of the files is for gRPC. 256 files are for other uses, but never all."""
     monkeypatch.setattr(http_server, "max_open_files", lambda: open_files)
     edge = HttpServer(lambda *_: asyncio.sleep(0), "127.0.0.1", 0, other_connections=open_files // 4)
     assert edge.connections.most == most

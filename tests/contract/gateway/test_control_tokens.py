@@ -1,4 +1,4 @@
-"""Over HTTP, no field of a chat writes a control token. A plain prompt does: its client writes the format by hand."""
+"""Over HTTP, no field of a chat can write a control token. A plain prompt can: its client writes the format itself."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ async def test_a_body_of_50_megabytes_is_refused(running: Running) -> None:
     headers = {"content-type": "application/json"}
     assert (await post(running, "/v1/completions", content=bytes(50 * 2**20), headers=headers))[0] == 413
     assert (await post(running, "/v1/completions", content=chunks(), headers=headers))[0] == 413
-    # A client that will not go on after this answer gets to read it, too.
+    # A client that closes the connection after this answer can read it, too.
     headers["connection"] = "close"
     assert (await post(running, "/v1/completions", content=bytes(50 * 2**20), headers=headers))[0] == 413
     assert (await post(running, "/v1/completions", content=chunks(), headers=headers))[0] == 413
@@ -263,7 +263,7 @@ async def test_only_a_client_that_comes_back_passes_the_limit(start: Start, valu
     task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"}))
     await until(lambda: running.scheduler.num_running == 1)
     response = await running.http.post("/v1/completions", content=b"no json", headers={"Last-Event-ID": value})
-    assert response.status_code == (400 if value else 429), "what may be running already is looked at, nothing else"
+    assert response.status_code == (400 if value else 429), "only a request that may be running already is read"
     running.scheduler.paused = False
     assert (await task).status_code == 200
 
@@ -377,7 +377,9 @@ async def test_a_request_after_an_empty_line_is_served(start: Start, monkeypatch
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(content) + content
     )
-    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 20), "an answer is no rest"
+    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 20), (
+        "the time of an answer does not count as idle"
+    )
     writer.close()
 
 
@@ -389,7 +391,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 async def test_a_head_that_begins_during_an_answer_and_ends_after_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time that a connection may rest is counted from that answer on, and its end is not that of the next one."""
+    """The idle time of a connection begins after the answer, and ends with the next head."""
     monkeypatch.setattr(http_connection, "_REST_S", 1)
     running = await start(step_s=0.1)
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
@@ -405,7 +407,7 @@ async def test_a_head_that_begins_during_an_answer_and_ends_after_it(
 
 @pytest.mark.parametrize(("more", "status"), [(ASKED[:10], b"408"), (b"\0\0\0\0", b"400")])
 async def test_no_refusal_stands_in_the_middle_of_an_answer(start: Start, more: bytes, status: bytes) -> None:
-    """Of what has come behind its request: a head that is late, and what is no HTTP."""
+    """Behind its request the client sends a head that is late, or bytes that are not HTTP."""
     running = await start(step_s=0.1, settings={"head_timeout_s": 0.5})
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
     writer.write(ASKED)

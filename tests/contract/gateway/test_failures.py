@@ -16,7 +16,7 @@ BODY = {"prompt": "one two three", "max_tokens": 5, "ignore_eos": True, "seed": 
 
 
 class BugError(Exception):
-    """No code expects it."""
+    """An error that no code handles."""
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -24,7 +24,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 async def failed(running: Running) -> BaseException | None:
-    """What the gateway has ended with."""
+    """The error with which the gateway ended."""
     async with asyncio.timeout(20):
         with pytest.raises(RuntimeError) as caught:
             await running.task

@@ -1,4 +1,4 @@
-"""Headers of llm-d and the Gateway API: sessions, goals, objectives, tenants; and W3C trace context."""
+"""Headers of llm-d and the Gateway API (sessions, TTFT goals, objectives, tenants), and W3C trace context."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_what_headers_say_reaches_the_scheduler(start: Start) -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "model": MODEL, "max_tokens": 3}),
     ],
 )
-async def test_every_api_takes_them(start: Start, path: str, body: dict[str, Any]) -> None:
+async def test_every_api_takes_the_headers(start: Start, path: str, body: dict[str, Any]) -> None:
     running = await start(settings={"objectives": "critical=7"})
     headers = {
         "x-llm-d-slo-ttft-ms": "250",
@@ -92,7 +92,7 @@ async def test_a_bad_value_is_refused_by_its_name(
     assert name in error["message"]
 
 
-async def test_a_header_may_be_there_once(running: Running) -> None:
+async def test_a_header_may_be_sent_once(running: Running) -> None:
     answer = await running.http.post(PATH, json=BODY, headers=[("x-session-id", "a"), ("x-session-id", "b")])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-session-id")
 
@@ -106,13 +106,13 @@ async def test_a_session_is_released_once(running: Running) -> None:
     assert (await running.http.delete("/v1/sessions/" + "x" * 200)).status_code == 400
 
 
-async def test_no_scheduler_no_release(start: Start) -> None:
+async def test_a_release_without_a_scheduler_gets_a_503(start: Start) -> None:
     running = await start(scheduler_up=False)
     answer = await running.http.delete("/v1/sessions/mine")
     assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
 
 
-async def test_keys_bound_what_headers_may_say(start: Start, tmp_path: Path) -> None:
+async def test_a_key_limits_what_headers_may_say(start: Start, tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys.toml")
     ours, others = keys.add("a", tenant="acme", max_priority=5), keys.add("b", tenant="other")
     running = await start(settings={"keys_file": str(keys.path)})

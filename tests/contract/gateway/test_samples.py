@@ -1,4 +1,4 @@
-"""Several samples of one prompt, and what a request says of its place among others."""
+"""Several samples of one prompt; tenants, priorities, deadlines and cache fields of a request; beam search."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_n_samples_fork_from_the_first(running: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_all_sequences_have_the_id_of_the_answer(running: Running, stream: bool) -> None:
-    """By which `paceline explain` finds them, as by the X-Request-ID that comes back."""
+    """`paceline explain` finds the samples by this id, and by the X-Request-ID of the answer."""
     for path, prompt in (("completions", {"prompt": ["a", "b"]}), ("chat/completions", {"messages": CHAT})):
         running.scheduler.submissions.clear()
         body = {"model": MODEL, "n": 2, "max_tokens": 3, "stream": stream} | prompt
@@ -66,7 +66,7 @@ async def test_samples_of_several_prompts_stream_what_they_return_whole(running:
 
 
 async def test_best_of_answers_with_the_likeliest_and_counts_all(running: Running) -> None:
-    """The fake scheduler's log probabilities are the worse the larger the seed's last digit."""
+    """The larger the seed's last digit, the lower are the fake scheduler's log probabilities."""
     options: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 4}
     answer = await running.openai.completions.create(**options, seed=8, best_of=4, n=2)
     alone = [await running.openai.completions.create(**options, seed=seed) for seed in (10, 11)]

@@ -131,7 +131,7 @@ async def test_log_probabilities_of_completions(start: Start) -> None:
     assert top is not None
     assert [entry[piece] for entry, piece in zip(top, pieces, strict=True)] == [-2.0] * len(ids)
     assert all(len(entry) == 2 for entry in top)
-    # The same in pieces.
+    # A stream has the same values.
     streamed: dict[str, list[Any]] = {}
     async for chunk in await running.lenient.completions.create(**options, logprobs=2, stream=True):
         for name, values in (chunk.choices[0].logprobs or whole.logprobs.model_construct()).to_dict().items():
@@ -195,8 +195,8 @@ async def test_a_stop_string_may_be_part_of_the_text(start: Start) -> None:
         assert answer.json()["choices"][0]["text"] == text
 
 
-async def test_a_stream_begins_with_the_first_token_whatever_its_text(start: Start) -> None:
-    """Only end tokens come, which have no text; each still gets an event."""
+async def test_a_stream_begins_with_the_first_token_even_without_text(start: Start) -> None:
+    """The output has only end tokens. They have no text, but each gets an event."""
     running = await start(next_token=scripted([5] * 300), step_s=0.02)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True, "logprobs": 0}
     async with running.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -294,4 +294,6 @@ async def test_log_probabilities_of_prompts_over_grpc_come_first_and_once(start:
     assert first.prompt_logprobs[2].top == ((3, 0.0), (4, -0.25))
     assert first.token_ids
     assert not any(piece.prompt_logprobs for piece in others)
-    assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions] == [True, False], "not again"
+    assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions] == [True, False], (
+        "the prompt is scored once"
+    )

@@ -57,7 +57,7 @@ LOAD |= {"num_preemptions": 7, "prefix_query_tokens": 500, "prefix_hit_tokens": 
 
 
 async def families(running: Running) -> dict[str, Any]:
-    """By name, those with vLLM's prefix."""
+    """The metric families with vLLM's prefix, by name."""
     text = (await running.http.get("/metrics")).text
     found = [family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")]
     assert len({family.name for family in found}) == len(found)
@@ -65,7 +65,7 @@ async def families(running: Running) -> dict[str, Any]:
 
 
 async def values(running: Running) -> dict[tuple[str, ...], float]:
-    """By the sample's name and the values of its labels besides `model_name` and `engine`."""
+    """The values, by the sample's name and the values of its labels other than `model_name` and `engine`."""
     return {
         (
             sample.name.removeprefix("vllm:"),
@@ -82,7 +82,7 @@ def shape(family: Any) -> tuple[str, frozenset[str]]:
 
 
 async def told(running: Running) -> None:
-    """Until the gateway knows the load."""
+    """Waits until the gateway knows the load."""
     running.scheduler.load = LOAD
 
     async def there() -> bool:
@@ -172,14 +172,14 @@ async def test_the_figures_of_the_gateway(start: Start) -> None:
         assert found == wanted
 
 
-async def test_they_can_be_switched_off(start: Start) -> None:
+async def test_vllms_names_can_be_switched_off(start: Start) -> None:
     running = await start(settings={"vllm_metrics": False})
     assert not await families(running)
     assert "paceline_gateway_requests_total" in (await running.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize(("source", "wanted"), [("all", FROM_THE_SCHEDULER), ("gateway", FROM_THE_GATEWAY)])
-def test_the_page_names_them_and_says_of_which_gateways_they_are(source: str, wanted: dict[str, Any]) -> None:
+def test_the_page_lists_all_series_and_their_sources(source: str, wanted: dict[str, Any]) -> None:
     rows = re.findall(r"^\| `vllm:(\w+)` \| (all|gateway) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     documented = [name.removesuffix("_total") if name not in wanted else name for name, of in rows if of == source]
     assert sorted(documented) == sorted(wanted)

@@ -48,7 +48,7 @@ async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIte
     await client.close()
 
 
-async def test_a_seat_is_taken_once_and_left_with_its_lease(etcd: Etcd) -> None:
+async def test_one_scheduler_takes_the_lead_and_loses_it_with_its_lease(etcd: Etcd) -> None:
     free = await etcd.read_leader()
     assert (free.lease, free.address, free.epoch, free.epoch_revision) == (None, "", 0, 0)
     lease, ttl_s = await etcd.grant(60)
@@ -105,7 +105,7 @@ async def test_a_lease_ends_by_itself(etcd: Etcd) -> None:
         await etcd.revoke(lease)
 
 
-async def test_a_watch_from_a_revision_that_is_gone_ends(etcd: Etcd, process: EtcdProcess) -> None:
+async def test_a_watch_from_a_compacted_revision_ends(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
     seen = await etcd.read_leader()
     assert await etcd.claim(seen, lease, "a:1", 1)
@@ -166,7 +166,7 @@ async def test_another_server_at_etcd_s_address(body: bytes) -> None:
     await server.wait_closed()
 
 
-async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process: EtcdProcess) -> None:
+async def test_a_scheduler_stands_by_until_there_is_no_leader(etcd: Etcd, process: EtcdProcess) -> None:
     lease, _ = await etcd.grant(60)
     assert await etcd.claim(await etcd.read_leader(), lease, "elsewhere:50051", 2**50)
     settings = SchedulerSettings(
@@ -174,7 +174,7 @@ async def test_a_scheduler_stands_by_until_the_seat_is_left(etcd: Etcd, process:
         cache=NO_CACHE,
         metrics_port=0,
         etcd=process.url,
-        etcd_key="test_a_scheduler_stands_by_until_the_seat_is_left",
+        etcd_key="test_a_scheduler_stands_by_until_there_is_no_leader",
     )
     async with running(settings) as addresses, open_channel(f"127.0.0.1:{settings.port}") as channel:
         await until_health(channel, "", SERVING)

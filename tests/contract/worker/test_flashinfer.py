@@ -99,7 +99,7 @@ def test_a_model_is_as_in_transformers_with_graphs(
     assert [s.output for s in late] == [checkpoint.greedy(PROMPTS[i], NEW_TOKENS) for i in (2, 3)]
 
 
-def test_bf16_is_what_the_kernels_are_told(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
+def test_the_kernels_get_bf16(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
     """Every kernel asserts its types; that the text is close to fp32's is for a GPU to show."""
     driver = Driver(twin(flashinfer, reference("qwen3").folder, dtype="bfloat16", graph_sizes=(8,)), 64)
     sequences = [driver.add(prompt, 4) for prompt in PROMPTS]
@@ -192,6 +192,8 @@ def test_a_captured_step_reads_fixed_addresses(flashinfer: Any) -> None:
         (128, torch.float32, "cuda", "float32"),
     ],
 )
-def test_what_it_cannot_serve_is_said(head_dim: int, dtype: torch.dtype, device: str, reason: str | None) -> None:
+def test_an_unsupported_model_is_refused_with_the_reason(
+    head_dim: int, dtype: torch.dtype, device: str, reason: str | None
+) -> None:
     said = unsupported(head_dim, dtype, torch.device(device))
     assert said is None if reason is None else reason in str(said)

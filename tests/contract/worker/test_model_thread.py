@@ -141,7 +141,7 @@ async def test_steps_go_on_while_a_grammar_is_compiled(rig: Rig, monkeypatch: py
     assert answers == [GrammarPrepared(id=1), GrammarPrepared(id=2, refused="refused b")]
 
 
-async def test_a_link_that_is_gone_hears_of_no_grammar(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_link_gets_no_message_about_a_grammar(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, answers = threading.Event(), list[int]()
 
     def prepare(grammars: PreparedGrammars, tokenizer: object, number: int, grammar: str) -> str:

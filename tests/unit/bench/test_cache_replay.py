@@ -57,7 +57,7 @@ def test_with_room_for_all_it_hits_all() -> None:
     assert replay(requests, blocks, "lru") == hits
 
 
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+def test_the_command_writes_its_measurements(tmp_path: Path) -> None:
     trace, results = tmp_path / "trace.jsonl.gz", tmp_path / "results.json"
     with gzip.open(trace, "wt") as lines:
         lines.writelines(json.dumps({"hash_ids": ids}) + "\n" for ids in made_up(0))

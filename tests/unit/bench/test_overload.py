@@ -12,7 +12,7 @@ def test_percentiles() -> None:
     assert percentile([1.0, 2.0], 1.0) == 2.0
 
 
-def test_percentiles_of_what_a_histogram_has_grown_by() -> None:
+def test_percentiles_of_the_growth_of_a_histogram() -> None:
     inf = float("inf")
     before = {0.001: 100.0, 0.01: 100.0, inf: 100.0}
     after = {0.001: 150.0, 0.01: 199.0, inf: 200.0}  # cumulative: 50 new ones to 1 ms, 49 to 10 ms, one above

@@ -213,7 +213,7 @@ class Driver:
         return admitted
 
     def probe(self, tokens: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """What is cached of these tokens and one more."""
+        """How many of these tokens are cached, for a prompt with one more token."""
         matched = self.match(2**63, [*tokens, -1])
         self.free(2**63)
         return matched

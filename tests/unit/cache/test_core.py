@@ -81,7 +81,7 @@ def test_admit_is_all_or_nothing(link: Driver) -> None:
     assert link.admit(2, 0)[0] == 16
 
 
-def test_admit_evicts_the_least_recently_used_blocks_but_never_those_it_hits(link: Driver) -> None:
+def test_admit_evicts_the_least_recently_used_blocks_but_not_its_own_hits(link: Driver) -> None:
     link.run(1, A)
     link.run(2, B)
     assert link.start(3, A + list(range(40)))[0] == 16  # 14 blocks: 4 hit, 8 free, 2 evicted from the end of B
@@ -192,7 +192,7 @@ def test_a_free_that_fails_frees_nothing(link: Driver, sequences: list[int], cod
     link.free(1, 2)
 
 
-def test_an_error_names_the_unknown_ones_but_not_thousands(link: Driver) -> None:
+def test_an_error_names_unknown_sequences_but_not_thousands(link: Driver) -> None:
     link.start(1, A)
     with pytest.raises(Refused, match=r"sequences 8, 9; nothing was freed"):
         link.free(1, 8, 9)
@@ -248,7 +248,7 @@ def test_without_prefix_caching_nothing_is_matched_or_kept(link: Driver) -> None
     assert link.core.counters.prefix_query_tokens == 16
 
 
-def test_no_other_sequence_finds_what_forks_share_without_prefix_caching() -> None:
+def test_without_prefix_caching_only_forks_share_blocks() -> None:
     """A fork stores its parent's blocks, so that both use them: in a private tree, which no other walk reaches."""
     link = Driver()
     link.add_worker(0, num_blocks=16, prefix_caching=False)
@@ -264,7 +264,7 @@ def test_no_other_sequence_finds_what_forks_share_without_prefix_caching() -> No
 # ---------------------------------------------------------------------------------------------------- workers
 
 
-def test_removing_a_worker_forgets_what_it_had_and_only_that(link: Driver) -> None:
+def test_removing_a_worker_forgets_only_its_blocks(link: Driver) -> None:
     link.add_worker(1, num_blocks=16)
     link.run(1, A)
     link.start(2, A)

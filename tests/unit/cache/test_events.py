@@ -154,7 +154,7 @@ def test_a_run_of_blocks_is_one_event(link: d.Driver) -> None:
     assert follower.watcher.take() is None
 
 
-def test_ids_are_what_they_always_were() -> None:
+def test_ids_do_not_change_between_versions() -> None:
     """Ids are the same in every process and version, because other programs compute them too."""
     assert namespace_id() == 0x457F9A5EEB1FDBA0
     assert chained(namespace_id("m", "l", "s"), d.pack([1, 2, 3, 4])) == 0x66BC7288D5F2808D
@@ -170,7 +170,7 @@ def test_eviction_removes_from_the_end_and_tells_the_ids(link: d.Driver) -> None
     assert ids == [1, 2]
 
 
-def test_what_is_demoted_is_stored_on_the_host_and_removed_from_the_device(link: d.Driver) -> None:
+def test_a_demoted_block_is_stored_on_the_host_and_removed_from_the_device(link: d.Driver) -> None:
     link.add_worker(0, 4, num_host_blocks=8, host_tier=True)
     follower = follow(link)
     link.run(1, A)
@@ -241,7 +241,7 @@ def test_numbers_of_another_start_mean_a_snapshot(link: d.Driver) -> None:
         assert (follower.num_snapshots, follower.last) == (1, 999)
 
 
-def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> None:
+def test_a_snapshot_shows_the_state_at_the_time_of_the_call(link: d.Driver) -> None:
     """However slowly it is read."""
     link.add_worker(0, 8)
     link.run(1, A)
@@ -254,7 +254,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_asked_for(link: d.Driver) -> N
     assert follower.non_empty() == stored_in(link.core)
 
 
-def test_blocks_that_are_not_full_are_neither_stored_nor_removed_for_a_watcher(link: d.Driver) -> None:
+def test_watchers_get_no_events_about_partial_blocks(link: d.Driver) -> None:
     link.add_worker(0, 4, partial_reuse=True)
     follower = follow(link)
     link.run(1, A[:3])

@@ -18,7 +18,7 @@ from cache_svc.core.memory.memory import Memory
 from cache_svc.core.tree.nodes import Namespace
 from cache_svc.core.tree.tree import PrefixTree
 
-BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens; blocks of a sequence's own; blocks that are evicted at once
+BLOCK_SIZE, RUN, EVICTED = 16, 16, 64  # tokens per block; own blocks of a sequence; blocks evicted at once
 FEW, MANY = 250, 4_000  # sequences
 
 
@@ -54,7 +54,7 @@ def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # hypothesis has a callback there
+    gc.disable()  # hypothesis runs a callback at each collection
     sys.settrace(trace)  # type: ignore[arg-type]
     try:
         blocks = memory.take(num_blocks)
@@ -66,12 +66,12 @@ def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
 
 
 @pytest.mark.parametrize("eviction", STRATEGIES)
-def test_it_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None:
+def test_the_cost_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None:
     few, many = filled(eviction, FEW), filled(eviction, MANY)
     for memory in (few, many):
         assert memory.free_blocks == 0
         assert memory.cached_blocks == memory.num_blocks
-        memory.take(EVICTED)  # with fifo the prompts are set aside, once
+        memory.take(EVICTED)  # with fifo this sets the prompts aside once, before the measurement
     costs = [bytecodes(few) for _ in range(10)], [bytecodes(many) for _ in range(10)]
     assert sum(costs[1]) <= 1.1 * sum(costs[0])
     if eviction == "lru":
@@ -79,7 +79,7 @@ def test_it_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None:
 
 
 @pytest.mark.parametrize("eviction", STRATEGIES)
-def test_nor_does_demoting_on_what_others_have_behind_the_same_beginning(eviction: str) -> None:
+def test_the_cost_of_demoting_does_not_depend_on_other_continuations(eviction: str) -> None:
     costs = []
     for others in (FEW, MANY):
         tree = PrefixTree(BLOCK_SIZE)

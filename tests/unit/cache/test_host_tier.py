@@ -25,7 +25,7 @@ def link(num_host: int = 8, num_blocks: int = 8, partial_reuse: bool = False, ev
 
 
 def tiers(cache: Driver, tokens: Sequence[int]) -> tuple[int, int]:
-    """Tokens of these on the device, and behind them on the host."""
+    """How many of these tokens are on the device, and how many of the next ones on the host."""
     result = cache.one(d.match_op(99, [*tokens, -1])).match
     cache.free(99)
     matches = d.tiers(result.matches)
@@ -39,7 +39,7 @@ def admitted(cache: Driver, sequence: int, tokens: Sequence[int]) -> tuple[int, 
     return result.num_cached_tokens, d.unpack(result.block_table), d.pairs(result)
 
 
-def test_what_is_evicted_is_copied_and_found() -> None:
+def test_an_evicted_block_is_copied_to_the_host_and_found() -> None:
     cache = link()
     cache.run(1, A)
     cache.start(2, FILL)
@@ -55,7 +55,7 @@ def test_what_is_evicted_is_copied_and_found() -> None:
     assert (counters.demoted_blocks, counters.evicted_blocks, counters.evicted_host_blocks) == (12, 12, 4)
 
 
-def test_it_comes_back_into_new_blocks_and_stays_on_the_host() -> None:
+def test_a_host_hit_gets_new_device_blocks_and_stays_on_the_host() -> None:
     cache = link()
     cache.run(1, A)
     cache.run(2, FILL)
@@ -64,12 +64,12 @@ def test_it_comes_back_into_new_blocks_and_stays_on_the_host() -> None:
     assert [host for _, host in pairs] == [1, 2, 3, 4]
     assert [device for device, _ in pairs] == table[:4]
     assert cache.core.counters.promoted_blocks == 4
-    assert tiers(cache, A) == (0, 16)  # until they say that it is copied
+    assert tiers(cache, A) == (0, 16)  # until a commit says that the blocks are copied
     cache.commit(3, [], 16)
     assert tiers(cache, A) == (16, 0)
     cache.free(3)
     cache.start(4, FILL[:31])
-    assert 1 not in [host for _, host in cache.demotions]  # it need not be copied once more
+    assert 1 not in [host for _, host in cache.demotions]  # the host still has block 1, so it is not copied again
     assert tiers(cache, A) == (0, 16)
 
 
@@ -93,7 +93,7 @@ def test_the_device_has_the_beginning_and_the_host_the_rest() -> None:
     assert [device for device, _ in pairs] == table[2:4]
 
 
-def test_a_hit_may_end_within_what_the_host_has() -> None:
+def test_a_hit_may_end_within_the_host_blocks() -> None:
     cache = link()
     cache.run(1, A)
     cache.run(2, FILL)
@@ -130,7 +130,7 @@ def test_the_least_recently_used_makes_room() -> None:
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 4), (0, 16), (0, 12))
 
 
-def test_of_what_goes_at_once_the_last_used_is_kept_first() -> None:
+def test_of_blocks_evicted_together_the_last_used_are_kept_first() -> None:
     cache = link(num_host=6)
     cache.run(1, A)
     cache.run(2, B)
@@ -138,7 +138,7 @@ def test_of_what_goes_at_once_the_last_used_is_kept_first() -> None:
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 8), (0, 16))
 
 
-def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() -> None:
+def test_a_block_without_room_on_the_host_is_dropped_with_the_host_blocks_after_it() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.start(2, FILL[:20])  # the last block of A goes to the host
@@ -153,7 +153,7 @@ def test_what_finds_no_room_is_dropped_with_what_only_the_host_has_below_it() ->
     assert cache.core.workers[0].host.used_blocks == 3
 
 
-def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
+def test_host_blocks_dropped_with_their_parent_count_as_evicted() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.start(2, FILL[:20])  # the last block of A goes to the host
@@ -163,7 +163,7 @@ def test_what_is_dropped_with_what_leads_to_it_counts_as_evicted() -> None:
     cache.commit(4, [], 10)
     cache.swap_out(4)  # takes the other host blocks
     assert cache.core.counters.evicted_host_blocks == 0
-    cache.start(5, FILL)  # nothing of A may be evicted for its beginning, which finds no room
+    cache.start(5, FILL)  # no block of A may be evicted for A's beginning, so the beginning finds no room
     assert tiers(cache, A) == (0, 0)
     assert cache.core.counters.evicted_host_blocks == 1
 
@@ -187,7 +187,7 @@ def test_as_much_of_the_beginning_is_kept_as_there_is_room_for() -> None:
     assert tiers(cache, A) == (0, 12)
 
 
-def test_a_swapped_sequence_takes_blocks_in_which_something_is_only_cached() -> None:
+def test_a_swapped_sequence_takes_cached_host_blocks() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.run(2, FILL)
@@ -203,7 +203,7 @@ def test_a_swapped_sequence_takes_blocks_in_which_something_is_only_cached() -> 
     assert refused.value.code is Code.RESOURCE_EXHAUSTED
 
 
-def test_what_is_copied_from_is_not_copied_to_in_the_same_exchange() -> None:
+def test_a_block_is_not_source_and_target_of_copies_in_one_exchange() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.run(2, FILL)  # A is on the host, which is full
@@ -216,7 +216,7 @@ def test_what_is_copied_from_is_not_copied_to_in_the_same_exchange() -> None:
     assert tiers(cache, A) == (0, 16)
 
 
-def test_host_blocks_of_one_that_comes_back_are_free_with_the_next_exchange() -> None:
+def test_host_blocks_of_a_resumed_sequence_are_free_in_the_next_exchange() -> None:
     cache = link(num_host=3)
     cache.start(1, A[:10])
     cache.commit(1, [], 10)
@@ -228,7 +228,7 @@ def test_host_blocks_of_one_that_comes_back_are_free_with_the_next_exchange() ->
 
 
 def test_a_block_is_copied_to_once_in_an_exchange() -> None:
-    """Only the last one counts: what was copied there first is gone."""
+    """Only the last copy into a host block counts; earlier content is lost."""
     cache = link(num_host=2, num_blocks=4)
     cache.run(1, A[:8])
     cache.run(2, B[:8])
@@ -239,7 +239,7 @@ def test_a_block_is_copied_to_once_in_an_exchange() -> None:
     assert (tiers(cache, A[:8]), tiers(cache, B[:8])) == ((0, 0), (0, 8))
 
 
-def test_retention_goes_on_in_host_memory() -> None:
+def test_retention_continues_in_host_memory() -> None:
     cache = link(num_host=6, num_blocks=4)
     cache.one(d.match_op(1, A, retention=[(0, 0, 80, 50)]))
     cache.run(2, B)
@@ -250,15 +250,15 @@ def test_retention_goes_on_in_host_memory() -> None:
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 16), (0, 8))
     cache.run(4, FILL[:16])  # C takes the other two, and then two of A's
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 8), (0, 0), (0, 16))
-    cache.run(5, D)  # FILL takes those of C, which was used later than A
+    cache.run(5, D)  # FILL takes the blocks of C, which was used later than A
     assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))
     cache.now_ms = 100
     cache.run(6, B)
-    cache.run(7, C)  # by now they are all kept alike: A has gone
+    cache.run(7, C)  # the retention has ended, so A was evicted
     assert tiers(cache, A) == (0, 0)
 
 
-def test_without_the_tier_what_is_evicted_is_gone() -> None:
+def test_without_host_memory_an_evicted_block_is_lost() -> None:
     cache = Driver()
     cache.add_worker(0, 8, num_host_blocks=8)
     cache.run(1, A)
@@ -275,7 +275,7 @@ def test_a_worker_takes_its_host_memory_with_it() -> None:
     assert tiers(cache, A) == (0, 0)
 
 
-def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
+def test_a_waiting_sequence_learns_that_the_host_dropped_its_match() -> None:
     cache = link(num_host=4)
     cache.run(1, A)
     cache.run(2, FILL)
@@ -285,7 +285,7 @@ def test_one_that_waits_learns_that_the_host_has_let_go() -> None:
     assert updates[3] == {}
 
 
-def test_what_is_demoted_keeps_a_priority_below_0() -> None:
+def test_a_demoted_block_keeps_a_priority_below_0() -> None:
     link = d.Driver(eviction="priority")
     link.add_worker(0, 1, num_host_blocks=2, host_tier=True)
     for sequence, priority in ((1, 0.0), (2, -2.0), (3, 0.0)):
@@ -298,7 +298,7 @@ def test_what_is_demoted_keeps_a_priority_below_0() -> None:
     assert found == [{0: (0, 0, 4)}, {}, {0: (0, 0, 4)}]
 
 
-def test_what_is_evicted_block_by_block_is_a_run_again() -> None:
+def test_blocks_evicted_one_by_one_form_a_run_again() -> None:
     link = d.Driver()
     link.add_worker(0, 8, num_host_blocks=16, host_tier=True)
     prompt = list(range(32))
@@ -315,7 +315,7 @@ def test_what_is_evicted_block_by_block_is_a_run_again() -> None:
     assert (admit.num_cached_tokens, d.unpack(admit.host_blocks)) == (28, [8, 7, 6, 5, 4, 3, 2])
 
 
-def test_what_comes_and_goes_keeps_the_priority_that_its_requests_gave_it() -> None:
+def test_a_block_keeps_its_priority_between_device_and_host() -> None:
     """Also one below 0, when it is evicted for the second time and the host has it already."""
     cache = link(eviction="priority")
     for sequence in (1, 3):

@@ -29,7 +29,7 @@ def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one(block_siz
     assert admitted(cache, 2, prompt) == (block_size + 1, [1, 3], 2)
 
 
-def test_blocks_of_one_token_leave_nothing_over() -> None:
+def test_blocks_of_one_token_have_no_partial_blocks() -> None:
     cache = Driver()
     cache.add_worker(0, 16, 1, partial_reuse=True)
     cache.run(1, A[:3])
@@ -44,7 +44,7 @@ def test_shorter_than_a_block() -> None:
     assert admitted(cache, 3, [1, 2, 3, 4, 5]) == (3, [3, 4], 1)
 
 
-def test_whole_blocks_are_not_found_in_it() -> None:
+def test_a_whole_block_replaces_a_partial_block_that_it_covers() -> None:
     cache = link()
     cache.run(1, A[:6])
     cache.run(2, A[:8])
@@ -58,8 +58,8 @@ def test_without_partial_reuse_nothing_is_kept() -> None:
     assert counts(cache) == (15, 1, 0)
 
 
-def test_what_was_only_to_be_copied_is_not_kept() -> None:
-    """The copy is made by a step that may never be sent."""
+def test_a_planned_copy_of_a_partial_block_is_not_kept() -> None:
+    """A step would make the copy, and the step may never be sent."""
     cache = link()
     cache.run(1, A)
     assert admitted(cache, 2, A[:7]) == (6, [1, 5], 2)
@@ -72,21 +72,21 @@ def test_what_was_only_to_be_copied_is_not_kept() -> None:
     assert cache.match(4, [*A[:6], 7, 7]) == {0: (7, 0)}
 
 
-def test_of_partial_blocks_with_the_same_tokens_one_is_kept() -> None:
+def test_one_of_several_equal_partial_blocks_is_kept() -> None:
     cache = link()
     for i in range(3):
         cache.run(i, A[:6])
     assert counts(cache) == (14, 2, 0)
-    cache.run(3, A[:5])  # all of it is in the other
+    cache.run(3, A[:5])  # the other partial block covers this one
     assert counts(cache) == (14, 2, 0)
-    cache.run(4, A[:7])  # has all of the other
+    cache.run(4, A[:7])  # this one covers the other partial block
     assert counts(cache) == (14, 2, 0)
     assert cache.match(5, A[:8]) == {0: (7, 0)}
     cache.run(6, [*A[:5], 9])
     assert counts(cache) == (13, 3, 0)
 
 
-def test_a_partial_block_that_ends_anew_is_as_new() -> None:
+def test_a_partial_block_that_is_stored_again_counts_as_recently_used() -> None:
     cache = link(num_blocks=4)
     cache.run(1, [1, 1])
     cache.run(2, [2, 2])
@@ -108,19 +108,19 @@ def test_a_partial_block_goes_before_its_parent() -> None:
 def test_a_partial_block_to_be_copied_and_dropped_is_not_granted_in_this_exchange() -> None:
     cache = link(num_blocks=5)
     cache.run(1, A[:6])
-    cache.start(2, A[:8])  # copies from it
-    begin = [d.match_op(3, A[:7]), d.admit_op(3, 0)]  # and so does this one
+    cache.start(2, A[:8])  # copies from the partial block
+    begin = [d.match_op(3, A[:7]), d.admit_op(3, 0)]  # also copies from the partial block
     end = [d.commit_op([(2, [], 8)]), d.match_op(4, [7] * 8), d.admit_op(4, 0)]
     response = cache.exchange(*begin, *end)
     copied = response.results[1].admit.copy_from
     assert copied == 2
-    assert response.results[4].HasField("error")  # one is free, and the dropped one
+    assert response.results[4].HasField("error")  # only two blocks could be granted: a free one and the dropped one
     assert counts(cache) == (2, 0, 3)
     assert 2 in cache.start(5, [8] * 8)[1]
 
 
 @pytest.mark.parametrize("salt", ["", "pepper"])
-def test_it_is_of_its_namespace(salt: str) -> None:
+def test_a_partial_block_belongs_to_its_namespace(salt: str) -> None:
     cache = link()
     cache.one(d.match_op(1, A[:6], salt="pepper"))
     cache.admit(1, 0)
@@ -130,7 +130,7 @@ def test_it_is_of_its_namespace(salt: str) -> None:
     assert (found.num_tokens if found else 0) == (6 if salt else 0)
 
 
-def test_each_worker_has_its_own() -> None:
+def test_each_worker_has_its_own_partial_blocks() -> None:
     cache = link(workers=2)
     cache.run(1, A[:6])
     assert cache.match(2, A[:7]) == {0: (6, 0)}
@@ -140,7 +140,7 @@ def test_each_worker_has_its_own() -> None:
     assert cache.match(5, A[:7]) == {1: (6, 0)}
 
 
-def test_a_reset_and_a_pin_of_what_comes_before() -> None:
+def test_a_reset_drops_a_partial_block_after_a_pinned_prefix() -> None:
     cache = link()
     cache.run(1, A[:6])
     admin.pin(cache.core, "x", d.pack(A[:6]))
@@ -153,7 +153,7 @@ def test_a_reset_and_a_pin_of_what_comes_before() -> None:
     assert Namespace() not in cache.core.tree.roots
 
 
-def test_it_is_retained_as_its_first_token_is() -> None:
+def test_a_partial_block_has_the_retention_of_its_first_token() -> None:
     cache = link(num_blocks=3)
     cache.one(d.match_op(1, [1, 1], retention=[(0, 0, 90, 0)]))
     cache.admit(1, 0)
@@ -165,7 +165,7 @@ def test_it_is_retained_as_its_first_token_is() -> None:
 
 
 @pytest.mark.parametrize("others", [COVERING_TRIED, COVERING_TRIED + 1])
-def test_no_search_among_all_that_others_have(others: int) -> None:
+def test_the_search_for_a_covering_block_is_bounded(others: int) -> None:
     """Thousands of blocks may begin with the first token of every prompt."""
     cache = Driver()
     cache.add_worker(0, 100, partial_reuse=True)

@@ -17,7 +17,7 @@ def host(num_host: int = 16, num_blocks: int = 8) -> Driver:
 
 
 def demoted(*prompts: list[int]) -> Driver:
-    """What is left of these is on the host alone."""
+    """A cache in which the blocks of these prompts are only on the host."""
     cache = host()
     for sequence, prompt in enumerate(prompts, 10):
         cache.run(sequence, prompt)
@@ -64,7 +64,7 @@ def test_a_beginning_outlives_the_block_that_it_was_copied_from() -> None:
     assert [tiers(cache, tokens) for tokens in (A[:4], A[:3], [*A[:3], 5])] == [(0, 3), (0, 3), (0, 4)]
 
 
-def test_behind_what_the_device_has() -> None:
+def test_a_partial_host_block_after_device_blocks() -> None:
     cache = host()
     cache.run(1, A[:6])
     cache.start(2, [7] * 28)  # the partial block is evicted, the block before it stays
@@ -75,7 +75,7 @@ def test_behind_what_the_device_has() -> None:
 
 
 @pytest.mark.parametrize("on_device", [1, 2, 3])
-def test_the_longer_one_is_copied(on_device: int) -> None:
+def test_the_longer_partial_block_is_copied(on_device: int) -> None:
     cache = host()
     cache.run(1, A[:6])
     cache.start(2, [7] * 28)
@@ -125,7 +125,7 @@ def test_without_room_for_the_copy_it_does_without() -> None:
     assert len(d.unpack(result.block_table)) == 2
 
 
-def test_a_longer_one_takes_the_place_of_a_shorter_one() -> None:
+def test_a_longer_partial_block_replaces_a_shorter_one() -> None:
     cache = demoted(A[:5])
     cache.run(1, A[:7])
     cache.start(2, OTHER)

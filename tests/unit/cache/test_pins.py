@@ -44,7 +44,7 @@ def refused(link: d.Driver, *arguments: Any, **options: Any) -> tuple[Code, str]
     return error.value.code, error.value.message
 
 
-def test_what_is_pinned_is_not_evicted_until_it_is_unpinned(link: d.Driver) -> None:
+def test_a_pinned_block_is_not_evicted(link: d.Driver) -> None:
     link.run(1, A)
     assert pin(link, "system", A) == {0: 16}
     for i in range(5):
@@ -69,7 +69,7 @@ def test_the_scheduler_hears_of_it_with_the_next_exchange(link: d.Driver) -> Non
     assert link.pools[0][:3] == (16, 0, 0)
 
 
-def test_every_worker_pins_what_it_has(link: d.Driver) -> None:
+def test_every_worker_pins_the_blocks_that_it_holds(link: d.Driver) -> None:
     link.add_worker(1, 16)
     link.add_worker(2, 16)
     link.add_worker(3, 16, prefix_caching=False)
@@ -97,7 +97,7 @@ def test_a_pin_ends_with_its_time(link: d.Driver) -> None:
     assert link.pools[0][:3] == (12, 3, 1)
 
 
-def test_pins_get_a_share_of_the_pool_and_share_what_they_have_in_common(link: d.Driver) -> None:
+def test_pins_are_limited_to_a_share_of_the_pool_and_common_blocks_count_once(link: d.Driver) -> None:
     link.run(1, A)
     link.run(2, [*A[:8], *B[:8]])
     link.run(3, B[:12])
@@ -153,7 +153,7 @@ def test_bad_pins_are_refused_with_the_field_and_the_limit(link: d.Driver, monke
     assert refused(d.Driver(), "x", tokens) == (Code.NOT_FOUND, "there is no worker, so nothing is cached")
 
 
-def test_a_reset_leaves_what_is_used_and_what_is_pinned(link: d.Driver) -> None:
+def test_a_reset_leaves_used_and_pinned_blocks(link: d.Driver) -> None:
     link.run(1, A)
     link.run(2, B)
     link.start(3, [*B, 1])
@@ -178,7 +178,7 @@ def test_the_metrics_show_it_before_the_next_exchange(link: d.Driver) -> None:
     admin.unpin(link.core, "a")
     assert shown() == (14, 2, 0)
     link.exchange()
-    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler hears of it all the same
+    assert link.pools[0][:3] == (14, 2, 0)  # the scheduler still learns of it
 
 
 def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:

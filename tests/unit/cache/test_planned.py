@@ -32,7 +32,7 @@ def confirm(cache: Driver, *computed: tuple[int, int]) -> None:
     cache.one(d.commit_op([(sequence, [], num_tokens) for sequence, num_tokens in computed]))
 
 
-def test_the_second_of_an_exchange_shares_what_the_first_is_to_compute() -> None:
+def test_the_second_admission_of_an_exchange_shares_blocks_that_the_first_will_compute() -> None:
     cache = link()
     first, second = both(cache)
     assert (first.num_cached_tokens, first.shares_planned) == (0, False)
@@ -52,7 +52,7 @@ def test_no_more_than_is_planned_is_shared() -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_what_was_planned_and_never_sent_is_forgotten_with_its_last_user() -> None:
+def test_blocks_of_an_unsent_step_are_forgotten_with_their_last_user() -> None:
     cache = link()
     both(cache)
     cache.free(1)
@@ -83,7 +83,7 @@ def test_nothing_is_copied_from_a_block_that_is_yet_to_be_written() -> None:
     assert (third.num_cached_tokens, third.copy_from) == (6, d.unpack(results[0].admit.block_table)[1])
 
 
-def test_what_runs_already_can_have_planned_tokens() -> None:
+def test_a_running_sequence_can_have_planned_tokens() -> None:
     cache = link()
     cache.match(1, A)
     cache.one(d.admit_op(1, 0, new_tokens=16, planned=4))
@@ -133,7 +133,7 @@ def test_more_planned_than_there_are_blocks_for_is_refused(planned: int) -> None
         cache.one(d.commit_op([(1, [5], 4)], planned=True))
 
 
-def test_what_is_planned_can_be_neither_swapped_nor_forked() -> None:
+def test_a_sequence_with_planned_tokens_can_be_neither_swapped_nor_forked() -> None:
     cache = link(num_host_blocks=8)
     both(cache)
     for op in (d.swap_out_op(1), d.fork_op(3, 0, 1)):

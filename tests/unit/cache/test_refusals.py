@@ -64,7 +64,7 @@ BAD_OPS = {
 
 
 @pytest.mark.parametrize("name", BAD_OPS)
-def test_what_is_refused_changes_nothing_and_leaves_the_others_alone(name: str) -> None:
+def test_a_refused_operation_changes_nothing_and_others_succeed(name: str) -> None:
     link = Driver()
     link.add_worker(0, num_blocks=16, num_host_blocks=1)
     op, code = BAD_OPS[name]

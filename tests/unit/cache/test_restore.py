@@ -19,7 +19,7 @@ B = [*A[:8], *range(200, 208)]
 
 
 def make(*entries: pb.RestoredSequence, prefix_caching: bool = True, num_blocks: int = 16, num_host: int = 0) -> Driver:
-    """A core in which all these are restored."""
+    """A core in which all these entries are restored."""
     link = Driver()
     assert not refusals(link, *entries, prefix_caching=prefix_caching, num_blocks=num_blocks, num_host=num_host)
     return link
@@ -80,9 +80,9 @@ def test_blocks_may_be_shared_as_far_as_tokens_agree() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_of_equal_blocks_the_shared_one_is_stored(order: tuple[int, ...]) -> None:
+def test_the_shared_one_of_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
     entries = [
-        d.restored(1, A, 16, [1, 2, 3, 4]),  # 3 and 4 are its own
+        d.restored(1, A, 16, [1, 2, 3, 4]),  # blocks 3 and 4 are not shared
         d.restored(2, [*A, 5], 16, [1, 2, 13, 14, 15]),  # shares all but the last
         d.restored(3, [*A, 6], 16, [1, 2, 13, 14, 16]),
         d.restored(4, A, 16, [9, 10, 11, 12]),  # shares nothing
@@ -138,7 +138,7 @@ def test_a_fork_of_two_families_joins_them() -> None:
         assert link.pools[0] == (16, 0, 0, 0)
 
 
-def test_what_is_swapped_out_has_its_host_blocks_again() -> None:
+def test_a_restored_swapped_sequence_has_its_host_blocks() -> None:
     entries = [d.restored(1, A[:10], 9, host=[5, 2, 3]), d.restored(2, A[:6], 5, [1, 2])]
     link = make(*entries, num_host=6)
     assert (link.pools[0], link.host_pools[0]) == ((14, 0, 2, 0), (3, 3))
@@ -151,7 +151,7 @@ def test_what_is_swapped_out_has_its_host_blocks_again() -> None:
     assert sorted(host for _, host in link.swap_out(3)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_terms_and_namespaces() -> None:
+def test_request_metadata_and_namespaces() -> None:
     entry = d.restored(1, A[:8], 8, [1, 2], salt="pepper")
     entry.retention.append(RetentionRange(start=0, end=4, priority=80))
     entry.priority = 3.0
@@ -178,7 +178,7 @@ def test_a_restore_in_parts_is_one() -> None:
     assert link.core.counters.restored_sequences == 3
 
 
-def test_watchers_are_told() -> None:
+def test_watchers_get_events_of_restored_blocks() -> None:
     link = Driver()
     follower = Follower()
     follower.join(link.core.events, link.core.tree)
@@ -262,8 +262,8 @@ def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> No
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_two_shared_blocks_of_one_place_cannot_be(prefix_caching: bool) -> None:
-    """One of the blocks is stored. Of the sequences with the other block, one keeps it as a duplicate."""
+def test_a_position_in_the_tree_cannot_have_two_shared_blocks(prefix_caching: bool) -> None:
+    """One of the two blocks is stored. One sequence keeps the other block as a duplicate."""
     first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
     second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4, 5)]
     link = Driver()
@@ -279,7 +279,7 @@ def test_two_shared_blocks_of_one_place_cannot_be(prefix_caching: bool) -> None:
     assert link.pools[0][0] + link.pools[0][1] == 16
 
 
-def test_what_a_refused_one_would_have_stored_is_not_in_the_tree() -> None:
+def test_a_refused_restore_entry_stores_no_block_in_the_tree() -> None:
     first = [d.restored(1, A[:4], 4, [1]), d.restored(2, A[:4], 4, [1])]
     second = [d.restored(3, A[:4], 4, [2]), d.restored(4, A, 16, [2, 3, 4, 5])]
     link = Driver()
@@ -287,7 +287,7 @@ def test_what_a_refused_one_would_have_stored_is_not_in_the_tree() -> None:
     assert link.probe(A) == {0: (4, 4)}
 
 
-def test_only_right_after_the_worker_was_added() -> None:
+def test_a_restore_is_possible_only_right_after_the_worker_was_added() -> None:
     for used in (
         [d.match_op(7, [1]), d.admit_op(7, 0)],
         [d.restore_op(0, [d.restored(7, A[:4], 4, [1])])],
@@ -328,7 +328,7 @@ def test_an_incomplete_restore_is_dropped_with_its_worker() -> None:
     assert link.core.admitted.keys() == {2}
 
 
-def test_what_no_longer_runs_is_cached() -> None:
+def test_a_restored_sequence_that_no_longer_runs_is_cached() -> None:
     """Also blocks that two sequences share, and (with partial reuse) the beginning of a block."""
     link = Driver()
     link.add_worker(0, 16, num_host_blocks=4, partial_reuse=True)
@@ -350,7 +350,7 @@ def test_what_no_longer_runs_is_cached() -> None:
     link.core.check_invariants()
 
 
-def test_what_is_cached_is_of_its_namespace() -> None:
+def test_restored_cached_blocks_stay_in_their_namespace() -> None:
     link = Driver()
     link.add_worker(0, 16)
     link.one(d.restore_op(0, [d.restored(1, A, 16, [1, 2, 3, 4], salt="pepper")], cached=True))
@@ -364,7 +364,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert link.pools[0] == (16, 0, 0, 0)
 
 
-def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
+def test_retention_of_a_block_restored_as_cached_begins_with_the_restore() -> None:
     """Also if the worker was added in the same exchange."""
     link = Driver()
     link.now_ms = 5000
@@ -378,7 +378,7 @@ def test_what_is_restored_as_cached_is_retained_from_then_on() -> None:
         assert {residency.retention for residency in device.queue.upcoming(device.index)} == {priority}
 
 
-def test_what_another_worker_holds_outlives_a_round_that_is_repeated() -> None:
+def test_blocks_of_another_worker_survive_a_repeated_restore() -> None:
     link = Driver()
     link.add_worker(1, 16)
     link.run(9, A[:5], worker=1)

@@ -42,7 +42,7 @@ def entries_of(worker: WorkerBlocks) -> list[pb.RestoredSequence]:
 
 
 def tables(worker: WorkerBlocks) -> tuple[Tables, Tables]:
-    """Of what runs, and of what is swapped out."""
+    """Restore entries of running and of swapped-out sequences."""
     return (
         {i: (bytes(s.tokens), s.num_computed_tokens, list(s.table)) for i, s in worker.sequences.items()},
         {i: (s.token_ids, s.num_computed_tokens, list(s.host_blocks)) for i, s in worker.swapped.items()},

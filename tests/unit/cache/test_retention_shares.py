@@ -108,7 +108,7 @@ def test_a_retained_block_counts_with_all_that_it_keeps_from_being_evicted() -> 
     assert retained_blocks(cache) == 8
 
 
-def test_what_several_prompts_begin_with_counts_once() -> None:
+def test_a_common_prefix_counts_once() -> None:
     cache, begin = link(num_blocks=40), prompt(1, 6)
     for number in range(2, 6):
         stored(cache, number, [*begin, *prompt(number, 1)])
@@ -134,7 +134,7 @@ def test_another_tenants_retention_is_not_lowered() -> None:
     assert retained_blocks(cache, "a") == 0
 
 
-def test_what_is_over_counts_no_more() -> None:
+def test_expired_retention_does_not_count() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 8), retention=[(0, 0, 80, 50)])
     cache.now_ms = 100
@@ -143,7 +143,7 @@ def test_what_is_over_counts_no_more() -> None:
     assert retained_blocks(cache) == 8
 
 
-def test_host_memory_has_shares_of_its_own() -> None:
+def test_host_memory_has_its_own_shares() -> None:
     cache = link(num_blocks=16, num_host=40)
     for number in range(1, 20):
         stored(cache, number, prompt(number, 4))
@@ -163,7 +163,7 @@ def test_an_operators_pins_are_no_tenants() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_comes_the_shares_hold(seed: int) -> None:
+def test_the_shares_hold_under_random_operations(seed: int) -> None:
     rng = random.Random(seed)
     cache = Driver(retained=rng.choice([0.1, 0.3]), total_retained=rng.choice([0.3, 0.5]))
     cache.add_worker(0, 24, num_host_blocks=12, partial_reuse=rng.random() < 0.5, host_tier=rng.random() < 0.7)

@@ -130,7 +130,7 @@ def test_a_block_to_be_copied_is_not_granted_in_the_same_exchange() -> None:
     assert admitted(cache, 5, B) == (0, [4, 5, 6, 2], 0)
 
 
-def test_it_does_without_the_copy_where_it_would_stand_in_its_own_way() -> None:
+def test_a_copy_that_would_need_its_own_source_is_left_out() -> None:
     cache = link(num_blocks=3)
     cache.run(1, A[:8])
     assert admitted(cache, 2, [*A[:6], 7, 7, 7]) == (4, [1, 3, 2], 0)
@@ -139,7 +139,7 @@ def test_it_does_without_the_copy_where_it_would_stand_in_its_own_way() -> None:
 # ── namespaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_cached_under_one_salt_is_not_there_under_another() -> None:
+def test_two_salts_share_no_cached_blocks() -> None:
     cache = link()
 
     def matched(sequence: int, salt: str) -> list[int]:
@@ -156,7 +156,7 @@ def test_what_is_cached_under_one_salt_is_not_there_under_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "lora", "cache_salt"])
-def test_what_is_cached_under_one_name_is_not_there_under_another(name: str) -> None:
+def test_two_namespace_names_share_no_cached_blocks(name: str) -> None:
     cache = link()
 
     def matched(sequence: int, value: str) -> list[int]:
@@ -170,7 +170,7 @@ def test_what_is_cached_under_one_name_is_not_there_under_another(name: str) -> 
     assert [matched(sequence, value) for sequence, value in enumerate(["x", "", "xy", "x"], 2)] == [[15], [], [], [15]]
 
 
-def test_a_namespace_with_nothing_in_it_is_forgotten() -> None:
+def test_an_empty_namespace_is_forgotten() -> None:
     cache = link(num_blocks=4)
     assert cache.core.tree is not None
     for i, salt in enumerate(["a", "b", "c"]):
@@ -262,8 +262,8 @@ def test_each_reuse_renews_a_retention() -> None:
     assert keeps(cache, ONE, TWO) == [False, True]
 
 
-def test_a_later_request_sets_the_retention_of_what_it_finds() -> None:
-    """Also if it computes no whole block of its own."""
+def test_a_later_request_sets_the_retention_of_its_hits() -> None:
+    """Also if the request computes no whole block."""
     cache = link(num_blocks=3, partial_reuse=False)
     stored(cache, 1, ONE)
     stored(cache, 2, [*ONE, 7], retention=[(0, 0, 80, 0)])
@@ -277,7 +277,7 @@ def test_a_later_request_sets_the_retention_of_what_it_finds() -> None:
     assert keeps(cache, ONE, TWO) == [False, True], "the newest wish counts, also if it is less"
 
 
-def test_a_range_of_tokens_is_kept_longer_than_what_is_before_it_and_takes_that_with_it() -> None:
+def test_a_retained_range_keeps_the_tokens_before_it() -> None:
     """No block is kept without those before it: without them it could not be reused."""
     cache = link(num_blocks=5, partial_reuse=False)
     stored(cache, 1, A, retention=[(8, 12, 90, 0)])
@@ -322,7 +322,7 @@ def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
 
 
 def test_a_retention_ends_once() -> None:
-    """A block that was set aside for a child of it stands where it stood, and its time is over but once."""
+    """A block that was set aside because of its child keeps its position in the queue, and expires only once."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 4, 35, 10), (4, 8, 80, 0)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -333,7 +333,7 @@ def test_a_retention_ends_once() -> None:
 
 
 def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
-    """Also if the one that was used first has lost its end meanwhile."""
+    """Also if the block that was used first has lost its last part."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 0, 80, 10)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -343,8 +343,8 @@ def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
     assert cache.extend(3) == [3]
 
 
-def test_uses_of_what_is_retained_are_not_remembered() -> None:
-    """Neither those of a block that is used again and again, nor those of blocks that are gone."""
+def test_uses_of_retained_blocks_are_not_remembered() -> None:
+    """The queue keeps no old entries of a block that is used repeatedly, and none of evicted blocks."""
     cache = link(num_blocks=6)
     hour = 3_600_000
     for i in range(300):

@@ -35,7 +35,7 @@ def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: in
     assert told(cache.exchange(d.commit_op([(9, [], len(leader))]))) == {s: {0: (num_tokens, depth, 0)} for s in (1, 2)}
 
 
-def test_the_middle_of_what_is_written_now() -> None:
+def test_a_match_in_the_middle_of_a_block_that_is_being_written() -> None:
     """The match of the waiting sequence ends there."""
     cache = link()
     cache.match(1, [*LONG[:24], 1, 1])
@@ -51,7 +51,7 @@ def test_the_partial_block_of_a_sequence_that_ends() -> None:
     assert told(cache.exchange(d.free_op([2]))) == {1: {0: (10, 0, 0)}}
 
 
-def test_only_if_it_is_more_than_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_subscriptions_with_a_longer_match_are_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts begin with the same token, and the stored block has nothing else in common with most of them."""
     cache = link()
     for s in range(1, 100):
@@ -84,7 +84,7 @@ def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
     assert told(cache.exchange(d.commit_op([(9, [], 32)]))) == {}
 
 
-def test_what_another_worker_writes_first() -> None:
+def test_a_block_that_another_worker_writes_first() -> None:
     cache = link(workers=2)
     cache.match(1, [*LONG[:12], 5, 5])
     cache.exchange(d.match_op(2, LONG), d.admit_op(2, 0, planned=40))
@@ -115,7 +115,7 @@ def test_a_rematch_is_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(response) == {2: {0: (32, 32, 0), 1: (32, 0, 0)}}
 
 
-def test_what_is_registered_anew() -> None:
+def test_a_sequence_that_is_registered_again() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])
     cache.add_worker(1, 64, 16, partial_reuse=True)

@@ -17,7 +17,7 @@ def link() -> Driver:
     return link
 
 
-def test_what_is_computed_moves_and_comes_back(link: Driver) -> None:
+def test_computed_blocks_are_swapped_out_and_in(link: Driver) -> None:
     link.start(1, A[:10])  # three blocks, two and a half of them computed
     link.commit(1, [], 9)
     assert link.swap_out(1) == [(1, 1), (2, 2), (3, 3)]
@@ -29,7 +29,7 @@ def test_what_is_computed_moves_and_comes_back(link: Driver) -> None:
     assert link.host_pools[0] == (4, 0)
 
 
-def test_what_was_evicted_meanwhile_comes_from_host_memory(link: Driver) -> None:
+def test_blocks_evicted_during_the_swap_come_from_host_memory(link: Driver) -> None:
     link.start(1, A[:10])
     link.commit(1, [], 9)
     link.swap_out(1)

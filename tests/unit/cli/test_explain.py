@@ -69,7 +69,9 @@ def test_explain_of_several_sequences(scheduler: str, capsys: pytest.CaptureFixt
     assert lines[-1] == "1 more sequences of this request are not shown"
 
 
-def test_what_a_server_says_is_obeyed_by_no_terminal(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_server_do_not_reach_the_terminal(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", "unknown", "--scheduler", scheduler]) == 1
     assert capsys.readouterr().err.endswith(":100:' run\\x1b[31m\n")
 
@@ -86,4 +88,4 @@ def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_id_that_is_no_text(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "\udcff", "--scheduler", scheduler]) == 2
-    assert "request_id: '\\udcff' is no UTF-8" in capsys.readouterr().err
+    assert "request_id: '\\udcff' is not UTF-8" in capsys.readouterr().err

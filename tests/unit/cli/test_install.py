@@ -57,7 +57,7 @@ def choose(install: ModuleType, monkeypatch: pytest.MonkeyPatch, commands: Comma
 
 
 @pytest.mark.parametrize(("gpu", "torch"), [(True, "auto"), (True, "pip"), (False, "pip")])
-def test_pip_decides_on_torch_where_there_is_a_gpu_or_it_is_asked_to(
+def test_pip_chooses_torch_with_a_gpu_or_on_demand(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, gpu: bool, torch: str
 ) -> None:
     commands = Commands()
@@ -93,7 +93,9 @@ def test_one_line_says_that_the_cpu_build_cannot_be_had(install: ModuleType, mon
     ]
 
 
-def test_a_gpu_is_what_the_driver_lists(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_counts_if_the_driver_lists_it(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(install.shutil, "which", lambda *_, **__: None)
     assert not install.has_nvidia_gpu(tmp_path / "missing")
     assert not install.has_nvidia_gpu(tmp_path)
@@ -124,7 +126,7 @@ Installing collected packages: numpy, torch, paceline
 """
 
 
-def test_what_pip_does_is_read_from_its_lines(install: ModuleType) -> None:
+def test_the_progress_of_pip_is_read_from_its_output(install: ModuleType) -> None:
     status = install.Status("asking")
     shown = []
     for line in PIP_WRITES.splitlines(keepends=True):
@@ -156,7 +158,7 @@ def test_two_minutes_are_eight_lines_of_a_log_and_one_line_of_a_terminal(
 
 
 def test_an_index_that_cannot_be_reached_is_named_in_one_line(tmp_path: Path) -> None:
-    """In an environment of its own, with a pip that knows one index, at a port where nothing listens."""
+    """Runs in its own environment. Its pip knows one index, at a port without a server."""
     venv.create(tmp_path, with_pip=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_CACHE_DIR": "1"}

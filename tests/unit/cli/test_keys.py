@@ -1,4 +1,4 @@
-"""`paceline keys`, and the key that a command shows."""
+"""`paceline keys`, and the key that a command sends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_new_adds_to_a_file_and_prints_only_the_key(capsys: pytest.CaptureFixtur
         (["x", "--file", "/nowhere/keys.toml"], "No such file or directory"),
     ],
 )
-def test_a_wrong_key_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+def test_a_wrong_key_is_refused_with_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
     status, out, err = run(capsys, "new", *argv)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err

@@ -64,7 +64,7 @@ def test_a_long_life_forgives() -> None:
         (1, None, False, "ended with status 1: the device is gone"),
     ],
 )  # fmt: skip
-def test_the_end_of_a_child_reads_as_its_cause(
+def test_the_message_names_the_cause_of_a_childs_end(
     status: int, oom_kills: int | None, killed_here: bool, text: str
 ) -> None:
     last_lines = ["info something", "paceline worker: the device is gone", "one more line"]

@@ -168,7 +168,7 @@ def test_preempted_requests_are_swapped_as_long_as_there_are_host_blocks(
     assert outcome["generated_tokens"] == {"0": 12, "1": 12, "2": 12}
     scheduled = [entry for step in outcome["steps"] for entry in step["scheduled"]]
     prompts = [entry["id"] for entry in scheduled if entry["phase"] == "prefill"]
-    assert (len(prompts) == 3) == (modes == {"swap"})  # what was swapped goes on decoding
+    assert (len(prompts) == 3) == (modes == {"swap"})  # the swapped request continues decoding
 
 
 def played(tmp_path: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("name", sorted(scenario()))
-def test_what_is_missing_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_field_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = scenario()
     del values[name]
     if name in ("num_host_blocks", "prefix_caching", "preset", "options"):

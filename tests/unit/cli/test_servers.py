@@ -180,7 +180,7 @@ def test_no_server_is_one_line(
     assert get(capsys) == f"paceline policy: {nothing}; PACELINE_SCHEDULER names it"
 
 
-def test_what_is_no_scheduler_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_no_scheduler_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
@@ -190,7 +190,7 @@ def test_what_is_no_scheduler_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     server.stop(None)
 
 
-def test_what_speaks_http_is_no_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_http_server_is_no_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
 

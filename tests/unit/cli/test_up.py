@@ -77,7 +77,7 @@ async def test_flags_reach_the_services_that_take_them() -> None:
     assert all(flags(child)["--log-level"] == "debug" for child in children)
 
 
-async def test_what_was_not_chosen_is_left_to_the_service() -> None:
+async def test_a_setting_that_was_not_given_is_left_to_the_service() -> None:
     """So that `worker.block_size` in the file, or PACELINE_WORKER_BLOCK_SIZE, holds under `up` too."""
     _, scheduler, worker, gateway = map(flags, Up("--port", "0").plan)
     for name in ("--block-size", "--dtype", "--load-format", "--threads", "--num-blocks", "--model", "--max-model-len"):
@@ -213,9 +213,7 @@ async def test_one_port_cannot_be_asked_for_twice() -> None:
         (False, ["--log-format", "human"], "human"),
     ],
 )
-async def test_services_write_json_where_no_person_reads_or_it_is_asked_for(
-    terminal: bool, asked: list[str], told: str
-) -> None:
+async def test_services_write_json_without_a_terminal_or_on_demand(terminal: bool, asked: list[str], told: str) -> None:
     settings = load_settings(UpSettings, ["--port", "0", *asked], prog="paceline up")
     children = plan(settings, Ports(settings), is_terminal=terminal)
     assert {flags(child)["--log-format"] for child in children} == {told}

@@ -94,7 +94,7 @@ async def until_over(stack: ShellStack) -> str:
         await stack.stop()
 
 
-async def test_a_worker_that_is_killed_three_times_before_it_is_ready_ends_it_all_with_the_reason() -> None:
+async def test_up_ends_with_the_reason_after_three_kills_of_an_unready_worker() -> None:
     stack = ShellStack({"worker-1": KILLED}, 1, others_serve=False)
     reason = await until_over(stack)
     assert reason.startswith("worker-1 was killed by signal 9 (SIGKILL): the kernel ")

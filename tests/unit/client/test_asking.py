@@ -39,12 +39,12 @@ def test_lost_doubled_and_exchanged_tokens_are_found(events: list[Event]) -> Non
     assert answer(*events).differs(answer(*EVENTS))
 
 
-def test_what_did_not_end_is_wrong_and_says_why() -> None:
+def test_an_unfinished_answer_is_wrong_and_the_problem_says_why() -> None:
     lost = replace(answer(*EVENTS[:2]), is_done=False, breaks=cast(Any, ["503"]))
     assert lost.differs(answer(*EVENTS)) == "did not end: ['503']"
 
 
-def test_what_was_cancelled_must_be_the_beginning() -> None:
+def test_a_cancelled_answer_must_be_a_beginning_of_the_right_one() -> None:
     cancelled = [replace(answer(*events), is_done=False, is_cancelled=True) for events in (EVENTS[:2], EVENTS[1:2])]
     assert not cancelled[0].differs(answer(*EVENTS))
     assert cancelled[1].differs(answer(*EVENTS))

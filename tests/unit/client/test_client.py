@@ -23,7 +23,7 @@ from services.client import (
 from services.client.types import Options, Sampling, error_from, make_request, piece_from, result_from
 
 
-def test_only_what_was_given_is_sent() -> None:
+def test_only_given_arguments_are_sent() -> None:
     request = make_request("hi", None, None, "m", {"temperature": 0, "stop": ["a"]})
     assert (request.text, request.model) == ("hi", "m")
     assert request.sampling.HasField("temperature")
@@ -128,7 +128,7 @@ def test_a_stream_that_just_stops_is_an_error(pieces: list[Piece]) -> None:
         result_from(pieces)
 
 
-def test_errors_have_types_and_say_what_the_server_said() -> None:
+def test_errors_have_types_and_the_servers_message() -> None:
     error = error_from(grpc.StatusCode.INVALID_ARGUMENT, "bad", [("field", "sampling.top_p")])
     assert isinstance(error, InvalidRequest)
     assert (str(error), error.field, error.retry_after_s) == ("bad", "sampling.top_p", None)
@@ -171,6 +171,6 @@ def test_seeds_are_those_of_http() -> None:
     ("options", "name"),
     [({"seed": 2**64}, "seed"), ({"resume_after": -1}, "resume_after"), ({"stop": ["\ud83d"]}, "stop")],
 )
-def test_what_the_protocol_has_no_room_for_is_named(options: Any, name: str) -> None:
+def test_a_value_that_the_protocol_cannot_carry_is_named(options: Any, name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: "):
         make_request("a", None, None, "", options)

@@ -33,7 +33,7 @@ def token(request: inference_pb2.GenerateRequest, position: int) -> int:
 def messages(
     request: inference_pb2.GenerateRequest, sizes: list[int] | None = None, shift: int = 0
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """The answer behind what the client has (or, shifted, behind another token), in messages of these sizes."""
+    """The answer after the client's tokens (or, shifted, after another token), in messages of these sizes."""
     position = request.resume_after
     expected = [token(request, i) for i in range(position)]
     assert list(request.resume_token_ids) == expected, "the tokens that it got"
@@ -97,7 +97,7 @@ def test_each_token_comes_once_and_in_order(calls: list[tuple[list[int], int, gr
     assert is_whole(pieces, request.sampling.seed)
 
 
-def test_it_is_tried_again_for_so_long_and_a_token_buys_more_time() -> None:
+def test_retries_last_for_retry_for_s_after_the_last_token() -> None:
     request = make_request("hi", None, None, "", {"seed": 0})
     going = Continuation(request, retry_for_s=10.0, timeout_s=None, now_s=0.0)
     away = error_from(CODES.UNAVAILABLE, "away", None)
@@ -140,7 +140,7 @@ def test_other_errors_are_the_answer(code: grpc.StatusCode) -> None:
     assert raised.value is error
 
 
-def test_a_full_queue_is_the_answer_to_what_was_not_accepted_yet() -> None:
+def test_a_full_queue_raises_overloaded_before_the_first_token() -> None:
     going = Continuation(make_request("hi", None, None, "", {}), retry_for_s=30.0, timeout_s=None, now_s=0.0)
     full = error_from(CODES.RESOURCE_EXHAUSTED, "full", [("retry-after-s", "4")])
     with pytest.raises(Overloaded):
@@ -158,7 +158,7 @@ def test_a_stream_that_was_reset_is_a_connection_that_was_lost() -> None:
     ("options", "has_seed"),
     [({}, True), ({"temperature": 0}, True), ({"idempotency_key": "k"}, False), ({"seed": 5}, True)],
 )
-def test_what_no_key_makes_reproducible_gets_a_seed(options: Any, has_seed: bool) -> None:
+def test_a_request_without_a_key_gets_a_seed(options: Any, has_seed: bool) -> None:
     request = make_request("hi", None, None, "", options)
     Continuation(request, retry_for_s=30.0, timeout_s=None, now_s=0.0)
     assert request.sampling.HasField("seed") == has_seed
@@ -262,7 +262,7 @@ both = pytest.mark.parametrize("ask", [from_blocking, from_asyncio])
 
 @both
 @pytest.mark.parametrize("how", BREAKS)
-async def test_a_server_that_dies_at_every_place(ask: Any, how: str) -> None:
+async def test_a_server_that_dies_after_each_message(ask: Any, how: str) -> None:
     lives = [*range(4), 0, 0]
     servicer = Dying(list(lives), BREAKS[how])
     with served(servicer) as target:

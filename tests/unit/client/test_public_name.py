@@ -6,6 +6,6 @@ import paceline.client
 import services.client
 
 
-def test_it_exports_what_services_client_exports() -> None:
+def test_paceline_client_exports_the_names_of_services_client() -> None:
     assert paceline.client.__all__ == services.client.__all__
     assert paceline.client.PacelineClient is services.client.PacelineClient

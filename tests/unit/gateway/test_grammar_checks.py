@@ -44,7 +44,7 @@ def schema(value: Any) -> Structure:
 
 
 async def stopped(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One trial process, which is stopped."""
+    """Starts the only trial process and stops it with SIGSTOP. Returns its pid."""
     monkeypatch.setattr(grammar_checks, "NUM_PROCESSES", 1)
     await checks.grammar(regex("first"), "")
     [process] = checks._idle
@@ -140,7 +140,7 @@ async def test_a_choice_of_4096_texts_allows_each_of_them_and_nothing_else(check
         assert (consumed and matcher.is_accepting()) == fits, text
 
 
-async def test_what_was_tried_is_not_tried_again(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_result_of_a_trial_is_kept(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "MAX_RESULTS", 3)
     with pytest.raises(ApiError) as first:
         await checks.grammar(regex("("), "")
@@ -210,8 +210,8 @@ async def test_a_full_queue_of_one_tenant_lets_another_in(
     assert not checks._queues
 
 
-async def test_a_trial_that_the_kernel_kills_says_nothing_of_its_grammar(checks: GrammarChecks) -> None:
-    """The machine had no memory left, or no core within WALL_S."""
+async def test_a_trial_that_the_kernel_kills_is_no_verdict_on_its_grammar(checks: GrammarChecks) -> None:
+    """Such a kill means that the machine had no memory left, or no free core within WALL_S."""
     checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
     endless = Structure("grammar", "grammar", 'start: %json {"multipleOf": 50000017}')
     asking = asyncio.create_task(checks.grammar(endless, ""))
@@ -223,12 +223,10 @@ async def test_a_trial_that_the_kernel_kills_says_nothing_of_its_grammar(checks:
     with pytest.raises(ApiError) as failed:
         await asking
     assert (failed.value.status, failed.value.retry_after_s) == (503, 1)
-    assert not checks._results, "it is tried again when it is asked for again"
+    assert not checks._results, "the next request tries the grammar again"
 
 
-async def test_a_client_that_leaves_takes_its_trial_along(
-    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_trial_of_a_client_that_leaves_ends(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     process = await stopped(checks, monkeypatch)
     left = asyncio.Event()
     running = asyncio.create_task(checks.grammar(regex("runs"), "", left.is_set))
@@ -248,7 +246,7 @@ async def test_a_client_that_leaves_takes_its_trial_along(
     assert [key[1] for key in checks._results] == ["first", "shared"]
 
 
-async def test_a_trial_that_runs_is_ended(checks: GrammarChecks) -> None:
+async def test_a_running_trial_can_be_ended(checks: GrammarChecks) -> None:
     """The trial process ends the trial, answers at once, and can run the next trial."""
     checks.limits = TrialLimits(cpu_s=100, memory_bytes=2**33)
     process = await checks._start()
@@ -282,8 +280,8 @@ def test_a_mask_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) 
         follow(TOKENIZER, grammar)
 
 
-def test_it_runs_on_the_gateways_event_loop() -> None:
-    """uvloop's subprocesses are not asyncio's."""
+def test_trials_run_under_uvloop() -> None:
+    """The gateway runs under uvloop, which has its own code for subprocesses."""
 
     async def main() -> str:
         checks = GrammarChecks(CHECKPOINT / "tokenizer.json", 1024, frozenset({0}))
@@ -296,7 +294,7 @@ def test_it_runs_on_the_gateways_event_loop() -> None:
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_idle_processes_that_have_died_cost_no_request_for_long(is_known: bool) -> None:
+def test_dead_idle_processes_fail_at_most_one_request_each(is_known: bool) -> None:
     """With uvloop a write to such a process raises RuntimeError, not ConnectionError."""
 
     async def main() -> None:
@@ -327,7 +325,7 @@ async def test_a_process_that_cannot_start_fails_its_trial(checks: GrammarChecks
     assert failed.value.status == 503
 
 
-def test_a_token_is_found_in_a_mask_whatever_its_length() -> None:
+def test_a_token_is_found_in_a_mask_of_any_length() -> None:
     mask = bytes([0b1, 0, 0b100, 0b11000]) + bytes(20_000)
     assert _any_token(mask, 0, frozenset()) == 0
     assert _any_token(mask, 0, frozenset({0})) == 18

@@ -1,4 +1,4 @@
-"""Shapes of log probabilities: what is a token's text, where it begins, and what stands beside it."""
+"""Shapes of log probabilities: a token's text, where it begins, and the alternatives to the token."""
 
 from __future__ import annotations
 

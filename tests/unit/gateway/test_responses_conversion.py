@@ -113,14 +113,16 @@ def test_fields_have_the_names_of_a_chat() -> None:
         ("temperature", "temperature: at most 100", "temperature", "temperature: at most 100"),
     ],
 )
-def test_errors_name_the_fields_of_this_api(of_chat: str, message: str, own: str, own_message: str | None) -> None:
+def test_errors_name_the_fields_of_the_responses_api(
+    of_chat: str, message: str, own: str, own_message: str | None
+) -> None:
     error = in_own_terms(invalid(of_chat, message))
     assert (error.param, error.message) == (own, own_message or f"{own}: no")
     without = ApiError(503, "messages", retry_after_s=2.0)
     assert in_own_terms(without) is without
 
 
-def test_wrong_chats_are_refused_in_the_terms_of_this_api() -> None:
+def test_errors_of_chats_use_the_terms_of_the_responses_api() -> None:
     tools = [{"type": "function", "name": "f"}, {"type": "function", "name": "f"}]
     with pytest.raises(ApiError) as caught:
         parse_chat(chat_body(parsed(tools=tools), ()), 1024)

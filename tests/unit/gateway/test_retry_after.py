@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.runtime.retry_after import ASSIGNED_SHARE, LONGEST_S, RetryAfter
 
-PER_S = 10 / ASSIGNED_SHARE  # so that the ledger promises ten places a second
+PER_S = 10 / ASSIGNED_SHARE  # so that the ledger assigns ten positions a second
 ROUNDING = 1e-9
 
 
@@ -22,14 +22,14 @@ def advance(ledger: RetryAfter, now_s: float, num_arrivals: int) -> None:
     ledger.measure(now_s)
 
 
-def test_each_client_is_told_a_later_time_than_the_one_before() -> None:
+def test_each_client_gets_a_later_time_than_the_one_before() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.5, 0)
     assert told(ledger, 100.5, 30) == pytest.approx([(i + 1) / 10 for i in range(30)])
     assert told(ledger, 100.6, 1) == pytest.approx([3.1]), "the other clients are still expected earlier"
 
 
-def test_no_time_exceeds_what_clients_heed_and_the_overflow_is_spread() -> None:
+def test_no_time_exceeds_a_minute_and_the_overflow_is_spread() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     times = told(ledger, 100.0, 2000)
@@ -59,7 +59,7 @@ def test_if_half_of_the_expected_clients_come_half_of_the_others_are_expected() 
     remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
     more = told(ledger, 105.0, 100)
-    assert more[-1] == pytest.approx(100 / 5, rel=0.2), "each second gets as many new clients as have stayed away"
+    assert more[-1] == pytest.approx(100 / 5, rel=0.2), "each second gets as many new clients as were lost"
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.9])
@@ -84,7 +84,7 @@ Event = tuple[float, int, int]  # seconds that pass, requests that come, request
 @given(
     st.floats(0.05, 500), st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20)
 )
-def test_whatever_happens_no_more_are_promised_than_there_are_places(per_s: float, events: list[Event]) -> None:
+def test_no_second_has_more_clients_than_positions(per_s: float, events: list[Event]) -> None:
     ledger, now_s = RetryAfter(), 50.0
     for passes_s, num_arrivals, num_refused in events:
         now_s += passes_s

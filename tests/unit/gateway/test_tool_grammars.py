@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what llguidance lets through, the parsers read; the formats that templates show."""
+"""Grammars of tool calls: the parsers read every text that llguidance allows. Formats that templates show."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ FORMATS = st.builds(
 @settings(max_examples=500, deadline=None)
 @given(FORMATS, st.lists(PIECES, max_size=24).map("".join), st.data())
 def test_any_split_gives_the_same_message_at_every_point(format_: ReplyFormat, text: str, data: st.DataObject) -> None:
-    """Also in the middle: a stream that resumes there has shown the same."""
+    """Also in the middle, so a stream that resumes there continues with the same deltas."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {0, len(text)})
     parser, by_char = format_.parser(), format_.parser()
     ours, theirs = Collected(), Collected()

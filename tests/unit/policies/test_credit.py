@@ -25,7 +25,7 @@ class Curious(DecodeFirst):
             self.answers.append((before, step.cached_tokens(first)))
 
 
-def test_what_a_running_prompt_computes_in_the_step_is_cached_for_the_next_request() -> None:
+def test_tokens_that_a_running_prompt_computes_in_the_step_count_as_cached_for_the_next_request() -> None:
     system = LocalSystem(policies=build(choose("", {"batch": f"{__name__}:{Curious.__name__}"})))
     system.attach(ToyWorker(block_size=4, num_blocks=100, max_num_seqs=8, max_batched_tokens=64))
     system.open("s", window=1 << 20)

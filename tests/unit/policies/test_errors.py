@@ -1,4 +1,4 @@
-"""Errors of policies in the log: a new error at once, a repeated error once in a while."""
+"""Errors of policies in the log: a new error is logged at once, a repeated error only from time to time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Log:
         """An error from that line of a policy's file."""
         code = compile("\n" * (line - 1) + f"raise ValueError({message!r})", "policy.py", "exec")
         try:
-            exec(code)  # noqa: S102 - its own two words
+            exec(code)  # noqa: S102 - the code is made above
         except ValueError as error:
             self.errors(error)
 
 
-def test_the_same_error_is_logged_once_in_a_while() -> None:
+def test_a_repeated_error_is_logged_only_from_time_to_time() -> None:
     log = Log()
     for i in range(500):
         log.fail(message=f"step {i}")  # a different number does not make it a different error
@@ -41,7 +41,7 @@ def test_another_error_is_logged_at_once() -> None:
     assert len(log.lines) == 2
 
 
-def test_ever_new_errors_have_a_limit() -> None:
+def test_the_number_of_different_errors_is_limited() -> None:
     log = Log()
     for line in range(1, 500):
         log.fail(line)

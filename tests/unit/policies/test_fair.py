@@ -172,7 +172,7 @@ def serve(order: FairAmongTenants, request: FakeRequest) -> None:
     order.stopped(view(request))
 
 
-def test_a_new_name_claims_nothing_of_what_was_served_before() -> None:
+def test_a_new_tenant_gets_no_credit_for_earlier_service() -> None:
     order = FairAmongTenants()
     serve(order, FakeRequest(0, "old", num_prompt_tokens=1_000_000))
     for arrival_index in range(1, 9):
@@ -215,7 +215,7 @@ def test_a_forgotten_tenant_does_not_get_ahead_of_busy_tenants() -> None:
     assert names(order) == [5001, 5002, 5003]
 
 
-def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
+def test_a_running_tenant_gets_no_credit_for_idle_time() -> None:
     order = FairAmongTenants()
     long = FakeRequest(1, "modest", num_prompt_tokens=10)
     order.add(view(long))
@@ -230,7 +230,7 @@ def test_what_runs_keeps_no_credit_for_what_was_not_asked_for() -> None:
     assert names(order) == [20, 30, 21, 31], "the running request gives its tenant no credit"
 
 
-def test_what_is_computed_again_after_preemption_is_charged_to_no_tenant() -> None:
+def test_recomputation_after_preemption_is_charged_to_no_tenant() -> None:
     order = FairAmongTenants()
     victim = FakeRequest(1, "victim", num_prompt_tokens=100)
     serve(order, victim)
@@ -371,8 +371,8 @@ def test_the_request_with_fewest_running_sequences_is_first(seed: int) -> None:
         assert names(samples.order) == samples.expected()
 
 
-def test_to_compare_tenants_that_the_order_was_not_told_of_leaves_no_trace() -> None:
-    """Like the fallback of a failed policy, which is told of no request."""
+def test_comparing_unknown_tenants_stores_nothing() -> None:
+    """The order that replaces a failed one compares requests that were not added to it."""
     order = FairAmongTenants()
     for i in range(10):
         waiting, running = FakeRequest(2 * i, f"waiting-{i}"), FakeRequest(2 * i + 1, f"running-{i}")

@@ -53,7 +53,7 @@ def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_ca
     assert order(queue) == [2, 3, 1, 4], "with more than the threshold cached it waits for no leader"
 
 
-def test_followers_stand_in_order_of_arrival_whatever_of_them_is_cached(queue: WaitingQueue) -> None:
+def test_followers_are_in_order_of_arrival_even_if_parts_are_cached(queue: WaitingQueue) -> None:
     other = [7] * 16 + list(range(200, 240))
     wait(queue, 1, [*SHARED, 1])
     wait(queue, 2, [*other, 1], cached=16)

@@ -101,7 +101,7 @@ def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> No
 
 
 def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
-    """What dfs-weight says of requests that have all stood in the same branch down to `depth`, with strides of 1."""
+    """The order of dfs-weight for requests in one branch down to `depth`, with strides of 1."""
     own = [one for one in requests if one.best_matched_tokens == depth]
     branches: dict[int, list[Request]] = {}
     for one in requests:
@@ -113,7 +113,7 @@ def by_the_rule(requests: list[Request], depth: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_dfs_weight_is_the_rule_whatever_has_come_and_gone(seed: int) -> None:
+def test_dfs_weight_keeps_the_rule_after_any_changes(seed: int) -> None:
     rng, order, waiting = random.Random(seed), DepthFirstByWeight(stride_tokens=1), dict[int, Request]()
     places = itertools.count(1000)
     for arrival_index in range(1, 200):
@@ -136,7 +136,7 @@ def test_dfs_weight_is_the_rule_whatever_has_come_and_gone(seed: int) -> None:
 
 
 def test_dfs_weight_finds_the_oldest_at_any_depth() -> None:
-    """Below thousands of nodes, once the one that was the oldest of all of them has gone."""
+    """Also below thousands of nodes, after the oldest request of all has left."""
     order = DepthFirstByWeight(stride_tokens=1)
     deep = [request(i, [7] * 5000 + [i], 5001) for i in (1, 3)]
     wait(order, *deep, request(2, [8] * 5, 4))
@@ -162,7 +162,7 @@ def test_random_orders_of_two_seeds_have_nothing_to_do_with_each_other() -> None
 # ── hrrn ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_hrrn_keeps_the_age_of_what_has_to_wait_again() -> None:
+def test_hrrn_keeps_the_age_of_a_requeued_request() -> None:
     order, old = HighestResponseRatioNext(), request(1, [1] * 100)
     wait(order, old)
     for i in range(2, 12):
@@ -174,7 +174,7 @@ def test_hrrn_keeps_the_age_of_what_has_to_wait_again() -> None:
     assert names(order) == [1, 50], "1,010 tokens of age for 100 against 10 for 50"
 
 
-def test_hrrn_lets_what_has_run_and_is_cached_go_on_first() -> None:
+def test_hrrn_puts_cached_preempted_requests_first() -> None:
     order = HighestResponseRatioNext()
     old = request(1, [1] * 100)
     wait(order, old)
@@ -185,7 +185,7 @@ def test_hrrn_lets_what_has_run_and_is_cached_go_on_first() -> None:
     assert names(order) == [4, 1, 3], "a new one is only young: its last token is always to be computed"
 
 
-def test_hrrn_counts_what_is_refused_once() -> None:
+def test_hrrn_counts_a_refused_request_once() -> None:
     order, refused = HighestResponseRatioNext(), request(1, [1] * 100)
     long, short = request(2, [2] * 300), request(3, [3] * 5)
     wait(order, long)
@@ -211,7 +211,7 @@ def test_hrrn_remembers_no_request_that_has_ended() -> None:
     assert len(order._arrived_at) == 1, "the last request, which this test still references"
 
 
-def test_hrrn_lets_those_age_that_a_tenants_limit_hides() -> None:
+def test_hrrn_ages_requests_that_a_tenants_limit_hides() -> None:
     order, free = HighestResponseRatioNext(), {"a": 40}
     queue = WaitingQueue(order, lambda error: pytest.fail(str(error)), lambda tenant: free[tenant])
     first, *others = [request(i, [i] * 10, tenant="a") for i in range(1, 6)]
@@ -271,7 +271,7 @@ def test_deadline_gives_no_request_up_because_slots_are_short() -> None:
         assert given_up(order, tick / 4) == []
 
 
-def test_deadline_gives_up_early_what_is_hopeless_when_there_is_always_a_prompt_to_compute() -> None:
+def test_deadline_gives_up_a_hopeless_request_early_under_steady_prefill() -> None:
     order = EarliestDeadlineFirst()
     queue = [request(i, [1] * 100, deadline_s=1000.0) for i in range(1, 100)]
     hopeless, in_time = (request(i, [1] * 1000, deadline_s=1000.0) for i in (1001, 1002))
@@ -327,7 +327,7 @@ def test_the_fastest_ageing_still_tells_arrivals_apart() -> None:
     assert names(order) == [4, 3, 2, 1]
 
 
-def test_hrrn_counts_what_a_resumed_request_computes_again_as_nothing() -> None:
+def test_hrrn_does_not_count_recomputed_tokens() -> None:
     order, resumed = HighestResponseRatioNext(), request(1, [1] * 100, history=History(has_run=True))
     wait(order, resumed)
     before = order._served_tokens

@@ -15,7 +15,7 @@ UNCHUNKED = {"chunked_prefill": False}
 
 
 def scenario(requests: list[dict[str, Any]], **fields: Any) -> Scenario:
-    """Ten tokens in a block, a budget of 50 and no prefix cache, unless told."""
+    """By default, a block has ten tokens, the budget is 50 tokens, and there is no prefix cache."""
     given: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 100,
@@ -47,14 +47,14 @@ def prefills(outcome: ScenarioOutcome, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_fits_a_step_runs_whole_or_waits(batch: str) -> None:
+def test_a_prompt_that_fits_a_step_runs_whole_or_waits(batch: str) -> None:
     outcome = run([request("a", 30, 3), request("b", 50, 3)], preset={"batch": batch})
     [(_, tokens)] = prefills(outcome, "b")
     assert tokens == 50
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_no_step_can_hold_takes_what_is_left(batch: str) -> None:
+def test_a_prompt_too_long_for_any_step_takes_the_tokens_that_are_left(batch: str) -> None:
     requests = [request("a", 20, 3), request("b", 51, 3), request("c", 60, 3)]
     outcome = run(requests, preset={"batch": batch})
     assert prefills(outcome, "b")[0] == (0, 30)
@@ -66,14 +66,14 @@ def test_what_no_step_can_hold_takes_what_is_left(batch: str) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_what_has_begun_goes_on_beside_decodes(batch: str) -> None:
+def test_a_prompt_that_has_begun_continues_beside_decodes(batch: str) -> None:
     outcome = run([request("x", 5, 20), request("a", 120, 3, arrive=1)], preset={"batch": batch})
     tokens = [50, 50, 20] if batch == "prefill-first" else [49, 49, 22]
     assert prefills(outcome, "a") == list(enumerate(tokens, start=1))
 
 
 @pytest.mark.parametrize("preset", ["vllm-v0", "trtllm-max-util"])
-def test_a_preempted_request_that_has_outgrown_the_budget_comes_back(preset: str) -> None:
+def test_a_preempted_request_longer_than_the_budget_resumes(preset: str) -> None:
     requests = [request(name, 30, 120) for name in "ab"] + [request("c", 30, 20, arrive=2)]
     outcome = run(requests, preset=preset, options={}, num_blocks=16, max_batched_tokens=64)
     resumed = prefills(outcome, "b")[1:]
@@ -124,14 +124,14 @@ def test_no_request_is_preempted_for_a_prompt_that_does_not_run(preset: str) -> 
             assert {row.id for row in step.scheduled} != {"x"}
 
 
-def test_what_a_short_chunk_leaves_is_for_the_next_prompt() -> None:
+def test_tokens_that_a_short_chunk_leaves_go_to_the_next_prompt() -> None:
     options = {"chunked_prefill": True, "max_context_tokens": 20}
     outcome = run([request("a", 60, 3), request("b", 60, 3)], preset={"batch": "two-stage"}, options=options)
     assert prefills(outcome, "a") == prefills(outcome, "b") == [(0, 20), (1, 20), (2, 20)]
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
-def test_prompts_wait_for_so_many_iterations_and_no_longer(iterations: int) -> None:
+def test_prompts_wait_for_at_most_batch_wait_iters(iterations: int) -> None:
     """Each time: later prompts wait as long as the first ones."""
     requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
     options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}

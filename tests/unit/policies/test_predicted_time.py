@@ -59,7 +59,7 @@ class Fleet:
 
 
 class Rounds:
-    """Places and binds requests one by one, each in a round of its own."""
+    """Places and binds requests one by one, each in its own round."""
 
     def __init__(self, *workers: FakeWorker, mean_output_tokens: float | None = None) -> None:
         self.workers = workers
@@ -191,7 +191,7 @@ def test_it_says_why() -> None:
     assert rounds.policy.bound(cast(RequestView, FakeRequest(99)), 1) == "", "the policy did not place this request"
 
 
-def test_what_it_remembers_is_bounded() -> None:
+def test_the_policys_memory_is_bounded() -> None:
     rounds = Rounds(FakeWorker(1, cached=SHARED, num_rows=1), FakeWorker(2))
     for i in range(MAX_PREFIXES + 10):
         rounds.place(namespace=("", str(i)))

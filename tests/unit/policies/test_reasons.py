@@ -70,7 +70,7 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
     assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
 
 
-def test_behind_a_prompt_that_is_cut_nothing_is_full() -> None:
+def test_a_prompt_that_is_cut_leaves_no_budget_reason_for_others() -> None:
     """The chunk takes the rest of the budget, but the worker has slots for other requests."""
     file = Scenario(
         block_size=10,

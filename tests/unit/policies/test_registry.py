@@ -115,7 +115,7 @@ def test_options_reach_their_policies() -> None:
     assert build(choose("", {"capacity": own("Untyped")}, {"anything": {"goes": 1}})).capacity.anything == {"goes": 1}  # type: ignore[attr-defined]
 
 
-def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
+def test_a_change_keeps_the_other_policies_and_options() -> None:
     base = choose("sglang", {"order": "lpm"}, {"retract_decode_steps": 5})
     changed = choose("", {"batch": "decode-first"}, {"init_new_token_ratio": 0.5}, base)
     assert (changed.order, changed.capacity, changed.batch) == ("lpm", "token-ratio", "decode-first")
@@ -146,12 +146,14 @@ def test_what_is_in_force_stays_but_for_what_is_changed() -> None:
         ({}, {"ageing_per_s": -1}, r"options\.ageing_per_s: Input should be greater than or equal to 0"),
     ],
 )
-def test_what_is_wrong_is_named(overrides: dict[str, str], options: dict[str, Any], message: str) -> None:
+def test_an_error_names_the_wrong_policy_or_option(
+    overrides: dict[str, str], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PolicyError, match=f"^{message}"):
         build(choose("", overrides, options))
 
 
-def test_what_is_stated_may_stand_in_a_slot() -> None:
+def test_a_declared_attribute_may_be_in_slots() -> None:
     assert build(choose("", {"capacity": own("Slotted")})).capacity.reserves_prompt
 
 
@@ -196,7 +198,7 @@ def test_options_go_with_their_policy(order: str, option: str) -> None:
     ("code", "words"),
     [("import sys; sys.exit('done')", "done"), ("import asyncio; raise asyncio.CancelledError", "CancelledError")],
 )
-def test_a_module_that_ends_what_imports_it_is_no_policy(
+def test_a_module_that_exits_on_import_is_no_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
 ) -> None:
     name = f"ends_with_{words.lower()}"

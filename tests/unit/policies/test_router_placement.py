@@ -72,7 +72,7 @@ def test_a_choice_is_made_once_and_waits_for_its_worker(rule: type[PlacementPoli
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_reason_is_told_when_the_request_is_bound_there(rule: type[PlacementPolicy]) -> None:
+def test_the_reason_of_a_placement_is_given_when_the_request_is_bound(rule: type[PlacementPolicy]) -> None:
     policy = rule()
     chosen = place(policy, 1, *rows(0, 1))
     assert policy.bound(FakeRequest(1), chosen)  # type: ignore[arg-type]

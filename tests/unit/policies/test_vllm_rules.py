@@ -9,7 +9,7 @@ from simulator.scenario_file import Scenario
 
 
 def run(requests: list[dict[str, Any]], **fields: Any) -> ScenarioOutcome:
-    """Four tokens in a block and no prefix cache, unless told."""
+    """By default, a block has four tokens, and there is no prefix cache."""
     scenario: dict[str, Any] = {
         "block_size": 4,
         "num_blocks": 100,

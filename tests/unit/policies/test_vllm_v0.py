@@ -1,6 +1,4 @@
-"""Rules of vLLM V0 that its preset does not share with SGLang's. What SGLang does instead
-is beside each.
-"""
+"""Rules of vLLM V0 that its preset does not share with SGLang's preset. Each test also shows what SGLang does."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from simulator.scenario_file import Scenario
 
 
 def scenario(preset: str, requests: list[dict[str, Any]], **fields: Any) -> Scenario:
-    """Ten tokens in a block and no prefix cache, unless told."""
+    """By default, a block has ten tokens, and there is no prefix cache."""
     given: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 20,
@@ -45,10 +43,12 @@ def starts(outcome: ScenarioOutcome) -> dict[str, int]:
 
 
 def test_the_budget_counts_tokens() -> None:
-    """SchedulingBudget.can_schedule: what is scheduled and what is new, in tokens, may be all of the budget."""
+    """SchedulingBudget.can_schedule: the tokens scheduled so far and the new tokens may use up the whole budget."""
     requests = [{"prompt_len": 11, "max_new_tokens": 3}, {"prompt_len": 9, "max_new_tokens": 3}]
     assert tokens(run("vllm-v0", requests, max_batched_tokens=20), 0) == {"a": 11, "b": 9}
-    assert tokens(run("sglang", requests, max_batched_tokens=20), 0) == {"a": 11}, "two blocks, and none is left"
+    assert tokens(run("sglang", requests, max_batched_tokens=20), 0) == {"a": 11}, (
+        "11 tokens are charged as two blocks, so no budget is left"
+    )
 
 
 def test_the_shortest_prompts_fill_the_budget() -> None:
@@ -56,11 +56,13 @@ def test_the_shortest_prompts_fill_the_budget() -> None:
     assert tokens(outcome, 0) == {"a": 1, "b": 1, "c": 1}
 
 
-def test_no_limit_to_prompts_but_the_budget() -> None:
+def test_only_the_budget_limits_prompts() -> None:
     requests = [{"prompt_len": 10_000, "max_new_tokens": 2}] * 3
     pool = {"block_size": 16, "num_blocks": 5000, "max_batched_tokens": 40_000}
     assert tokens(run("vllm-v0", requests, **pool), 0) == {"a": 10_000, "b": 10_000, "c": 10_000}
-    assert tokens(run("sglang", requests, **pool), 0) == {"a": 10_000, "b": 10_000}, "nothing is left of 16,384 tokens"
+    assert tokens(run("sglang", requests, **pool), 0) == {"a": 10_000, "b": 10_000}, (
+        "max_prefill_tokens (16,384) is used up"
+    )
 
 
 class CancellingRun(ScenarioRun):
@@ -76,8 +78,9 @@ class CancellingRun(ScenarioRun):
 def test_waiting_requests_are_tried_in_every_step(options: dict[str, Any], expected: int) -> None:
     """vLLM's _schedule_prefills looks at the queue whenever no sequence is swapped out.
 
-    Here the first request is rejected for want of blocks, and the request behind it would fit. That request is
-    admitted as soon as the first one is gone. SGLang looks at the queue again when a sequence has left the batch.
+    Here the first request in the queue is rejected because blocks are missing; the second one would fit. vLLM admits
+    the second request as soon as the first one is cancelled. SGLang looks at the queue again when a sequence has left
+    the batch.
     """
     requests = [
         {"prompt_len": 40, "max_new_tokens": 40},

@@ -1,4 +1,4 @@
-"""Epochs, and what comes where one should be."""
+"""Epochs, and invalid values in their place."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def test_an_epoch_travels_as_metadata(epoch: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1.0", "²", b"1", str(2**64), "0" * 30 + "9" * 30, "9" * 5000])
-def test_what_is_no_epoch_is_refused(value: str | bytes) -> None:
+def test_an_invalid_epoch_is_refused(value: str | bytes) -> None:
     with pytest.raises(ValueError, match="must be a number of 64 bits"):
         from_metadata([(METADATA_KEY, value)])

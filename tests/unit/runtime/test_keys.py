@@ -141,7 +141,7 @@ def test_a_key_is_shown_in_either_field(fields: list[tuple[str | bytes, str | by
         ([("x-api-key", "a"), ("x-api-key", "b")], "different keys"),
     ],
 )
-def test_what_to_send_is_said(fields: list[tuple[str | bytes, str | bytes]], message: str) -> None:
+def test_the_error_says_how_to_send_a_key(fields: list[tuple[str | bytes, str | bytes]], message: str) -> None:
     with pytest.raises(NoCredential, match=message):
         shown_secret(fields)
 
@@ -379,7 +379,7 @@ def test_every_method_of_the_protocol_is_a_link_or_guarded() -> None:
     assert {method for method in methods if not method.startswith(guards)} == LINKS
 
 
-def test_entries_are_what_the_docs_show() -> None:
+def test_entries_equal_those_of_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "keys.md").read_text("utf-8")
     block = page.partition("```toml\n")[2].partition("```")[0]
     assert set(tomllib.loads(block)["keys"]["acme-app"]) == set(ApiKey.model_fields) - {"name"}

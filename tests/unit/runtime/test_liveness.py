@@ -20,7 +20,7 @@ def stalls(longest_s: float) -> st.SearchStrategy[Stalls]:
 
 
 def beats(until_s: float, stalled: Stalls) -> list[float]:
-    """The moments at which a loop that wants to run every BEAT_S does so."""
+    """The times at which a loop with a period of BEAT_S runs."""
     times, now_s = [], 0.0
     pending = list(stalled)
     while now_s <= until_s:

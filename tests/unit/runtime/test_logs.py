@@ -95,8 +95,8 @@ def test_unknown_level_or_format(level: str, fmt: str) -> None:
         configure_logging("cache", level, fmt, stream=io.StringIO())
 
 
-def test_what_others_wrote_stays_a_line_whatever_it_is() -> None:
-    """Half a character, and megabytes."""
+def test_an_odd_text_stays_one_line() -> None:
+    """A text with half a character, and a text of megabytes."""
     stream = io.StringIO()
     configure_logging("cache", "info", "json", stream=stream)
     get_logger("a.b").warning("policy failed", error="\ud800 bad", words="x" * 5_000_000)
@@ -106,7 +106,7 @@ def test_what_others_wrote_stays_a_line_whatever_it_is() -> None:
     assert line["words"].endswith("… (5000000 characters)")
 
 
-def test_a_person_is_not_told_megabytes() -> None:
+def test_a_log_line_for_a_terminal_is_cut() -> None:
     stream = io.StringIO()
     configure_logging("cache", "info", "human", stream=stream)
     try:

@@ -1,4 +1,4 @@
-"""What is left of memory: the machine's, or that of the control groups around this process."""
+"""The memory that is left: the machine's, or that of the control groups around this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ V2 = "sys/fs/cgroup/kubepods/pod1"
 V1 = "sys/fs/cgroup/memory/docker/abc"
 
 
-def test_without_control_groups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_control_groups_the_limit_is_the_machines_memory(tmp_path: Path) -> None:
     assert available_memory(system(tmp_path, MEMINFO)) == AvailableMemory(20 * GIB, "the machine's memory")
 
 
@@ -64,7 +64,7 @@ def test_version_1_limits_count(tmp_path: Path) -> None:
     assert oom_kills(root) == 1
 
 
-def test_no_limit_in_version_1_is_none(tmp_path: Path) -> None:
+def test_a_cgroup_v1_without_a_limit_gives_none(tmp_path: Path) -> None:
     files = {
         **MEMINFO,
         "proc/self/cgroup": "4:memory:/\n",

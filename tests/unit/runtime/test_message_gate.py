@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_so_many_are_read_at_once_and_the_others_wait_their_turn() -> None:
+async def test_a_limited_number_of_messages_is_read_at_once() -> None:
     gate = MessageGate(max_reading=2, max_waiting=9)
     calls = [Late() for _ in range(4)]
     tasks = [asyncio.create_task(gate.read(call)) for call in calls]
@@ -87,7 +87,7 @@ async def test_slow_requests_give_way_to_calls_that_wait_the_oldest_first() -> N
     assert (await asyncio.gather(*tasks, return_exceptions=True))[2] == b"slow"
 
 
-async def test_a_call_that_is_cancelled_leaves_its_place() -> None:
+async def test_a_cancelled_call_frees_its_position() -> None:
     gate = MessageGate(max_reading=1, max_waiting=2)
     calls = [Late() for _ in range(3)]
     tasks = [asyncio.create_task(gate.read(call)) for call in calls]
@@ -129,7 +129,7 @@ async def test_clients_of_methods_that_take_one_request_notice_nothing() -> None
         assert await channel.unary_unary("/test/Once")(b"") == b"0"
 
 
-async def test_a_call_without_a_request_is_refused_and_health_needs_no_place() -> None:
+async def test_a_call_without_a_request_is_refused_and_health_is_not_limited() -> None:
     gate = MessageGate(max_reading=1, max_waiting=0)
     async with serving(gate) as channel:
         nothing = channel.stream_unary("/test/Once")()

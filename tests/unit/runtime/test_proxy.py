@@ -33,7 +33,7 @@ def proxy() -> Iterator[Proxy]:
         server.shutdown()
 
 
-async def test_what_is_silenced_comes_late_and_nothing_of_it_is_lost(proxy: Proxy) -> None:
+async def test_data_sent_during_a_silence_arrives_late_and_complete(proxy: Proxy) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(b"before")
     assert await reader.readexactly(6) == b"before"

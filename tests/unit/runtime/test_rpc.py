@@ -255,7 +255,7 @@ async def test_stop_lets_a_running_call_end() -> None:
         await asyncio.wait_for(stopping, 20)
 
 
-async def test_stop_cancels_what_outlasts_the_grace() -> None:
+async def test_stop_cancels_calls_after_the_grace() -> None:
     server, servicer, port = await peers.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
         call = untyped(channel).unary_stream(f"/{NAME}/Hang")(b"")

@@ -1,4 +1,4 @@
-"""What runs a service's main coroutine."""
+"""The function that runs a service's main coroutine."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_batch_has_at_most_max_loras_adapters() -> None:
     assert len(client.endings) == 5
 
 
-def test_each_worker_has_as_many_as_it_serves() -> None:
+def test_each_worker_has_its_own_limit_of_adapters() -> None:
     """Three workers serve no adapter, one, and any number. An adapter on one worker does not count on another."""
     system = LocalSystem()
     for max_loras in (0, 1, 9):

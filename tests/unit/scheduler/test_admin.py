@@ -1,4 +1,4 @@
-"""AdminService on a core without a server: what is in force, also after an order policy has failed."""
+"""AdminService on a core without a server: the policies in force, also after an order policy has failed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_an_order_that_fails_is_replaced_until_another_is_set(hook: str) -
     system.assert_at_rest()
 
 
-async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+async def test_an_invalid_choice_is_refused_and_changes_nothing() -> None:
     system, _ = system_with(build(choose()))
     admin = Admin(system.scheduler, choose())
     before = system.scheduler.policies
@@ -93,7 +93,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         await admin.Explain(ExplainRequest(request_id="x"), Context())  # type: ignore[arg-type]
 
 
-async def test_after_an_order_has_failed_the_next_change_builds_on_what_is_in_force() -> None:
+async def test_after_an_order_has_failed_a_change_starts_from_the_current_policies() -> None:
     bad = hostile("order", "add", raises, random.Random(0), 1.0)
     system, _ = system_with(dataclasses.replace(build(choose()), order=bad))
     admin = Admin(system.scheduler, choose("", {"order": "lpm"}))
@@ -117,7 +117,7 @@ async def test_the_options_of_an_order_that_failed_go_with_it() -> None:
 
 
 async def test_a_call_imports_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Module paths are for the scheduler's own configuration. What is configured, a call may choose again."""
+    """Module paths are for the scheduler's own configuration. A call may name only modules that are configured."""
     monkeypatch.delitem(sys.modules, "this", raising=False)
     system, _ = system_with(build(choose()))
     admin = Admin(system.scheduler, choose("", {"order": f"{__name__}:Silent"}))
@@ -158,7 +158,7 @@ async def test_a_policys_words_fit_a_status() -> None:
 
 
 async def test_explain_takes_the_id_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says which sequence each row is about, and how many there are."""
+    """The answer also names the sequence of each row, and the number of sequences."""
     system, _ = system_with(build(choose()))
     service = Admin(system.scheduler, choose())
     for handle in range(1, 4):

@@ -98,7 +98,9 @@ def test_a_worker_that_sends_no_log_probabilities_fails_the_search(system: Local
 
 
 @pytest.mark.parametrize("name", UNSEARCHED)
-def test_what_a_search_does_not_know_is_refused_by_name(system: LocalSystem, client: Client, name: str) -> None:
+def test_a_field_that_a_beam_search_does_not_support_is_refused_by_name(
+    system: LocalSystem, client: Client, name: str
+) -> None:
     values: dict[str, Any] = {
         "logit_bias": {7: 1.0},
         "bad_words": [bytes(4)],

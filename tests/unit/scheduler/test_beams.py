@@ -87,7 +87,7 @@ def model_report(model: Any, prompt: list[int], num: int) -> Report:
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
 @pytest.mark.parametrize("width", range(1, 7))
-def test_finds_what_transformers_finds(width: int, length_penalty: float, early_stopping: Any) -> None:
+def test_a_search_finds_the_beams_of_transformers(width: int, length_penalty: float, early_stopping: Any) -> None:
     draw = random.Random(f"{width} {length_penalty} {early_stopping}")
     for ends in draw.sample(ENDS, 2):
         model = random_llama(draw.randrange(6))
@@ -252,7 +252,7 @@ def test_equals_keep_the_order_of_beams_and_then_of_the_list() -> None:
     assert [hypothesis.tokens for hypothesis in search.best()] == [(5, 0), (7, 2), (7, 1)]
 
 
-def test_small_vocabularies_leave_places_empty() -> None:
+def test_a_small_vocabulary_leaves_beams_empty() -> None:
     search = BeamSearch(width=4, num_return=4, max_new_tokens=9, eos_token_ids=[0])
     assert len(search.advance([[(0, -0.5), (1, -1.0), (2, -math.inf), (3, math.nan)]])) == 1
     assert not search.advance([[(0, -0.1)]])
@@ -293,7 +293,7 @@ def test_names_the_field_and_its_limit(changes: dict[str, Any], message: str) ->
         BeamSearch(**options | changes)
 
 
-def test_refuses_what_is_no_step() -> None:
+def test_invalid_candidates_are_refused() -> None:
     search = BeamSearch(width=2, max_new_tokens=1)
     with pytest.raises(ValueError, match="2 lists for 1 live beams"):
         search.advance([[(1, -1.0)], [(1, -1.0)]])

@@ -90,8 +90,8 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, 
 
 
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
-def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> None:
-    """Otherwise the client would get a 429 for ever, however long it waits."""
+def test_a_request_larger_than_the_queues_limit_waits_alone(limit: str) -> None:
+    """Otherwise the client would get a 429 for each attempt."""
     system, client = system_with(**{limit: 15})
     system.kill(system.workers[0])
     for handle in range(2):
@@ -103,7 +103,7 @@ def test_what_alone_is_more_than_a_queue_may_hold_waits_alone(limit: str) -> Non
 
 
 @pytest.mark.parametrize("config", [{"max_queued_tokens": 50}, {"max_queued_requests": 3}])
-def test_samples_are_one_request_to_the_queue(config: dict[str, Any]) -> None:
+def test_samples_count_as_one_request_in_the_queue(config: dict[str, Any]) -> None:
     """Otherwise a request with n samples could fill the queue by itself and be refused for ever."""
     system = LocalSystem(SchedulerConfig(**config))
     client = system.open("s")
@@ -117,7 +117,7 @@ def test_samples_are_one_request_to_the_queue(config: dict[str, Any]) -> None:
     assert [client.endings[handle].reason for handle in range(1, 9)] == [LENGTH] * 8
 
 
-def test_samples_are_of_one_tenant() -> None:
+def test_a_sample_of_another_tenant_counts_for_that_tenant() -> None:
     system = LocalSystem(SchedulerConfig(tenant_max_queued_tokens=50))
     client = system.open("s")
     for handle, tenant in enumerate("abbb", start=1):
@@ -125,8 +125,8 @@ def test_samples_are_of_one_tenant() -> None:
     assert [client.endings[handle].code for handle in client.endings] == [CODE_RESOURCE_EXHAUSTED]
 
 
-def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
-    """20 tokens a second leave the queue, and 40 tokens are too many."""
+def test_the_retry_time_is_the_time_to_drain_the_surplus() -> None:
+    """20 tokens leave the queue each second. The third request exceeds the limit by 20 tokens."""
     system, client = system_with(max_queued_tokens=100)
     for second in range(8):
         system.submit("s", second, [9] * 20, params(1))
@@ -140,8 +140,9 @@ def test_the_time_to_come_back_is_what_the_queue_needs_to_drain() -> None:
 
 
 @pytest.mark.parametrize(("own", "others"), [(10, 200), (200, 10)])
-def test_a_queue_full_of_requests_needs_one_of_them_to_leave(own: int, others: int) -> None:
-    """However many tokens the refused request has. Ten steps a second, each with room for the prompts of all slots."""
+def test_a_queue_at_its_limit_of_requests_waits_for_one_to_leave(own: int, others: int) -> None:
+    """The tokens of the refused request do not count. Ten steps run per second, each with room for all slots'
+    prompts."""
     system = LocalSystem(SchedulerConfig(max_queued_requests=10))
     system.attach(ToyWorker(block_size=4, num_blocks=1000, max_num_seqs=2, max_batched_tokens=500))
     client, handles = system.open("s"), itertools.count(1)
@@ -165,7 +166,7 @@ def test_a_queue_full_of_requests_needs_one_of_them_to_leave(own: int, others: i
     assert ending.retry_after_s == pytest.approx(0.2, abs=0.1), "two requests leave in four or five steps"
 
 
-def test_the_beams_of_a_search_take_no_place_in_the_queue() -> None:
+def test_the_beams_of_a_search_do_not_count_in_the_queue() -> None:
     """Beams come and go in each step of the search. They do not count as requests that leave the queue either."""
     system, client = system_with(tenant_max_queued_tokens=60, max_queued_requests=3, max_queued_tokens=60)
     system.submit("s", 1, [9] * 20, SamplingParams(top_p=1.0, max_tokens=20), tenant="a", beam=BeamOptions(width=4))
@@ -202,8 +203,8 @@ def test_a_search_that_has_not_begun_waits_like_any_other_request() -> None:
     system.assert_at_rest()
 
 
-def test_a_tenant_is_told_its_own_time() -> None:
-    """The tokens of the other tenant leave the queue ten times as fast."""
+def test_each_tenant_has_its_own_retry_time() -> None:
+    """The other tenant's tokens leave the queue ten times as fast."""
     system, client = system_with(tenant_max_queued_tokens=30)
     for second in range(8):
         system.submit("s", 2 * second, [9] * 20, params(1), tenant="slow")
@@ -219,7 +220,7 @@ def test_a_tenant_is_told_its_own_time() -> None:
     assert client.endings[203].retry_after_s == pytest.approx(0.1, rel=0.05), "10 / 200, but no less than a tenth"
 
 
-def test_the_deadline_order_gives_up_a_request_that_cannot_make_it() -> None:
+def test_the_deadline_order_gives_up_a_request_that_would_be_late() -> None:
     system, client = system_with(build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 10})))
     system.kill(system.workers[0])
     system.submit("s", 1, [9] * 40, params(4), deadline_s=5.0)
@@ -235,7 +236,7 @@ def test_the_deadline_order_gives_up_a_request_that_cannot_make_it() -> None:
     assert client.endings.keys() == {1, 2}
 
 
-def test_waiting_and_running_have_their_time() -> None:
+def test_waiting_and_running_have_separate_time_limits() -> None:
     system, client = system_with(waiting_timeout_s=5.0, running_timeout_s=7.0)
     system.submit("s", 1, [9] * 4, params(200))
     system.run_for(10)
@@ -245,7 +246,7 @@ def test_waiting_and_running_have_their_time() -> None:
         system.now_s = now_s
         system.scheduler.tick(now_s)
         system.poll()
-        assert client.endings.keys() == ended, "a request that has run keeps waiting without a worker, however long"
+        assert client.endings.keys() == ended, "the waiting limit does not end a request that has run"
     assert client.endings[2].code == CODE_DEADLINE_EXCEEDED
     assert client.endings[2].message == "queue: waited for more than 5 s"
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
@@ -257,7 +258,7 @@ def test_waiting_and_running_have_their_time() -> None:
     system.assert_at_rest()
 
 
-def test_a_request_that_is_late_in_two_ways_ends_once() -> None:
+def test_a_request_beyond_two_time_limits_ends_once() -> None:
     system, client = system_with(waiting_timeout_s=5.0)
     system.kill(system.workers[0])
     system.submit("s", 1, [9] * 4, params(4), deadline_s=5.0)
@@ -267,7 +268,7 @@ def test_a_request_that_is_late_in_two_ways_ends_once() -> None:
     assert system.scheduler.counters.finished == {"error": 1}
 
 
-def test_what_was_pushed_out_has_no_more_time_than_what_runs() -> None:
+def test_the_running_limit_also_holds_for_a_preempted_request() -> None:
     system, client = system_with(build(choose("vllm-v1-priority")), running_timeout_s=7.0)
     system.submit("s", 1, [9] * 100, params(100), priority=0.0)
     system.run_for(10)
@@ -282,7 +283,7 @@ def test_what_was_pushed_out_has_no_more_time_than_what_runs() -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_deadline_order_knows_that_a_sample_is_forked(prefix_caching: bool) -> None:
-    """At a hundred tokens a second both requests are in time, if the second prompt equals the first."""
+    """At a hundred tokens a second both requests are in time, because the second one forks from the first."""
     policies = build(choose("", {"order": "deadline"}, {"prefill_tokens_per_s": 100.0}))
     system, client = system_with(policies, prefix_caching=prefix_caching)
     system.submit("s", 1, [9] * 100, params(4), deadline_s=1.5)
@@ -307,10 +308,10 @@ def test_the_deadline_order_knows_what_is_in_host_memory() -> None:
         system.move(*system.moves()[0])
     system.scheduler.tick(3.9)
     system.poll()
-    assert not client.endings, "it computes one token when it comes back"
+    assert not client.endings, "a swapped request computes only one token when it resumes"
 
 
-def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
+def test_a_deadline_ends_a_running_request() -> None:
     system, client = system_with()
     system.submit("s", 1, [9] * 4, params(200), deadline_s=3.0)
     system.run_for(20)
@@ -364,8 +365,8 @@ def test_a_request_that_no_policy_admits_fails_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("prompt_len", [1, 8, 63, 64])
-def test_what_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len: int) -> None:
-    """The last token is never computed, so prompt and output may be one more than the pool holds."""
+def test_a_request_that_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len: int) -> None:
+    """The last token is never computed, so prompt and output may have one token more than the pool holds."""
     system = LocalSystem(SchedulerConfig(stuck_decisions=5), build(choose(preset)))
     system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
     client = system.open("s")
@@ -380,7 +381,7 @@ def test_what_just_fits_the_pool_runs_under_every_preset(preset: str, prompt_len
     system.assert_at_rest()
 
 
-def test_a_request_that_waits_for_blocks_to_its_end_is_told_how_many() -> None:
+def test_explain_names_the_blocks_that_a_request_needs_to_its_end() -> None:
     system = LocalSystem(SchedulerConfig(), build(choose("trtllm-no-evict")))
     system.attach(ToyWorker(block_size=4, num_blocks=16, max_num_seqs=8, max_batched_tokens=64))
     system.open("s")
@@ -393,9 +394,9 @@ def test_a_request_that_waits_for_blocks_to_its_end_is_told_how_many() -> None:
     assert "needs 2 blocks, 13 are available; up to 12 to its end" in [span.detail for span in spans]
 
 
-def test_refused_clients_are_told_to_come_back_one_after_another() -> None:
+def test_refused_clients_get_retry_times_one_after_another() -> None:
     budgets = Budgets(SchedulerConfig())
-    assert budgets.retry_after_s(10, 10, 0.0) == 1.0, "nothing is known"
+    assert budgets.retry_after_s(10, 10, 0.0) == 1.0, "no rate has been measured"
     budgets.measure(0.0)
     budgets._estimate(None, 0.0).finished(amount=200)
     budgets.measure(10.0)  # 20 tokens a second
@@ -403,11 +404,11 @@ def test_refused_clients_are_told_to_come_back_one_after_another() -> None:
     assert told == pytest.approx([0.5, 1.0, 1.5, 2.0])
     for _ in range(1000):
         last_s = budgets.retry_after_s(10, 10, 10.0)
-    assert 30 <= last_s <= 60, "clients do not heed more than a minute"
+    assert 30 <= last_s <= 60, "OpenAI's clients ignore times above a minute"
     assert budgets.retry_after_s(10, 10, 100.0) == pytest.approx(0.5), "no client is expected any more"
 
 
-def test_seconds_in_which_nothing_leaves_the_queue_count_while_a_request_waits() -> None:
+def test_the_rate_counts_seconds_without_a_departure_while_a_request_waits() -> None:
     """A request of 10 tokens leaves every fifth second. So the rate is 2 tokens a second, not 10."""
     budgets = Budgets(SchedulerConfig())
     budgets.measure(0.0, ["a"])

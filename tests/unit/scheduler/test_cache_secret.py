@@ -34,7 +34,7 @@ def test_schedulers_that_start_together_agree(state: Path) -> None:
         assert len(set(pool.map(lambda _: own_secret(), range(32)))) == 1
 
 
-def test_without_a_folder_to_write_to_it_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_writable_folder_the_log_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     said: list[str] = []

@@ -62,14 +62,14 @@ def test_a_request_that_outlives_its_conversation_retains_nothing() -> None:
     assert retained(system) == 0
 
 
-def test_a_client_that_says_what_to_retain_is_heard() -> None:
+def test_a_requests_own_retention_takes_precedence() -> None:
     system = started()
     ask(system, 1, conversation="c", cache_retention=[RetentionRange(start=0, end=4, priority=80)])
     system.run()
     assert retained(system) == 1
 
 
-def test_a_later_request_has_the_place_of_the_first() -> None:
+def test_a_later_request_has_the_queue_position_of_the_first() -> None:
     system = started()
     ask(system, 1, conversation="c")
     system.run()

@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], name: str) -> 
     assert refused.value.field == name
 
 
-def test_what_is_said_of_caching_goes_on_as_it_is() -> None:
+def test_cache_fields_are_passed_on_unchanged() -> None:
     kept = [RetentionRange(end=8, priority=90, duration_ms=5), RetentionRange(priority=3, decode=True)]
     made = to_submission(GenerateRequest(token_ids=PROMPT, cache_salt="pepper", cache_retention=kept), None)
     assert (made.cache_salt, list(made.cache_retention)) == ("pepper", kept)
@@ -85,7 +85,7 @@ def test_the_scheduler_keeps_no_answers(field: str, wrong: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("sampling", [SamplingOptions(seed=3), SamplingOptions(temperature=0)])
-def test_but_it_goes_on_behind_what_was_delivered(sampling: SamplingOptions) -> None:
+def test_a_resubmission_continues_after_the_delivered_tokens(sampling: SamplingOptions) -> None:
     sampling.prompt_logprobs = 1
     again: dict[str, Any] = {"resume_after": 2, "resume_token_ids": [7, 8], "idempotency_key": "k"}
     submission = to_submission(GenerateRequest(token_ids=PROMPT, sampling=sampling, **again), None)
@@ -93,7 +93,7 @@ def test_but_it_goes_on_behind_what_was_delivered(sampling: SamplingOptions) -> 
     assert not submission.sampling.prompt_logprobs, "which came with the first token"
 
 
-def test_a_beam_search_refuses_what_is_for_samples() -> None:
+def test_a_beam_search_refuses_fields_for_samples() -> None:
     beam = BeamOptions(width=2)
     for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):
         value: Any = 3 if name == "top_k" else 0.5

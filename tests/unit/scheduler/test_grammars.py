@@ -116,7 +116,7 @@ def test_a_worker_that_joins_is_asked(system: LocalSystem) -> None:
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
-def test_what_ran_goes_on_where_its_grammar_is_prepared(system: LocalSystem, is_ready: bool) -> None:
+def test_a_requeued_request_continues_on_a_worker_with_its_grammar(system: LocalSystem, is_ready: bool) -> None:
     ends = [system.attach(toy()) for _ in range(2)]
     client = system.open("s")
     system.submit("s", 1, PROMPT, params("form", max_tokens=30))

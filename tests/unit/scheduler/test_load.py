@@ -70,7 +70,7 @@ def test_a_measured_rate_says_how_long_the_queue_takes() -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_what_was_looked_up_in_the_prefix_cache_and_found(prefix_caching: bool) -> None:
+def test_the_load_counts_prefix_queries_and_hits(prefix_caching: bool) -> None:
     system = LocalSystem(SchedulerConfig(prefix_caching=prefix_caching))
     system.open("s")
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=64))

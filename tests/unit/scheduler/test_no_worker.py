@@ -113,7 +113,7 @@ def test_two_outages_do_not_add_up(system: LocalSystem, client: Client) -> None:
     assert_unavailable(client, 1)
 
 
-def test_a_worker_that_leaves_finishes_what_it_runs_and_counts_as_none_for_the_rest(
+def test_a_draining_worker_finishes_its_requests_and_counts_as_absent_for_others(
     system: LocalSystem, client: Client
 ) -> None:
     leaving = system.attach(toy())
@@ -153,7 +153,7 @@ def test_zero_waits_for_ever(client: Client) -> None:
     assert client.tokens[1] == expected_output([9, 10], PARAMS)
 
 
-def test_gateways_are_told_the_limit(system: LocalSystem, client: Client) -> None:
+def test_gateways_get_the_limit(system: LocalSystem, client: Client) -> None:
     assert client.status is not None
     assert client.status.no_worker_timeout_s == LIMIT_S
 

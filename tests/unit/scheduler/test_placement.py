@@ -81,7 +81,7 @@ def test_a_long_prompt_leaves_the_others_to_the_other_worker() -> None:
     assert [worker.let_in[0] for worker in workers] == [["1"], ["2", "3", "4", "5", "6", "7"]]
 
 
-def test_what_is_cached_draws_until_it_costs_more_to_wait_there() -> None:
+def test_a_cached_prefix_attracts_requests_until_waiting_costs_more() -> None:
     workers = [Recorder(max_batched_tokens=256, max_num_seqs=64), Recorder(max_batched_tokens=256, max_num_seqs=64)]
     system = system_of(workers)
     shared = [7000 + i for i in range(100)]

@@ -100,7 +100,7 @@ def test_a_request_may_wait_for_a_full_worker_and_for_no_other_one() -> None:
     system.assert_at_rest()
 
 
-def test_a_request_of_a_burst_is_placed_about_once_however_many_workers_there_are() -> None:
+def test_placements_per_request_do_not_grow_with_the_number_of_workers() -> None:
     asked = Counter[str]()
 
     class GoesRound(LastWorker):
@@ -143,7 +143,7 @@ def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
     system.assert_at_rest()
 
 
-def test_a_burst_is_placed_in_parts_so_that_others_are_heard_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_is_placed_in_parts_so_that_other_messages_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "MAX_PLACEMENTS", 10)
     asked = list[str]()
 
@@ -163,7 +163,7 @@ def test_a_burst_is_placed_in_parts_so_that_others_are_heard_between_them(monkey
     system.assert_at_rest()
 
 
-def test_a_worker_that_leaves_takes_nothing_with_it_that_was_placed_on_it() -> None:
+def test_requests_placed_on_a_worker_that_leaves_are_placed_again() -> None:
     policies = dataclasses.replace(build(choose()), placement=(policy := LastWorker()))
     system = LocalSystem(policies=policies)
     first, last = Recorder(), Recorder(max_batched_tokens=8)

@@ -133,7 +133,7 @@ class NamesAnother(Watermark):
         raise ValueError("order: says a policy that is another one")
 
 
-def test_an_error_of_a_policy_is_its_own_whatever_its_text_begins_with() -> None:
+def test_any_error_of_a_policy_counts_as_the_policys_error() -> None:
     """The policy that raised is blamed, not a policy that the text names."""
     system, _ = system_of(capacity=NamesAnother())
     system.submit("s", 1, [9], PARAMS)
@@ -177,7 +177,7 @@ class Notes(PlacementPolicy):
         return ""
 
 
-def test_with_one_worker_a_placement_policy_is_not_asked_and_is_told_nothing() -> None:
+def test_with_one_worker_a_placement_policy_is_not_called() -> None:
     placement = Notes()
     system, _ = system_of(placement=placement)
     system.submit("s", 1, [9], PARAMS)
@@ -205,7 +205,7 @@ def test_a_request_that_is_never_admitted_fails_only_after_several_decisions() -
     assert not system.scheduler.workers[1].asked_for_pins, "all blocks are available, so no pin is in the way"
 
 
-def test_an_order_that_is_told_of_a_request_again_has_it_once() -> None:
+def test_a_request_that_is_added_again_is_in_the_order_once() -> None:
     """`add` replaces the key of a request that the order already has."""
     order, request = Key(), cast(RequestView, SimpleNamespace(arrival_index=1, queue_position=1))
     order.made = 5

@@ -48,7 +48,7 @@ def test_a_preempted_request_waits_where_the_policy_says(place: str, first: int)
     assert len(system.clients["s"].endings) == 2
 
 
-def test_what_was_cancelled_says_nothing_of_how_long_outputs_are() -> None:
+def test_cancelled_requests_do_not_count_in_the_mean_output_length() -> None:
     """A cancelled request does not count in the mean output length."""
     system, _, _ = with_one_of_two_running()
     system.cancel("s", 1)
@@ -57,7 +57,7 @@ def test_what_was_cancelled_says_nothing_of_how_long_outputs_are() -> None:
     assert system.scheduler.life._output_length.mean_tokens is None
 
 
-def test_what_a_sequence_may_still_generate_while_its_prompt_is_computed() -> None:
+def test_the_remaining_output_of_a_sequence_in_prefill() -> None:
     """During prefill, all of max_tokens remain."""
     system = LocalSystem()
     system.open("s")
@@ -121,7 +121,7 @@ def test_a_draining_worker_is_released_when_nothing_runs_there_any_more(seed: in
     assert end.released
 
 
-def test_a_drained_worker_is_told_once_that_it_is_released() -> None:
+def test_a_drained_worker_is_released_once() -> None:
     system = LocalSystem()
     system.open("s")
     end = system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))

@@ -85,7 +85,7 @@ def claims_in(request: CacheServiceLinkRequest) -> list[int]:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("num_moves", range(0, 60, 3))
-def test_what_runs_is_not_computed_again(num_moves: int, prefix_caching: bool) -> None:
+def test_running_sequences_are_not_computed_again(num_moves: int, prefix_caching: bool) -> None:
     system = make(prefix_caching)
     end = begin(system, num_moves)
     before = [request.arrival_index for request in running(system)]
@@ -120,7 +120,7 @@ def test_no_step_is_planned_before_the_cache_has_answered() -> None:
     finish(system)
 
 
-def test_what_ends_while_there_is_no_cache_just_ends() -> None:
+def test_a_request_may_end_while_there_is_no_cache() -> None:
     system = make()
     begin(system)
     system.lose_cache()
@@ -174,7 +174,7 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
 
 
 def test_a_large_restore_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens between them."""
+    """The exchanges of a restore may be mixed with any other events."""
     monkeypatch.setattr(recovery, "MAX_EXCHANGE_BYTES", 100)
     for events_after in range(4):
         system = make()
@@ -233,7 +233,7 @@ def test_a_long_queue_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch) -
     finish(system)
 
 
-def test_what_workers_bring_and_a_long_queue_share_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_sequences_and_a_long_queue_share_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a scheduler restarts: workers report the KV they have kept, and gateways submit their requests again."""
     limit = 4000
     monkeypatch.setattr(cache_link, "MAX_EXCHANGE_BYTES", limit)
@@ -258,7 +258,7 @@ def test_what_workers_bring_and_a_long_queue_share_exchanges(monkeypatch: pytest
     system.assert_at_rest()
 
 
-def test_beams_keep_what_they_fork_from() -> None:
+def test_a_restored_search_keeps_the_blocks_that_beams_fork_from() -> None:
     sampling, beam = SamplingParams(top_p=1, max_tokens=8, ignore_eos=True), BeamOptions(width=3, num_return=3)
     right = expected_hypotheses(SHARED, make_search(beam, sampling, [EOS]))
     restored = 0
@@ -277,7 +277,7 @@ def test_beams_keep_what_they_fork_from() -> None:
     assert restored > 20
 
 
-def test_beams_that_grew_keep_what_they_fork_from() -> None:
+def test_a_restored_search_with_longer_beams_keeps_the_blocks_that_beams_fork_from() -> None:
     """Their prompt came in chunks, with blocks for each."""
     sampling, beam = SamplingParams(top_p=1, max_tokens=4, ignore_eos=True), BeamOptions(width=3, num_return=3)
     prompt = list(range(100, 140))
@@ -357,7 +357,7 @@ def test_tables_are_those_that_were_granted(noted: int, monkeypatch: pytest.Monk
     assert checks > 50
 
 
-def test_another_scheduler_finds_what_the_worker_has_computed() -> None:
+def test_another_scheduler_reuses_the_kv_of_the_worker() -> None:
     before = make()
     worker = begin(before, num_moves=60).worker
     assert isinstance(worker, ToyWorker)
@@ -378,7 +378,7 @@ def test_another_scheduler_finds_what_the_worker_has_computed() -> None:
     after.assert_at_rest()
 
 
-def test_what_a_worker_brings_stays_in_its_namespace() -> None:
+def test_kept_sequences_stay_in_their_namespace() -> None:
     """KV of a tenant and a salt must not be found without them, nor with others, after a restart of the scheduler. The
     next scheduler finds it if it has the same secret; the worker knows only the name of the namespace."""
     before = make()
@@ -402,7 +402,7 @@ def test_what_a_worker_brings_stays_in_its_namespace() -> None:
         assert after.clients["s"].endings[handle].cached_tokens == expected
 
 
-def test_what_a_worker_claims_wrongly_costs_nothing() -> None:
+def test_a_wrong_kept_sequence_does_no_harm() -> None:
     """Each wrong entry is refused by itself, and an entry that is too large is left out."""
     system = make()
     worker = toy()

@@ -1,4 +1,4 @@
-"""What is read from a step's result, with a worker that has nothing but what is asked of it."""
+"""How the scheduler reads a step's result, with a minimal fake worker."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = 
 
 
 @pytest.mark.parametrize(("number", "counts"), [(1, False), (2, True)])
-def test_each_step_but_the_first_of_a_link_tells_of_the_workers_speed(number: int, counts: bool) -> None:
+def test_each_step_after_the_first_of_a_link_counts_for_the_workers_speed(number: int, counts: bool) -> None:
     step = SimpleNamespace(step=number, new_tokens=500, context_tokens=0, num_rows=1, num_sampled=0, rows=[], chunks=[])
     worker = SimpleNamespace(in_flight=deque([step]), step_fit=StepTimeFit(), batch=SimpleNamespace(slots=None))
     result = StepResult(step=number, started_us=1, finished_us=50_001)

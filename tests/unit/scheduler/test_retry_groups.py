@@ -136,9 +136,7 @@ def test_a_worker_that_drains_away_blames_no_request(system: LocalSystem, client
     assert system.scheduler.counters.failures == 0
 
 
-def test_a_lone_request_fails_with_the_second_failure_and_says_what_happened(
-    system: LocalSystem, client: Client
-) -> None:
+def test_a_lone_request_fails_with_the_second_failure_and_the_reason(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, [9, 11], params())
     for _ in range(2):
         assert 1 not in client.endings
@@ -154,7 +152,7 @@ def test_a_lone_request_fails_with_the_second_failure_and_says_what_happened(
     system.assert_at_rest()
 
 
-def test_a_token_in_between_is_not_enough_but_two_are(system: LocalSystem, client: Client) -> None:
+def test_two_tokens_between_failures_clear_a_suspect_but_one_does_not(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, [9, 11], params(40))
     for _ in range(4):  # each time it gets past the point of the failure before
         end = system.attach(toy())
@@ -172,7 +170,7 @@ def test_a_token_in_between_is_not_enough_but_two_are(system: LocalSystem, clien
     assert client.tokens[1] == right[: len(client.tokens[1])]
 
 
-def test_a_failure_of_what_is_not_in_flight_is_a_protocol_error(system: LocalSystem, client: Client) -> None:
+def test_a_failure_of_a_step_that_is_not_in_flight_is_a_protocol_error(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     with pytest.raises(ProtocolError, match="steps 1 to 1, which are not in flight"):
         system.scheduler.worker_failed(end.id, StepFailure(first_step=1, last_step=1))
@@ -198,7 +196,7 @@ def test_a_request_in_any_step_of_a_failure_is_suspect(system: LocalSystem, clie
     assert [request.handle for request in suspects(system)] == [1]
 
 
-def test_nothing_of_a_suspect_is_kept_when_it_is_cleared(system: LocalSystem, client: Client) -> None:
+def test_a_cleared_suspect_leaves_no_state(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, [9, 11], params())
     end = system.attach(toy())
     until_running(system, 1)

@@ -279,7 +279,7 @@ def test_nothing_is_shared_between_salts(system: LocalSystem, client: Client) ->
     assert [client.endings[handle].cached_tokens for handle in range(5)] == [0, 0, 19, 0, 19]
 
 
-def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, client: Client) -> None:
+def test_retained_blocks_outlive_all_others(system: LocalSystem, client: Client) -> None:
     system.attach(toy(num_blocks=16))
     kept = [RetentionRange(end=16, priority=90)]
     submit_raw(system, 1, prompt_token_ids=pack(*range(10, 30)), sampling=params(2), cache_retention=kept)
@@ -293,7 +293,7 @@ def test_what_is_retained_is_there_when_all_else_has_gone(system: LocalSystem, c
     assert [client.endings[handle].cached_tokens for handle in (8, 9)] == [16, 0]
 
 
-def test_ranges_of_what_is_generated_count_from_the_end_of_the_prompt(system: LocalSystem, client: Client) -> None:
+def test_ranges_of_generated_tokens_count_from_the_end_of_the_prompt(system: LocalSystem, client: Client) -> None:
     """As in TensorRT-LLM's decode retention: a client that sends text does not know how many tokens the prompt has."""
     system.attach(toy(num_blocks=16))
     kept = [RetentionRange(end=16, priority=0), RetentionRange(decode=True, start=4, end=8, priority=90)]
@@ -386,7 +386,7 @@ def test_bad_submissions_are_refused_by_name(
     system.assert_at_rest()
 
 
-def test_a_prompt_that_is_scored_is_computed_whatever_is_cached(system: LocalSystem, client: Client) -> None:
+def test_a_prompt_that_is_scored_is_computed_even_if_it_is_cached(system: LocalSystem, client: Client) -> None:
     """In chunks, twice (the second time for its KV), and what is scored is shared like all else."""
     system.attach(toy(max_batched_tokens=7))
     prompt = list(range(10, 30))
@@ -465,7 +465,7 @@ def test_a_sequence_may_fill_the_pool_to_the_last_block(system: LocalSystem, cli
     assert client.tokens[0] == expected_output([9] * 12, params(1))
 
 
-def test_sessions_hear_at_once_that_the_queue_is_full_and_that_it_is_not(system: LocalSystem, client: Client) -> None:
+def test_sessions_learn_at_once_that_the_queue_is_full_or_has_room(system: LocalSystem, client: Client) -> None:
     other = system.open("t")
     for handle in range(1, 5):
         assert client.status is not None
@@ -483,7 +483,7 @@ def test_sessions_hear_at_once_that_the_queue_is_full_and_that_it_is_not(system:
         assert not told.status.full
 
 
-def test_a_full_queue_refuses_but_not_what_was_accepted_before(system: LocalSystem, client: Client) -> None:
+def test_a_full_queue_refuses_no_resubmitted_request(system: LocalSystem, client: Client) -> None:
     for handle in range(1, 6):
         system.submit("s", handle, [9], params())
     assert client.endings[5].code == CODE_RESOURCE_EXHAUSTED
@@ -502,7 +502,7 @@ def test_queued_requests_are_checked_when_the_model_becomes_known(system: LocalS
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_what_was_accepted_before_waits_for_a_pool_that_can_hold_it(
+def test_a_resubmitted_request_waits_for_a_pool_that_can_hold_it(
     system: LocalSystem, client: Client, early: bool
 ) -> None:
     if not early:
@@ -573,7 +573,7 @@ def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) 
             assert refused.value.field == name
 
 
-def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: Client) -> None:
+def test_kv_of_a_failed_row_is_not_reused(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     prompt = list(range(10, 30))
     run, failed = end.worker.run, list[Any]()
@@ -595,7 +595,7 @@ def test_what_a_failed_row_computed_is_not_reused(system: LocalSystem, client: C
     system.assert_at_rest()
 
 
-def test_sessions_hear_how_many_places_were_left_after_how_many_of_their_submissions(
+def test_sessions_learn_the_room_in_the_queue_and_the_submissions_that_it_counts(
     system: LocalSystem, client: Client
 ) -> None:
     def told(client: Client) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What the server makes of its settings."""
+"""How the server turns its settings into the core's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled tokens in the slots' output buffer: a ring of the latest steps, emptied into the requests in time."""
+"""Sampled tokens in the slots' output buffer: a ring of the latest steps, flushed to the requests in time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def output(table: SlotLedger, slot: int) -> list[int]:
     "steps", [1, FLUSH_EVERY_STEPS + 1, BUFFER_STEPS - 1, BUFFER_STEPS, BUFFER_STEPS + 1, 3 * BUFFER_STEPS + 7]
 )
 def test_a_long_decode_loses_no_token(steps: int) -> None:
-    """No reader asks before the end: only the regular emptying stands between a token and the ring's next turn."""
+    """No reader asks before the end, so only the regular flush saves a token before the ring overwrites it."""
     table = SlotLedger(NUM_SLOTS, block_size=4)
     slots = np.array([table.occupy(make_request(handle), 1, 1) for handle in range(NUM_SLOTS)], np.intp)
     for slot in slots.tolist():
@@ -45,8 +45,9 @@ def test_a_long_decode_loses_no_token(steps: int) -> None:
         assert output(table, slot) == [1000 * slot + step for step in range(steps)]
 
 
-def test_the_ring_holds_what_may_be_in_flight() -> None:
-    """Between two emptyings of a slot come FLUSH_EVERY_STEPS steps, and those in flight when the slot is left."""
+def test_the_ring_holds_all_tokens_in_flight() -> None:
+    """Between two flushes of a slot there are FLUSH_EVERY_STEPS steps, and the steps in flight when the slot is
+    freed."""
     window = SchedulerSettings.model_fields["window"]
     largest = next(limit.le for limit in window.metadata if hasattr(limit, "le"))
     assert FLUSH_EVERY_STEPS + largest <= BUFFER_STEPS

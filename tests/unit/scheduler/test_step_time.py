@@ -1,4 +1,4 @@
-"""The step-time model: what it learns from steps, what it ignores, and what it keeps where steps say nothing."""
+"""The step-time model: what it learns from steps, what it ignores, and what it keeps when steps do not tell."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_it_finds_each_coefficient() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 10**6), st.integers(1, 256), st.floats(0, 60)), max_size=80)
 )
-def test_whatever_it_is_told_the_model_is_finite_and_grows_with_each_input(
+def test_after_any_steps_the_model_is_finite_and_grows_with_each_input(
     steps: list[tuple[int, int, int, float]],
 ) -> None:
     fit = StepTimeFit()
@@ -75,7 +75,7 @@ def test_whatever_it_is_told_the_model_is_finite_and_grows_with_each_input(
         assert all(0 <= value < 1e9 for value in fit.time)
 
 
-def test_stalls_move_it_little() -> None:
+def test_stalls_change_the_model_little() -> None:
     fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 300), jitter=0.05)
     for i, step in enumerate(mixed_steps(2, 300)):
         fit.add(*step, 5.0 if i % 60 == 0 else TRUE.of(*step))
@@ -89,13 +89,13 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
     assert max(error(fit.time, slow, step) for step in mixed_steps(3, 50)) < 0.05
 
 
-def test_decoding_for_long_does_not_forget_what_a_prompt_token_costs() -> None:
+def test_long_decoding_keeps_the_cost_of_a_prompt_token() -> None:
     fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 300))
     learn(fit, TRUE, ((0, rows * 500, rows) for rows in [40, 41, 42] * 2000))
     assert fit.time.token_s == pytest.approx(TRUE.token_s, rel=0.1)
 
 
-def test_steps_that_are_all_alike_keep_the_shares_of_the_model_before() -> None:
+def test_equal_steps_keep_the_shares_of_the_earlier_model() -> None:
     """8 rows at each step: base, context and rows cannot be told apart."""
     slow = StepTime(*(2 * value for value in TRUE))
     fit = learn(StepTimeFit(TRUE), slow, iter([(0, 8000, 8)] * 400))
@@ -104,7 +104,7 @@ def test_steps_that_are_all_alike_keep_the_shares_of_the_model_before() -> None:
     assert fit.time.base_s > 0.8 * slow.base_s
 
 
-def test_without_a_step_of_its_own_a_worker_is_what_the_fleet_is() -> None:
+def test_a_worker_without_a_step_has_the_model_of_the_fleet() -> None:
     fleet, known, fresh = FleetStepTimes(), StepTimeFit(), StepTimeFit()
     fleet.begin([known, fresh])
     assert fresh.time == UNKNOWN
@@ -115,7 +115,7 @@ def test_without_a_step_of_its_own_a_worker_is_what_the_fleet_is() -> None:
     learn(known, StepTime(*(2 * value for value in TRUE)), mixed_steps(3, 300))
     before = fresh.time
     fleet.begin([known, fresh])
-    assert fresh.time == before, "from its first step on it is its own"
+    assert fresh.time == before, "after its first step a worker has its own model"
 
 
 def test_a_fleet_remembers_the_last_worker_that_left() -> None:
@@ -126,7 +126,7 @@ def test_a_fleet_remembers_the_last_worker_that_left() -> None:
     assert fresh.time == gone.time
 
 
-def test_a_worker_that_is_twice_as_fast_is_known_after_a_few_steps() -> None:
+def test_the_model_follows_a_faster_worker_within_a_few_steps() -> None:
     fast = StepTime(*(value / 2 for value in TRUE))
     fit = learn(StepTimeFit(TRUE), fast, mixed_steps(1, 40))
     assert max(error(fit.time, fast, step) for step in mixed_steps(3, 50)) < 0.2
@@ -137,7 +137,7 @@ def test_the_same_steps_give_the_same_model() -> None:
     assert first.time == second.time
 
 
-def test_the_mean_output_length_follows_what_ends() -> None:
+def test_the_mean_output_length_follows_ended_requests() -> None:
     length = OutputLength()
     assert length.mean_tokens is None
     for tokens in (10, 20):
@@ -148,14 +148,14 @@ def test_the_mean_output_length_follows_what_ends() -> None:
     assert length.mean_tokens == pytest.approx(100, rel=0.01)
 
 
-def test_another_worker_starts_from_a_model_after_a_number_of_steps() -> None:
+def test_a_model_is_measured_after_a_number_of_steps() -> None:
     fit = StepTimeFit()
     for number in range(1, TRUSTED_STEPS + 1):
         fit.add(100, 0, 1, 0.01)
         assert fit.is_measured is (number == TRUSTED_STEPS)
 
 
-def test_one_slow_step_is_no_slower_machine() -> None:
+def test_a_few_slow_steps_do_not_mean_a_slower_machine() -> None:
     fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 1000))
     for _ in range(OTHER_SPEED_STEPS - 1):
         before = fit.time

@@ -86,7 +86,7 @@ def test_nothing_is_computed_twice() -> None:
     finish(system)
 
 
-def test_the_oldest_comes_back_first_and_before_those_that_wait() -> None:
+def test_the_oldest_swapped_request_resumes_first_and_before_waiting_ones() -> None:
     system = make("vllm-v0", window=1, requeue="back")
     end = begin(system)
     for handle in (7, 8):
@@ -220,7 +220,7 @@ def test_a_worker_that_drains_gives_its_swapped_requests_away() -> None:
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_the_cache_may_have_no_room_for_one_that_comes_back(drains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_may_refuse_a_resuming_request(drains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     system = make(window=1)
     end = begin(system)
     while not any(op.HasField("swap_in") for exchange in system.to_cache for op in exchange.ops):

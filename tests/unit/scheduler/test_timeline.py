@@ -49,7 +49,7 @@ def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_wor
 
 
 def test_a_request_not_looked_at_waits_behind_the_first_that_was() -> None:
-    """Until the decision that admits the request, though the first request goes on waiting."""
+    """The span ends with the decision that admits the request, although the first request still waits."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
@@ -93,7 +93,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes.explain("never seen", 1e9) is None
 
 
-def test_of_two_requests_with_one_id_the_later_live_one_is_told() -> None:
+def test_of_two_requests_with_one_id_the_later_live_one_is_explained() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
@@ -166,7 +166,7 @@ def test_an_answer_of_several_attempts_stands_for_the_last_ones() -> None:
     assert found(notes, "y") == [("y", 3)]
 
 
-def test_what_is_forgotten_leaves_no_name_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_record_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "MAX_ENDED", 1)
     notes = RequestTimeline()
     for i in range(4):
@@ -201,7 +201,7 @@ def test_decisions_of_several_workers_make_one_range() -> None:
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "slots", "full", "slots"]
 
 
-def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_explained_even_if_its_beginning_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request has so many reasons that its arrival is dropped. Then it waits behind another request."""
     monkeypatch.setattr(timeline, "MAX_SPANS", 2)
     notes, first, second = RequestTimeline(), request(1), request(2)
@@ -216,7 +216,7 @@ def test_a_wait_is_told_though_its_beginning_is_forgotten(monkeypatch: pytest.Mo
     assert ("order", "behind r1, which waits for blocks", 4, 4) in reasons
 
 
-def test_each_worker_has_ranges_of_its_own() -> None:
+def test_each_worker_has_its_own_ranges() -> None:
     """Two workers reject the request in turns, for different reasons. The timeline has no row for each decision."""
     notes, head = RequestTimeline(), request(1)
     notes.arrived(head, 0.0)
@@ -236,7 +236,7 @@ def test_each_worker_has_ranges_of_its_own() -> None:
     ]
 
 
-def test_what_was_looked_at_does_not_push_out_what_happened() -> None:
+def test_rejections_do_not_displace_events() -> None:
     """As for a beam search: decisions look at its beams while it runs."""
     notes, search, other = RequestTimeline(), request(1), request(2)
     notes.arrived(search, 1.0)
@@ -286,7 +286,7 @@ def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
     ]
 
 
-def test_a_later_wait_is_told_from_its_own_beginning() -> None:
+def test_a_later_wait_is_explained_from_its_own_beginning() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
     notes.arrived(second, 2.0)
@@ -314,7 +314,7 @@ def test_a_request_waits_behind_another_only_where_it_was_not_looked_at() -> Non
     ]
 
 
-def test_a_request_that_waits_for_its_tenant_is_told_so_and_of_no_other() -> None:
+def test_only_the_tenants_limit_is_named_while_a_request_waits_for_it() -> None:
     """At each worker, in ranges, but not for a decision that stopped earlier in the queue."""
     notes, one, first = RequestTimeline(30), request(1), request(2)
     one.tenant = "a"

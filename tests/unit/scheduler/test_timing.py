@@ -1,4 +1,4 @@
-"""Where a request's time went, as its ending says: times of the events, by a clock turned by hand."""
+"""The times of a request's phases in its ending, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def started(num_blocks: int = 64, max_num_seqs: int = 4) -> LocalSystem:
 
 
 def until_tokens(system: LocalSystem, handle: int, count: int) -> None:
-    """One move after the other until the client has so many tokens of the request."""
+    """Makes one move after the other until the client has this many tokens of the request."""
     for _ in range(100):
         if len(system.clients["s"].tokens.get(handle, ())) >= count:
             return
@@ -41,7 +41,7 @@ def ending(system: LocalSystem, handle: int = 1) -> Ending:
     return system.clients["s"].endings[handle]
 
 
-def test_queue_prefill_and_decode_are_what_the_clock_says() -> None:
+def test_queue_prefill_and_decode_times_follow_the_clock() -> None:
     system = LocalSystem()
     system.open("s")
     at(system, 10.0)
@@ -59,7 +59,7 @@ def test_queue_prefill_and_decode_are_what_the_clock_says() -> None:
     assert timing.num_preemptions == 0
 
 
-def test_what_ends_in_the_queue_has_waited_only() -> None:
+def test_a_request_that_ends_in_the_queue_has_only_a_queue_time() -> None:
     system = LocalSystem()
     system.open("s")
     system.submit("s", 1, [1, 2], PARAMS)
@@ -119,7 +119,7 @@ def test_a_beam_search_has_its_first_token_after_its_first_step(width: int) -> N
     assert timing.queue_s + timing.prefill_s + timing.decode_s == second - 1.0
 
 
-def test_cached_tokens_of_host_memory_are_told_apart() -> None:
+def test_cached_tokens_of_host_memory_are_counted_separately() -> None:
     """Six blocks: other prompts evict the first prompt to host memory, and its repetition takes it from there."""
     system = LocalSystem()
     system.open("s")

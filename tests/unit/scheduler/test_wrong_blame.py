@@ -104,7 +104,7 @@ def test_two_links_cut_before_either_worker_is_back_fail_no_request(system: Loca
     finishes(system)
 
 
-def test_other_requests_run_while_one_is_held(system: LocalSystem, client: Client) -> None:
+def test_other_requests_run_while_a_suspect_waits(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
@@ -171,7 +171,7 @@ def test_a_worker_may_be_back_before_its_old_link_is_seen_to_end(
         assert "2 times in a row" in client.endings[1].message
 
 
-def test_what_the_worker_says_of_itself_stands(system: LocalSystem, client: Client) -> None:
+def test_a_failure_that_the_worker_reports_always_counts(system: LocalSystem, client: Client) -> None:
     """The same process registers again, but it has reported a failed step: the blame is not withdrawn."""
     system.submit("s", 1, PROMPT, params())
     for _ in range(2):

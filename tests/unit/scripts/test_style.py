@@ -44,13 +44,15 @@ def test_two_modules_cannot_have_classes_of_one_name(tmp_path: Path) -> None:
     assert findings(tmp_path, files) == ["b.py:4: class"]
 
 
-def test_modules_have_docstrings_and_folders_an_end(tmp_path: Path) -> None:
+def test_modules_need_docstrings_and_folders_are_limited(tmp_path: Path) -> None:
     files = {f"many/m{i:02}.py": '"""."""\n' for i in range(style.MAX_MODULES)}
     assert not findings(tmp_path, files | {"many/__init__.py": '"""."""\n', "protos/x_pb2.py": ""})
     assert findings(tmp_path, {"many/more.py": ""}) == ["many/more.py:1: docstring", "many:1: folder"]
 
 
-def test_a_budget_lets_so_many_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_allows_a_number_of_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(style, "check", lambda root: [style.Finding("people", "a.py", 3, "`who` is for people")] * 2)
     assert style.main(["--max", "people=2"]) == 0
     assert style.main(["--max", "people=1"]) == 1

@@ -130,7 +130,7 @@ def found(slot: int, times: int) -> list[NewSequence]:
     return [NewSequence(slot=slot, num_cached_tokens=times * CACHED_TOKENS)]
 
 
-def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
+def test_a_prefill_after_a_long_cached_prefix_is_not_a_hang() -> None:
     """Steps with short contexts do not tell what a step with a long context costs.
 
     The next chunk is planned before the first chunk is done.
@@ -145,7 +145,7 @@ def test_a_prefill_behind_a_long_prefix_that_was_found_is_not_a_hang() -> None:
     assert steps.overdue_after_s() == 1.5, "a decode reads the cached tokens once"
 
 
-def test_what_was_measured_behind_a_prefix_is_not_counted_twice() -> None:
+def test_the_cost_of_a_cached_prefix_is_not_counted_twice() -> None:
     steps = Steps().known()
     steps.run(1, 1.0, 100, prefill_slots=slots(3), new_sequences=found(3, times=10))
     for times, most_s, took_s in (
@@ -159,8 +159,8 @@ def test_what_was_measured_behind_a_prefix_is_not_counted_twice() -> None:
     assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (22 * 0.01 + 22 * 0.1), abs=0.3)
 
 
-def test_a_step_that_has_few_tokens_behind_a_prefix_says_little_about_one_that_has_many() -> None:
-    """All that was measured of late had few of them; what comes then may take longer by as much as these were fewer."""
+def test_a_step_with_few_tokens_after_a_prefix_does_not_set_the_cost_of_many() -> None:
+    """The last measured steps had few such tokens. A later step may take longer by the factor by which it has more."""
     steps = Steps().known()
     mixed = {"prefill_slots": slots(3, 4), "new_sequences": found(3, times=30) + found(4, times=0)}
     steps.run(NUM_REMEMBERED, 0.1, 1, 99, **mixed)
@@ -187,7 +187,7 @@ def test_before_that_the_configured_deadlines_hold() -> None:
     assert steps.overdue_after_s() > 60
 
 
-def test_what_a_prompt_token_costs_has_to_be_known_for_itself() -> None:
+def test_the_cost_of_a_prompt_token_needs_its_own_measurement() -> None:
     steps = Steps()
     steps.run(NUM_REMEMBERED + 1, 0.01, FEW_TOKENS - 1)
     steps.begin(FEW_TOKENS)
@@ -205,7 +205,7 @@ def test_the_slowest_of_late_counts_and_is_forgotten_in_time() -> None:
     assert steps.overdue_after_s() == 1.5
 
 
-def test_what_no_step_has_done_before_may_compile() -> None:
+def test_a_step_with_a_new_feature_may_compile() -> None:
     steps = Steps().known()
     for fields in (
         {"new_sequences": [NewSequence(sampling=SamplingParams(repetition_penalty=1.1))]},
@@ -244,7 +244,7 @@ def test_with_hang_0_the_configured_deadlines_hold_for_ever() -> None:
     assert steps.overdue_after_s() > 60
 
 
-def test_a_new_link_knows_what_the_last_one_knew() -> None:
+def test_a_new_link_keeps_the_measured_pace() -> None:
     steps = Steps().known()
     steps.watch, steps.step = StepWatch(steps.watch.allowance), 0
     steps.begin()

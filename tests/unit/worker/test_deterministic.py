@@ -1,4 +1,4 @@
-"""With `deterministic`, what the model says of a token is the same to the last bit, whatever happens beside it."""
+"""With `deterministic`, a token's log probabilities are the same to the last bit in every batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.worker.families import VOCAB, Reference
 
 References = Callable[[str], Reference]
 Build = Callable[..., BuiltWorker]
-Told = list[tuple[int, float, bytes, bytes]]  # of a sequence: its tokens; the log probability; the best ones
+Told = list[tuple[int, float, bytes, bytes]]  # by token: id, log probability, best tokens, their log probabilities
 
 NEW_TOKENS = 6
 SAMPLING = SamplingParams(top_p=1.0, max_tokens=NEW_TOKENS, logprobs=True, num_top_logprobs=8)
@@ -47,7 +47,7 @@ def runner_of(
     request: pytest.FixtureRequest, reference: References, build: Build, tmp_path: Path
 ) -> Callable[[], Driver]:
     settings = {"block_size": 8, "deterministic": True}
-    if request.param == "wide":  # where products of one row and of several do differ, also in float32
+    if request.param == "wide":  # widths at which products of one row and of several rows differ, also in float32
         transformers.LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=512,
@@ -62,7 +62,7 @@ def runner_of(
     return lambda: Driver(build(folder, dtype="bfloat16", **settings).runner, 64)
 
 
-def test_whatever_else_runs_and_however_the_prompt_is_cut(runner_of: Callable[[], Driver]) -> None:
+def test_logprobs_depend_neither_on_the_batch_nor_on_the_chunks(runner_of: Callable[[], Driver]) -> None:
     driver = runner_of()
     alone = [run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING))[0] for prompt in PROMPTS]
     assert all(len(told) == NEW_TOKENS for told in alone)
@@ -71,14 +71,14 @@ def test_whatever_else_runs_and_however_the_prompt_is_cut(runner_of: Callable[[]
         assert run(driver, *[driver.add(prompt, NEW_TOKENS, SAMPLING) for prompt in PROMPTS]) == alone
 
 
-def test_computed_again_after_a_preemption_or_shared(runner_of: Callable[[], Driver]) -> None:
+def test_logprobs_are_the_same_after_recomputation_and_with_a_shared_prefix(runner_of: Callable[[], Driver]) -> None:
     driver = runner_of()
     prompt = PROMPTS[6]
     (whole,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING))
     bystander = driver.add(PROMPTS[3], 200)
     for kept in range(1, NEW_TOKENS):
         output = [token for token, *_ in whole[:kept]]
-        (rest,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING, output))  # what was decoded is prefilled now
+        (rest,) = run(driver, driver.add(prompt, NEW_TOKENS, SAMPLING, output))  # prefills what was decoded
         assert rest == whole[kept:]
     first = driver.add(prompt, 100)
     driver.run_step()
@@ -88,7 +88,7 @@ def test_computed_again_after_a_preemption_or_shared(runner_of: Callable[[], Dri
     assert not bystander.ended
 
 
-def test_a_product_that_depends_on_its_place_is_refused_at_the_start() -> None:
+def test_a_product_that_depends_on_other_rows_is_refused_at_the_start() -> None:
     class Planted(PlainMatmul):
         def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
             self.fault = fault
@@ -100,13 +100,13 @@ def test_a_product_that_depends_on_its_place_is_refused_at_the_start() -> None:
     by_count = Planted(lambda product: product * len(product))
     weights = [torch.ones(4, 5)]
     check_matmul(TiledMatmul(), weights)
-    with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's place"):
+    with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's position"):
         check_matmul(by_place, weights)
     with pytest.raises(ModelError, match="depend on other rows"):
         check_matmul(by_count, weights)
 
 
-def test_tiles_are_the_product() -> None:
+def test_a_tiled_product_equals_the_plain_product() -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 40), torch.randn(40)
     for count in (1, 31, 32, 33, 96):
@@ -122,6 +122,6 @@ def test_tiles_are_the_product() -> None:
         torch.testing.assert_close(*sums)
 
 
-def test_not_with_flashinfer(reference: References, build: Build) -> None:
+def test_deterministic_workers_refuse_flashinfer(reference: References, build: Build) -> None:
     with pytest.raises(ModelError, match="deterministic"):
         build(reference("llama-tied").folder, deterministic=True, attention_backend="flashinfer")

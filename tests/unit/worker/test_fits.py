@@ -148,7 +148,7 @@ def test_memory_that_another_worker_has_filled_is_not_counted_twice(has: Any) ->
         assert other.poll() is None
 
 
-def test_a_pool_on_a_cpu_leaves_what_other_workers_will_fill(has: Any) -> None:
+def test_a_pool_on_a_cpu_leaves_the_memory_that_other_workers_claimed(has: Any) -> None:
     has(10)
     wanted = settings(kv_cache_gib=8.0, max_num_seqs=16384)
     one_block = block_bytes(wanted, CONFIG_70B, torch.bfloat16)

@@ -34,7 +34,9 @@ GIB = 2**30
     utilization=st.floats(0.5, 1.0),
     block_bytes=st.integers(1 << 12, 1 << 22),
 )
-def test_blocks_fill_what_is_left(free_gib: int, needed_gib: int, utilization: float, block_bytes: int) -> None:
+def test_blocks_fill_the_memory_that_is_left(
+    free_gib: int, needed_gib: int, utilization: float, block_bytes: int
+) -> None:
     total, free, needed = 140 * GIB, free_gib * GIB, needed_gib * GIB
     left = total * utilization - (total - free) - needed
     if left < 2 * block_bytes + 1:
@@ -149,7 +151,7 @@ def trial(device: TrialDevice) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize(("sizes", "graphs_mib"), [([], 0), ([8], 50), ([4, 8], 77), ([1, 2, 4, 8], 50 + 3 * 27)])
-def test_what_steps_take_is_what_a_trial_took(
+def test_the_memory_of_steps_is_measured_by_a_trial(
     sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest graph, and for each of the others what the second one takes."""
@@ -166,7 +168,7 @@ def test_an_embedding_model_needs_no_memory_for_sampling(monkeypatch: pytest.Mon
     assert memory.bytes_for_steps(trial(device), [], torch.device("cpu")) == (400 + 300) << 20
 
 
-def test_a_graph_that_found_room_in_what_the_allocator_had_counts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_counts_even_if_the_allocator_had_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = TrialDevice(monkeypatch)
     monkeypatch.setattr(TrialRunner, "of_each_other_graph", 0)
     alone = memory.bytes_for_steps(trial(device), [8], torch.device("cpu"))

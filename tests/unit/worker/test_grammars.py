@@ -49,7 +49,7 @@ def add(driver: Driver, prompt: list[int], grammar: str, output: list[int] = [],
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 3])
-def test_a_mixed_batch_says_what_transformers_says(build: Callable[..., BuiltWorker], chunk_tokens: int) -> None:
+def test_a_mixed_batch_equals_transformers(build: Callable[..., BuiltWorker], chunk_tokens: int) -> None:
     """A story of the demo model: its free text differs from the text that each grammar allows."""
     story = list(reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"])
     driver = Driver(build(CHECKPOINT).runner, chunk_tokens=chunk_tokens)
@@ -63,7 +63,7 @@ def test_a_mixed_batch_says_what_transformers_says(build: Callable[..., BuiltWor
         assert sequence.output == expected != plain.output, name
 
 
-def test_a_row_knows_the_token_before_whatever_is_behind(
+def test_a_row_knows_its_last_token_in_a_pipelined_step(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device has not finished a step when the next one is launched, as is usual on a GPU."""
@@ -78,7 +78,7 @@ def test_a_row_knows_the_token_before_whatever_is_behind(
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_comes_back_goes_on_as_it_would_have(
+def test_a_resumed_sequence_continues_with_the_same_tokens(
     build: Callable[..., BuiltWorker], demo_ids: list[int], name: str
 ) -> None:
     driver = Driver(build(CHECKPOINT).runner)
@@ -90,7 +90,7 @@ def test_what_comes_back_goes_on_as_it_would_have(
         assert again.output == whole.output, cut
 
 
-def test_any_seed_gives_what_the_schema_allows(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
+def test_every_seed_gives_output_that_the_schema_allows(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
     driver = Driver(build(CHECKPOINT).runner)
     made = [add(driver, demo_ids, JSON, temperature=1.5, seed=seed) for seed in range(30)]
     driver.run()
@@ -100,7 +100,7 @@ def test_any_seed_gives_what_the_schema_allows(build: Callable[..., BuiltWorker]
     assert len(set(texts)) > 20
 
 
-def test_other_parameters_choose_among_what_the_form_allows(
+def test_other_parameters_choose_among_the_allowed_tokens(
     build: Callable[..., BuiltWorker], demo_ids: list[int]
 ) -> None:
     driver = Driver(build(CHECKPOINT).runner)
@@ -119,7 +119,7 @@ def failures(result: StepResult) -> dict[int, tuple[int, str]]:
     return {error.slot: (error.code, error.message) for error in result.errors}
 
 
-def test_what_cannot_go_on_fails_alone(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
+def test_a_row_without_an_allowed_token_fails_alone(build: Callable[..., BuiltWorker], demo_ids: list[int]) -> None:
     driver = Driver(build(CHECKPOINT).runner)
     plain = driver.add(demo_ids, NUM_TOKENS)
     good = add(driver, demo_ids, JSON)

@@ -35,7 +35,7 @@ def test_a_step_is_filled_up_to_the_next_size(largest: int, data: st.DataObject)
     assert not any(count <= other < size for other in graphs.sizes)
 
 
-def test_what_no_graph_fits() -> None:
+def test_a_step_that_fits_no_graph() -> None:
     graphs = DecodeGraphs([1, 4])
     assert graphs.size_for(dummy_decodes(5)) is None
     assert graphs.size_for(arrays_of([(3, 1)], [(0, 2)], 0)) is None, "a chunk runs beside the decode"

@@ -28,7 +28,7 @@ def test_shares_are_probabilities(seeds: npt.ArrayLike, positions: npt.ArrayLike
     assert 0.7 < error.mean() < 1.3
 
 
-def test_the_noise_is_of_seed_position_and_token_alone_and_of_nothing_else() -> None:
+def test_the_noise_depends_only_on_seed_position_and_token() -> None:
     seeds = np.array([0, 1, 2**63, 2**64 - 1] * 250, np.uint64)
     keys = keys_of(seeds, np.arange(1000))
     bits = noise_bits(keys, 1003).numpy()
@@ -52,8 +52,8 @@ def test_the_noise_looks_random() -> None:
         assert np.abs(alike).max() < 6
 
 
-def test_a_clock_rings_after_some_time_and_not_never() -> None:
-    """Whatever the bits, the first and the last number among them."""
+def test_each_exponential_time_is_positive_and_finite() -> None:
+    """For all bits, including the smallest and the largest number."""
     times = clocks(keys_of(range(200), 1), 5000)
     assert times.min() > 0
     assert times.max() < torch.inf

@@ -1,4 +1,4 @@
-"""What a worker says of its blocks when its link has ended is what is in them."""
+"""When a link has ended, a worker reports exactly the tokens that its blocks contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def int32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_a_worker_knows_all_tokens_and_blocks_of_what_runs(reference: References, build: Build) -> None:
+def test_a_worker_knows_all_tokens_and_blocks_of_running_sequences(reference: References, build: Build) -> None:
     runner = build(reference("llama-tied").folder, block_size=8).runner
     driver = Driver(runner, chunk_tokens=16)
     sequences = [driver.add(prompt, 40) for prompt in PROMPTS]
@@ -49,9 +49,8 @@ def test_a_worker_knows_all_tokens_and_blocks_of_what_runs(reference: References
     assert runner.kept(ENOUGH) == []
 
 
-def test_what_is_kept_can_be_used(reference: References, build: Build) -> None:
-    """Another link takes the blocks as they were said to be, computes the last token, and goes on as if nothing had
-    happened."""
+def test_kept_sequences_can_be_reused(reference: References, build: Build) -> None:
+    """Another link reuses the reported blocks, computes the last token, and continues with the same tokens."""
     checkpoint = reference("llama-tied")
     runner = build(checkpoint.folder, block_size=8).runner
     before = Driver(runner, chunk_tokens=64)
@@ -71,7 +70,7 @@ def test_what_is_kept_can_be_used(reference: References, build: Build) -> None:
     assert again.output == checkpoint.greedy(PROMPTS[1], 12)
 
 
-def test_no_more_is_told_than_fits(reference: References, build: Build) -> None:
+def test_a_report_of_kept_sequences_is_limited_in_bytes(reference: References, build: Build) -> None:
     runner = build(reference("llama-tied").folder, block_size=8).runner
     driver = Driver(runner)
     for prompt in PROMPTS:
@@ -99,7 +98,7 @@ def test_nothing_is_kept_after_a_step_that_raised(
     assert runner.kept(ENOUGH) == []
 
 
-def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> None:
+def test_late_tokens_of_a_slots_old_sequence_are_dropped() -> None:
     history = TokenHistory(4, 8)
     history.begin(1, int32(10, 11))
     history.begin(2, int32(20))
@@ -111,7 +110,7 @@ def test_late_tokens_of_a_slot_that_has_another_sequence_are_not_its_own() -> No
     assert history.of(2).tolist() == [20, 21]
 
 
-def test_of_a_row_that_has_failed_nothing_is_known() -> None:
+def test_a_failed_row_leaves_no_known_tokens() -> None:
     history = TokenHistory(4, 8)
     history.begin(1, int32(10))
     history.begin(2, int32(20))

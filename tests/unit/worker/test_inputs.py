@@ -48,7 +48,7 @@ steps = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=4))
-def test_what_is_sent_is_what_arrives(sequence: list[StepArrays]) -> None:
+def test_the_device_gets_the_staged_inputs(sequence: list[StepArrays]) -> None:
     inputs, plain = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU), HostInputs()
     for arrays in sequence:
         sent, expected = inputs.send(arrays), plain.send(arrays)

@@ -167,7 +167,7 @@ def test_tensors_that_do_not_fit(
     assert "\n" not in str(error.value)
 
 
-def test_files_that_are_not_there_or_not_what_they_seem(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_and_corrupt_files(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no folder"):
         load_model(str(tmp_path / "nowhere"), device=CPU)
     (checkpoint / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header....")

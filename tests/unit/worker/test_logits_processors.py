@@ -158,7 +158,7 @@ def test_min_p_and_typical_p_are_those_of_transformers(
     assert torch.equal(ours, TypicalLogitsWarper(typical_p)(ids, logits.clone()))
 
 
-def test_all_of_it_together_samples_from_what_transformers_would(
+def test_all_processors_together_sample_from_the_tokens_of_transformers(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     """Prompt and output as a real model makes them: after each step the token must be one that transformers keeps, by
@@ -214,7 +214,7 @@ def generate(checkpoint: Reference, prompt: list[int], sampling: SamplingParams)
     return out[0, len(prompt) :].tolist()
 
 
-def test_greedy_with_each_of_them_is_what_transformers_generates(
+def test_greedy_with_each_processor_equals_transformers(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     """All in one batch, among others that ask for nothing; prefilled in chunks, resumed in the middle."""

@@ -46,7 +46,7 @@ ASKED = {
 
 
 def rows_asking(names: tuple[str, ...], everyone: bool) -> dict[str, np.ndarray]:
-    """Of all rows, so that nothing has to be picked out, or of some."""
+    """Logits of all rows, without a selection, or of some rows."""
     values = {name: PER_ROW[name] for name in names}
     return {name: np.repeat(value[-1:], ROWS) for name, value in values.items()} if everyone else values
 
@@ -81,7 +81,7 @@ def test_no_combination_of_logits_processors_waits_for_the_device(names: tuple[s
             assert sampled.ruled_out is not None
 
 
-def test_what_a_grammar_allows_does_not_wait_for_the_device() -> None:
+def test_a_grammar_mask_does_not_wait_for_the_device() -> None:
     """Except for the previous token, which the host has to know."""
     grammars = Grammars(None, VOCAB, DEVICE)
     started = [NewSequence(slot=slot, sampling=SamplingParams(grammar="x")) for slot in (2, 5)]
@@ -142,7 +142,7 @@ MISTAKES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_waits_is_noticed(name: str) -> None:
+def test_an_operation_that_waits_is_noticed(name: str) -> None:
     with NoWaiting(), pytest.raises(HostWaits):
         MISTAKES[name](torch.zeros(4, 5, device=DEVICE))
 
@@ -174,7 +174,7 @@ def test_a_planted_mistake_is_noticed(
         sample(torch.zeros(ROWS, VOCAB, device=DEVICE), make_rows(ROWS, **PER_ROW))
 
 
-def test_what_is_allowed_is_not_refused() -> None:
+def test_allowed_operations_are_not_refused() -> None:
     with NoWaiting():
         there = upload(np.arange(4), DEVICE)
         assert there.device == DEVICE

@@ -44,7 +44,7 @@ def check(parts: list[PromptLogprobs], right: torch.Tensor, prompt: list[int], n
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 59, 60, 64])
-def test_every_place_of_a_prompt_in_chunks_of_any_size_among_others(
+def test_every_position_of_a_prompt_is_scored_in_chunks_of_any_size(
     chunk: int, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     checkpoint = reference("qwen2")
@@ -77,7 +77,7 @@ def test_output_of_before_is_not_scored(
     check(parts, expected(checkpoint, PROMPT[:20]), PROMPT[:20], 4)
 
 
-def test_a_place_without_a_number_fails_the_request_that_asks(
+def test_a_nan_at_a_scored_position_fails_only_its_request(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     runner = build(reference("llama3-rope").folder).runner  # its embedding is not its head
@@ -92,7 +92,7 @@ def test_a_place_without_a_number_fails_the_request_that_asks(
 
 
 @pytest.mark.parametrize("rows", [1, 7, 19, 20, 64])
-def test_slices_score_what_the_whole_scores(rows: int) -> None:
+def test_scores_in_slices_equal_scores_at_once(rows: int) -> None:
     """Several chunks at once. Their boundaries are not those of the slices, and no slice exceeds its limit."""
     hidden = torch.randn(60, 16, generator=torch.Generator().manual_seed(0))
     head = torch.randn(16, 300, generator=torch.Generator().manual_seed(1))

@@ -52,7 +52,7 @@ def table() -> SlotBuffers:
     return table
 
 
-def test_an_empty_plan_decodes_what_decodes(table: SlotBuffers) -> None:
+def test_an_empty_plan_decodes_the_running_sequences(table: SlotBuffers) -> None:
     rows = table.apply(StepPlan(step=2))
     assert (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist()) == ([0], [6], [1])
     assert rows.samples.tolist() == [True]
@@ -137,7 +137,7 @@ def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(tab
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
-def test_swaps_are_made_first_and_a_sequence_comes_back_as_a_new_one(table: SlotBuffers) -> None:
+def test_swaps_come_first_and_a_sequence_resumes_as_a_new_one(table: SlotBuffers) -> None:
     """Slot 0 leaves; its blocks belong to another sequence in the same plan. Then it is back in another slot."""
     plan = prefill(2, 2, 8, free_slots=pack([0]), new_sequences=[new(2, 8, (1, 2, 8))])
     plan.swap_out_from, plan.swap_out_to = pack([1, 2]), pack([4, 5])

@@ -68,7 +68,7 @@ def test_slots_and_blocks_are_used_again(reference: References, build: Build) ->
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "mistral"])
-def test_a_resumed_sequence_goes_on_as_if_nothing_had_been(family: str, reference: References, build: Build) -> None:
+def test_a_resumed_sequence_continues_with_the_same_tokens(family: str, reference: References, build: Build) -> None:
     checkpoint = reference(family)
     driver = Driver(build(checkpoint.folder, block_size=16).runner, 7)
     bystander = driver.add(PROMPTS[3], 40)

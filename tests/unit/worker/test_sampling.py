@@ -108,7 +108,7 @@ def test_top_p_alone_over_a_flat_row_needs_the_whole_row() -> None:
     assert (~ours.isinf()).sum(-1).tolist()[1] == 1
 
 
-def test_min_tokens_bans_what_transformers_bans() -> None:
+def test_min_tokens_bans_the_same_tokens_as_transformers() -> None:
     logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(0))
     logits[:, 3] = 9.0
     processor = MinNewTokensLengthLogitsProcessor(4, 5, [3, 4], device="cpu")
@@ -300,7 +300,7 @@ def test_log_probabilities_are_those_of_the_model_itself() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 40_000])
-def test_of_equally_likely_tokens_the_lower_ids_are_told_in_any_company(vocab: int) -> None:
+def test_equally_likely_tokens_are_reported_by_lower_id_in_any_batch(vocab: int) -> None:
     """bf16 has few values, so many tokens are equal; zeros of either sign are."""
     generator = torch.Generator().manual_seed(vocab)
     logprobs = torch.randn(64, vocab, generator=generator).mul(3).bfloat16().float()
