@@ -18,6 +18,7 @@ from examples.running_a_batch import run_batch
 from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
+pytestmark = pytest.mark.timeout(240)  # a lease of 10 s has to end twice
 NUM_LINES = 60
 MODEL = "paceline-demo"
 COMPLETION: Any = "/v1/completions"

@@ -363,6 +363,24 @@ async def test_a_stopped_gateway_leaves_its_batch_to_the_next_one(start: Start, 
     assert (await results(second, batch["output_file_id"])).keys() == {f"r{i}" for i in range(40)}
 
 
+async def test_two_gateways_that_take_a_batch_from_each_other_give_each_line_once(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.LEASE_S", 0.2)  # shorter than the time between renewals
+    first, second = [await launch(start, tmp_path, {"batch_lines": 3}, step_s=0.02) for _ in range(2)]
+    asked = [line(f"r{i}", max_tokens=20, seed=i, temperature=1) for i in range(40)]
+    batch_id = await begin(first, jsonl(*asked))
+    batch = await until_status(second, batch_id, "completed")
+    assert first.scheduler.num_requests
+    assert second.scheduler.num_requests, "the other gateway took it over"
+    assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    served = await results(first, batch["output_file_id"])
+    assert list(served) == [f"r{i}" for i in range(40)]
+    for i in (0, 39):
+        right = (await first.http.post(CHAT, json=asked[i]["body"])).json()
+        assert served[f"r{i}"]["response"]["body"]["choices"] == right["choices"]
+
+
 async def test_without_a_store_there_are_no_files(start: Start) -> None:
     running = await start(settings={"response_store": "none"})
     assert (await upload(running, b"{}")).status_code == 404
