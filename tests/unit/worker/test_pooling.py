@@ -47,10 +47,11 @@ def test_the_two_poolings_differ(tmp_path: Path) -> None:
 
 def test_without_normalize_vectors_keep_their_length(tmp_path: Path, build: Build) -> None:
     folder = checkpoints.make("qwen2", tmp_path, "mean", normalize=False)
-    [vector] = Inputs(build(folder).runner).run([INPUTS[5]]).values()
     wanted = checkpoints.expected(folder, INPUTS[5], "mean", normalize=False)
     assert abs(np.linalg.norm(wanted) - 1) > 0.5
-    assert np.abs(vector - wanted).max() < 1e-3
+    for chunk in (1000, 20):
+        [vector] = Inputs(build(folder).runner, chunk).run([INPUTS[5]]).values()
+        assert np.abs(vector - wanted).max() < 1e-3, chunk
     assert not build(folder).info.embedding.normalized
 
 
