@@ -62,8 +62,8 @@ def generates() -> None:
     asked = {"text": "Once there was", "model": MODEL, "sampling": {"max_tokens": 8, "temperature": 0}}
     answers = messages(grpcurl("paceline.v1.InferenceService/Generate", data=asked))
     assert "".join(answer.get("text", "") for answer in answers), answers
-    assert sum(len(answer.get("tokenIds", [])) for answer in answers) == 8, answers
-    assert answers[-1]["finishReason"] == "FINISH_REASON_LENGTH", answers[-1]
+    assert sum(len(answer.get("token_ids", [])) for answer in answers) == 8, answers
+    assert answers[-1]["finish_reason"] == "FINISH_REASON_LENGTH", answers[-1]
 
 
 def infers() -> None:

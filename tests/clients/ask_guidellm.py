@@ -24,7 +24,7 @@ def benchmarks() -> None:
     }
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     command = [str(Path(sys.executable).parent / "guidellm"), "run", *words, "--disable-console"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False, cwd=folder)
     assert done.returncode == 0, (done.stderr or done.stdout)[-300:]
     totals = json.loads((folder / "report.json").read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (5, 0), totals

@@ -11,7 +11,8 @@ from tests.peer.entrypoints.expected import reason
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results" / "vllm_entrypoint_tests.json"
 PREFIX = "tests/entrypoints/"
-Row = dict[str, str]  # vllm, paceline: passed, failed or skipped
+Row = dict[str, str]  # vllm, paceline: passed, failed, skipped or not run
+_NOT_RUN, _NOT_PASSED = "not run", ("failed", "skipped")
 
 
 def load() -> dict[str, Row]:
@@ -23,30 +24,36 @@ def load() -> dict[str, Row]:
 
 
 def note(rows: dict[str, Row], server: str, outcome: dict[str, str]) -> None:
-    row = rows.setdefault(outcome["test"].removeprefix(PREFIX), {"vllm": "not run", "paceline": "not run"})
+    row = rows.setdefault(outcome["test"].removeprefix(PREFIX), {"vllm": _NOT_RUN, "paceline": _NOT_RUN})
     row[server] = outcome["outcome"]
+
+
+def differs(row: Row) -> bool:
+    """Whether the test passes on vLLM, and does not pass here."""
+    return row["vllm"] == "passed" and row["paceline"] in _NOT_PASSED
 
 
 def problems(rows: dict[str, Row]) -> list[str]:
     """Differences without a reason, and reasons without a difference."""
     found = []
     for test, row in sorted(rows.items()):
-        if "not run" in row.values():
-            continue
-        differs = row["vllm"] == "passed" != row["paceline"]
-        if differs and not reason(test):
+        if differs(row) and not reason(test):
             found.append(f"passes on vLLM, {row['paceline']} here: {test}")
-        if row["paceline"] == "passed" and reason(test):
+        if row["vllm"] == row["paceline"] == "passed" and reason(test):
             found.append(f"passes here, but expected.py says why not: {test}")
     return found
 
 
 def summary(rows: dict[str, Row]) -> str:
-    counts = Counter((row["vllm"] == "passed", row["paceline"] == "passed") for row in rows.values())
-    on_vllm = counts[True, True] + counts[True, False]
+    counts = Counter((row["vllm"], row["paceline"]) for row in rows.values())
+    on_vllm = sum(row["vllm"] == "passed" for row in rows.values())
+    here_only = sum(counts[outcome, "passed"] for outcome in _NOT_PASSED)
+    waiting = counts["passed", _NOT_RUN]
+    unknown = sum(row["vllm"] == _NOT_RUN for row in rows.values())
     return (
-        f"{len(rows)} tests ask a server. {on_vllm} pass on vLLM with this checkpoint; {counts[True, True]} of "
-        f"these pass here, {counts[True, False]} do not. {counts[False, True]} others pass here only."
+        f"{on_vllm} of {len(rows)} tests pass on vLLM with this checkpoint. {counts['passed', 'passed']} of these "
+        f"pass here, {sum(map(differs, rows.values()))} do not (reasons below), {waiting} were not run here. "
+        f"{here_only} others pass here only. {unknown} were not run on vLLM."
     )
 
 
@@ -65,9 +72,14 @@ def write(rows: dict[str, Row], version: str) -> None:
         "| test | reason |",
         "|---|---|",
     ]
-    lines += [_line(row["test"], row["reason"]) for row in tests if row["vllm"] == "passed" != row["paceline"]]
+    lines += [_line(row["test"], row["reason"]) for row in tests if differs(row)]
     lines += ["", "## Pass here, not on vLLM", ""]
-    lines += [f"- `{row['test']}`" for row in tests if row["paceline"] == "passed" != row["vllm"]] or ["None."]
+    here_only = [row for row in tests if row["paceline"] == "passed" and row["vllm"] in _NOT_PASSED]
+    lines += [f"- `{row['test']}`" for row in here_only] or ["None."]
+    not_run = {server: [row for row in tests if row[server] == _NOT_RUN] for server in ("paceline", "vllm")}
+    for server, left in not_run.items():
+        names = sorted({row["test"].partition("::")[0] for row in left})
+        lines += ["", f"## Not run on {server}", "", *(f"- `{name}`" for name in names)] if names else []
     lines += ["", "## All tests by file", "", "| file | tests | pass on vLLM | of these here |", "|---|---|---|---|"]
     for file in sorted({test.partition("::")[0] for test in rows}):
         of_file = [row for test, row in rows.items() if test.startswith(f"{file}::")]
@@ -83,7 +95,7 @@ def write(rows: dict[str, Row], version: str) -> None:
 
 
 def _why(test: str, row: Row) -> str:
-    return reason(test) if row["vllm"] == "passed" != row["paceline"] else ""
+    return reason(test) if differs(row) else ""
 
 
 def _line(test: str, why: str) -> str:

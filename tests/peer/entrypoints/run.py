@@ -54,6 +54,7 @@ def fetch(python: Path) -> Path:
         file.extractall(HOME, filter="data")
     archive.unlink()
     shutil.rmtree(folder / "vllm")
+    shutil.rmtree(folder / "vllm.egg-info")  # it names another version, by which vLLM finds out that it runs on a CPU
     return folder
 
 
