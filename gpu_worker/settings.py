@@ -38,7 +38,7 @@ class WorkerSettings(ServiceSettings, section="worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, the checkpoint's type on a GPU"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flashinfer", "torch"] = Field(
         "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"
     )
