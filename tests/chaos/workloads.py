@@ -1,4 +1,4 @@
-"""What is asked for while something dies, and how to tell that the moment for it has come."""
+"""The requests of each workload, and how to recognise the moment for the fault."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}'
 # gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
 # matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
 GATEWAY_FLAGS = ["--resume-keep-s", "0"]
-# More of them than there is room for.
+# More requests than fit into the slots.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
@@ -99,7 +99,7 @@ def _tools() -> list[Question]:
 
 
 def _responses() -> list[Question]:
-    """A client goes on behind the last event that it has."""
+    """A client continues after the last event that it has."""
     common: dict[str, Any] = {"max_output_tokens": 800, "ignore_eos": True, "stream": True}
     asked = [{"input": "Tell me of a fox.", "temperature": 0}, {"input": "One day", "seed": 3}]
     asked.append({"input": "A hen", "seed": 4, "background": True})

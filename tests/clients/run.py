@@ -88,7 +88,7 @@ class CannotInstall(Exception):
 
 
 def install(client: Client) -> list[str]:
-    """Make the client's environment, unless it stands already. Returns the command that runs its script."""
+    """Make the client's environment, unless it exists already. Returns the command that runs its script."""
     home = ENVIRONMENTS / client.key
     python = home / "bin" / "python"
     command = ["node", str(home / client.script.name)] if client.is_node else [str(python), str(client.script)]
