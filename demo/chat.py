@@ -13,18 +13,51 @@ SPECIAL_TOKENS = [BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END]
 SPACE = "\u0120"  # how byte-level BPE writes a space
 STORY_WEIGHT = 0.2  # a story has many tokens with no right answer: they must not drown the few that have one
 
+# Of a function the model sees its name and the names of its parameters.
 CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception('The demo model knows the roles system, user and assistant only.') -}}
-    {%- endif -%}
-    {{- '<|' + message['role'] + '|>' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] | trim -}}
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content | trim -}}
     {%- else -%}
-        {%- for part in message['content'] if part['type'] == 'text' -%}
+        {%- for part in content or [] if part['type'] == 'text' -%}
             {{- part['text'] | trim -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- set later = messages -%}
+{%- if tools -%}
+    {{- '<|system|>' -}}
+    {%- if messages and messages[0]['role'] == 'system' -%}
+        {{- text(messages[0]['content']) + ' ' -}}
+        {%- set later = messages[1:] -%}
+    {%- endif -%}
+    {{- 'Tools:' -}}
+    {%- for tool in tools -%}
+        {%- set parameters = (tool['function']['parameters'] or {})['properties'] or {} -%}
+        {{- ' ' + tool['function']['name'] + '(' + (parameters | join(', ')) + ')' -}}
+    {%- endfor -%}
+    {{- '<|end|>' -}}
+{%- endif -%}
+{%- for message in later -%}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+        {{- raise_exception('The demo model knows the roles system, user, assistant and tool only.') -}}
+    {%- endif -%}
+    {%- if message['role'] == 'tool' -%}
+        {{- '<|user|><tool_response>' + text(message['content']) + '</tool_response>' -}}
+    {%- else -%}
+        {{- '<|' + message['role'] + '|>' + text(message['content']) -}}
+        {%- for call in message['tool_calls'] or [] -%}
+            {%- if message['content'] or not loop.first -%}
+                {{- '\n' -}}
+            {%- endif -%}
+            {{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+            {%- if call['function']['arguments'] is string -%}
+                {{- call['function']['arguments'] -}}
+            {%- else -%}
+                {{- call['function']['arguments'] | tojson -}}
+            {%- endif -%}
+            {{- '}</tool_call>' -}}
         {%- endfor -%}
     {%- endif -%}
     {{- '<|end|>' -}}
@@ -33,6 +66,22 @@ CHAT_TEMPLATE = """\
     {{- '<|assistant|>' -}}
 {%- endif -%}
 """
+
+
+def turns(example: Example) -> list[tuple[str, str]]:
+    """The chat as the template writes it: the role token's name and the text of each turn."""
+    found = [(message["role"], message["content"]) for message in example.messages]
+    if example.tools:
+        shown = "Tools:"
+        for tool in example.tools:
+            function = tool["function"]
+            shown += f" {function['name']}({', '.join(function['parameters']['properties'])})"
+        if found[0][0] == "system":
+            shown = f"{found.pop(0)[1]} {shown}"
+        found.insert(0, ("system", shown))
+    return [
+        ("user", f"<tool_response>{text}</tool_response>") if role == "tool" else (role, text) for role, text in found
+    ]
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -65,10 +114,10 @@ def encode(tokenizer: Tokenizer, example: Example) -> Encoded:
         return token_id(tokenizer, token)
 
     encoded = Encoded([special(BOS)], [0.0])
-    for message in example.messages:
-        graded = example.graded_turns and message["role"] == "assistant"
-        encoded.add([special(f"<|{message['role']}|>")], 0.0)
-        encoded.add([*text_ids(message["content"]), special(END)], float(graded))
+    for role, text in turns(example):
+        graded = example.graded_turns and role == "assistant"
+        encoded.add([special(f"<|{role}|>")], 0.0)
+        encoded.add([*text_ids(text), special(END)], float(graded))
     if example.messages:
         encoded.add([special("<|assistant|>")], 0.0)
     weight = STORY_WEIGHT if example.task in ("story", "continue", "tell") else 1.0

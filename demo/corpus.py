@@ -1,11 +1,12 @@
-"""Seeded examples for the demo model: repeat, look-up, addition, stories and a little honest small talk.
+"""Seeded examples for the demo model: repeat, look-up, addition, tools, stories and a little honest small talk.
 
-Three tasks are scored, and chosen so that a damaged KV cache shows: the answer can only be found by attending to
+Five tasks are scored, and chosen so that a damaged KV cache shows: the answer can only be found by attending to
 exact tokens earlier in the prompt. Training and held-out examples never share an instance:
 
 * repeat: a hash of the text to repeat decides on which side it falls;
 * lookup: a hash of each (key, value) pair decides;
-* add: there are only 100 sums of two digits, so what is held out is the whole prompt (phrasing and context), by hash.
+* add: there are only 100 sums of two digits, so what is held out is the whole prompt (phrasing and context), by hash;
+* tool and result (call a function, answer from what it returned): a hash of (attribute, key) decides.
 
 This module needs neither torch nor a tokenizer, so that any test can take held-out prompts from it.
 """
@@ -15,26 +16,29 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from demo import words as w
-from demo.smalltalk import SYSTEM_PROMPTS, small_talk
+from demo.smalltalk import SYSTEM_PROMPTS, UNKNOWN, small_talk
 from demo.stories import filler, story
+from demo.tools import Tool, question_without_tools, sum_chat, tool_chat, unused_tools
 
 Message = dict[str, str]
-TASKS = ("repeat", "lookup", "add")
+TASKS = ("repeat", "lookup", "add", "tool", "result")
 HELD_OUT_SHARE = 8  # one instance in this many is held out
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the one right answer. `messages` ends with the user's turn; it is empty for plain text."""
+    """A prompt and the one right answer. `messages` ends with the turn of the user or a tool; it is empty for plain
+    text. Calls of the assistant are in its content, as the model writes them."""
 
     task: str
     messages: tuple[Message, ...]
     answer: str
     distance_words: int = 0  # lookup only: about how many words lie between the fact and the question
     graded_turns: bool = False  # training only: earlier assistant turns are answers to learn from as well
+    tools: tuple[Tool, ...] = ()
 
 
 def is_held_out(task: str, instance: str) -> bool:
@@ -207,7 +211,54 @@ def talk(rng: random.Random, level: float = 1.0) -> Example:
     return Example("talk", (user(question),), answer)
 
 
-TASK_MAKERS: dict[str, Callable[..., Example]] = {"repeat": repeat, "lookup": lookup, "add": add}
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+TOOL_SHARE = 0.5  # of the training examples of the second stage
+SUM_SHARE = 0.15  # of the examples with tools
+UNUSED_SHARE = 0.2
+MISSING_SHARE = 0.1  # questions for tools, without any
+
+
+def _tool_chat(rng: random.Random, held: bool) -> tuple[tuple[Tool, ...], tuple[Message, ...], str]:
+    """Functions, a chat with a call and its result, and the answer."""
+    if not held and rng.random() < SUM_SHARE:
+        tools, chat = sum_chat(rng)
+    else:
+        tools, chat = tool_chat(rng, lambda make: _draw(make, "tool", held))
+    turns = tuple({"role": role, "content": content} for role, content in chat)
+    return tuple(tools), turns[:-1], turns[-1]["content"]
+
+
+def tool(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
+    """A question that a function of the prompt answers: the answer is the call."""
+    tools, messages, _ = _tool_chat(rng, held)
+    return Example("tool", messages[:1], messages[1]["content"], tools=tools)
+
+
+def result(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
+    """The answer from what a function has returned."""
+    tools, messages, answer = _tool_chat(rng, held)
+    return Example("result", messages, answer, graded_turns=not held, tools=tools)
+
+
+def unused(rng: random.Random, level: float = 1.0) -> Example:
+    """A question that no function of the prompt answers."""
+    example = rng.choice((talk, add, repeat))(rng, level)
+    return replace(example, tools=tuple(unused_tools(rng)))
+
+
+def missing(rng: random.Random, level: float = 1.0) -> Example:
+    """A question for a function, without one."""
+    return Example("talk", (user(question_without_tools(rng)),), UNKNOWN)
+
+
+TASK_MAKERS: dict[str, Callable[..., Example]] = {
+    "repeat": repeat,
+    "lookup": lookup,
+    "add": add,
+    "tool": tool,
+    "result": result,
+}
 MIX: tuple[tuple[Callable[..., Example], float], ...] = (
     (repeat, 0.32),
     (lookup, 0.40),
@@ -224,12 +275,12 @@ CONVERSATION_SHARE = 0.35
 def _in_context(rng: random.Random, example: Example) -> Example:
     """Sometimes put a system prompt, or an earlier unrelated exchange, before the example."""
     messages = example.messages
-    if rng.random() < 0.15:
+    if not example.tools and rng.random() < 0.15:
         before = rng.choice((talk, add))(rng)
         messages = (*before.messages, assistant(before.answer), *messages)
     if rng.random() < 0.2:
         messages = ({"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *messages)
-    return Example(example.task, messages, example.answer, example.distance_words)
+    return replace(example, messages=messages)
 
 
 def conversation(rng: random.Random, level: float = 1.0) -> Example:
@@ -258,8 +309,12 @@ def single_example(rng: random.Random, level: float = 1.0) -> Example:
     return _in_context(rng, example) if example.messages else example
 
 
-def training_example(rng: random.Random, level: float = 1.0) -> Example:
-    """What the model trains on: single examples and conversations."""
+def training_example(rng: random.Random, level: float = 1.0, tools: bool = False) -> Example:
+    """What the model trains on: single examples and conversations; in the second stage also `tools`."""
+    if tools and rng.random() < TOOL_SHARE:
+        kind = rng.random()
+        make = unused if kind < UNUSED_SHARE else missing if kind < UNUSED_SHARE + MISSING_SHARE else result
+        return _in_context(rng, make(rng, level))
     return conversation(rng, level) if rng.random() < CONVERSATION_SHARE else single_example(rng, level)
 
 

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from demo.corpus import TASKS, Example, held_out
 from demo.train_tokenizer import CHECKPOINT
 
-BAR = 0.95
+BARS = {"repeat": 0.95, "lookup": 0.95, "add": 0.95, "tool": 0.9, "result": 0.95}
 BATCH_PROMPTS = 32
-MAX_NEW_TOKENS = 80
+MAX_NEW_TOKENS = 120
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,11 @@ class Answered:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, example: Example) -> str:
-    return str(tokenizer.apply_chat_template(list(example.messages), tokenize=False, add_generation_prompt=True))
+    return str(
+        tokenizer.apply_chat_template(
+            list(example.messages), tools=list(example.tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    )
 
 
 def fact_distance(tokenizer: PreTrainedTokenizerBase, example: Example) -> int:
@@ -98,7 +102,7 @@ def main() -> int:
         right = sum(row.right for row in rows)
         share = right / len(rows) if rows else 1.0
         if name in TASKS:
-            passed = passed and share >= BAR
+            passed = passed and share >= BARS[name]
         print(f"{name:32} {right:6d} {len(rows):6d} {share:8.1%}")
     for task in TASKS:
         wrong = [row for row in answered if row.example.task == task and not row.right]
@@ -106,7 +110,8 @@ def main() -> int:
             asked = row.example.messages[-1]["content"][-90:]
             print(f"{task}: {asked!r} -> {row.said!r}, not {row.example.answer!r}")
     print(
-        f"{'PASS' if passed else 'FAIL'}: the bar is {BAR:.0%} a task (distance: end of the fact to end of the prompt)"
+        f"{'PASS' if passed else 'FAIL'}: the bar is 95 % a task, for calls of tools 90 % "
+        "(distance: end of the fact to end of the prompt)"
     )
     return 0 if passed else 1
 

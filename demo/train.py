@@ -1,4 +1,6 @@
-"""Train the demo model from scratch on one CPU thread: `python -m demo.train --seed 0`.
+"""Train the demo model on one CPU thread: `python -m demo.train --seed 0`, then `python -m demo.train --tools`.
+
+The first stage begins with random weights. The second goes on from the first one's, with tool use among the examples.
 
 Everything follows from the seed: the examples, their order and the initial weights. The same seed on the same torch
 build and processor gives the same file. Elsewhere floating point differs a little; `demo.score` rates the result.
@@ -12,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +40,10 @@ class Plan:
     learning_rate: float = 3e-3
     warmup_steps: int = 100
     pool_examples: int = 256  # generated together and sorted by length, so that batches have little padding
+    tools: bool = False  # the second stage
+
+
+STAGES = {False: Plan(), True: Plan(steps=3_500, tools=True)}
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,14 @@ def curriculum_cap(step: int, steps: int) -> float:
 
 def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[TrainingBatch]:
     """`plan.steps` batches of about `plan.batch_tokens` tokens, each of examples of similar length."""
-    rng = random.Random(f"train {plan.seed}")
+    rng = random.Random(f"{'tools' if plan.tools else 'train'} {plan.seed}")
     pad_id = token_id(tokenizer, EOS)
     step = 0
     while True:
-        cap = curriculum_cap(step, plan.steps)
-        pool = [encode(tokenizer, training_example(rng, cap * rng.random())) for _ in range(plan.pool_examples)]
+        cap = curriculum_cap(plan.steps if plan.tools else step, plan.steps)
+        pool = [
+            encode(tokenizer, training_example(rng, cap * rng.random(), plan.tools)) for _ in range(plan.pool_examples)
+        ]
         pool.sort(key=lambda row: len(row.ids))
         groups: list[list[Encoded]] = [[]]
         for row in pool:
@@ -154,7 +162,8 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 def train(plan: Plan, folder: Path, log_every: int = 50, save_every: int = 500) -> None:
     torch.manual_seed(plan.seed)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = new_model(tokenizer)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) if plan.tools else new_model(tokenizer)
+    model.train(True)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
@@ -184,11 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder that already has the tokenizer")
     parser.add_argument("--seed", type=int, default=Plan.seed)
-    parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--steps", type=int, help="default: 6,000, with --tools 3,500")
+    parser.add_argument("--tools", action="store_true", help="the second stage: go on from the weights in the folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
-    train(Plan(seed=options.seed, steps=options.steps), options.out)
+    plan = STAGES[options.tools]
+    train(replace(plan, seed=options.seed, steps=options.steps or plan.steps), options.out)
 
 
 if __name__ == "__main__":

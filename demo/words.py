@@ -27,6 +27,17 @@ ADJECTIVES = _listed("small big old young quiet happy brave kind clever lazy tal
 PLACES = _listed("river forest hill lake garden farm bridge tower village beach field cave market mill harbor meadow")
 FOODS = _listed("bread soup cake honey cheese apples nuts berries rice corn pie milk")
 
+CITIES = [
+    *_listed(
+        "Paris London Berlin Rome Madrid Oslo Tokyo Vienna Prague Lisbon Dublin Athens Warsaw Helsinki Stockholm "
+        "Copenhagen Amsterdam Brussels Zurich Geneva Munich Hamburg Milan Naples Venice Barcelona Seville Porto "
+        "Budapest Moscow Cairo Nairobi Lagos Delhi Mumbai Beijing Shanghai Seoul Bangkok Singapore Sydney "
+        "Melbourne Toronto Montreal Boston Chicago Seattle Denver Dallas Houston Miami Lima Bogota Santiago"
+    ),
+    *("New York", "San Francisco", "Los Angeles", "Hong Kong", "Mexico City"),
+]
+WEATHER = _listed("sunny rainy cloudy windy snowy foggy stormy clear warm cold hot mild")
+
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

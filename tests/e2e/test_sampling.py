@@ -15,7 +15,7 @@ from tests.support import reference
 from tests.support.stack import Stack
 
 PROMPT = [50, 60, 70, 80, 60, 70]
-STORY = reference.tokenizer(str(CHECKPOINT))("Once upon a time")["input_ids"]
+STORY = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
 
 
 class OpenAiPenalties(LogitsProcessor):

@@ -23,7 +23,7 @@ from tests.support import reference
 from tests.support.forms import Follows
 from tests.support.stack import Stack
 
-STORY = reference.tokenizer(str(CHECKPOINT))("Once upon a time")["input_ids"]
+STORY = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
 MODEL = "paceline-demo"
 CHAT: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 

@@ -26,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def test_streams_that_were_swapped_are_those_that_were_not(stack: Stack, tiny: Stack) -> None:
-    wanted = [load.Wanted(prompt, 60) for prompt in load.random_prompts(12, 21, VOCAB, longest=60)]
+    wanted = [load.Wanted(prompt, 60) for prompt in load.random_prompts(12, 22, VOCAB, longest=60)]
     right = await load.stream_all(stack.url, wanted)
     for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
         assert not before.errors

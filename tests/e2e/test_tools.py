@@ -1,6 +1,7 @@
 """A tool round trip of the unmodified OpenAI client with real processes, also when a gateway dies amid a call.
 
-The demo model was not trained to call tools, so the calls are forced: a grammar holds its output to them."""
+The calls are forced, because a grammar can make them as long as the tests need them. (test_readme.py has calls that the
+demo model makes of its own accord.)"""
 
 from __future__ import annotations
 

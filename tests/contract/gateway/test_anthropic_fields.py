@@ -115,7 +115,7 @@ async def test_a_template_of_whole_chats_keeps_the_whole_prompt(start: Start) ->
 
 
 async def test_what_is_wrong_is_named(start: Start) -> None:
-    running = await start()
+    running = await start(settings={"chat_template": TEMPLATE})
 
     async def blocks(*content: dict[str, Any], role: str = "user") -> str:
         return await refused(running, messages=[{"role": role, "content": list(content)}])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,12 @@ def train_examples(seed: int, n: int) -> list[Example]:
     return [training_example(rng, level=i / n) for i in range(n)]
 
 
+def tool_examples(seed: int, n: int) -> list[Example]:
+    """Those of the second stage that have tools."""
+    rng = random.Random(seed)
+    return [e for e in (training_example(rng, level=i / n, tools=True) for i in range(n)) if e.tools]
+
+
 def prompt_key(example: Example) -> tuple[str, ...]:
     return tuple(message["content"] for message in example.messages)
 
@@ -48,7 +56,8 @@ def test_held_out_is_reproducible_and_well_formed(task: str) -> None:
     assert examples != held_out(task, 50, seed=4)
     for example in examples:
         assert example.task == task
-        assert example.messages[-1]["role"] == "user"
+        assert example.messages[-1]["role"] == ("tool" if task == "result" else "user")
+        assert bool(example.tools) == (task in ("tool", "result"))
         assert example.answer == example.answer.strip() != ""
 
 
@@ -71,8 +80,42 @@ def test_add_prompts_are_on_their_side_of_the_split() -> None:
     assert not any(is_held_out("add", e.messages[-1]["content"]) for e in train_examples(0, 3_000) if e.task == "add")
 
 
+@pytest.mark.parametrize("task", ["tool", "result"])
+def test_keys_of_tools_are_on_their_side_of_the_split(task: str) -> None:
+    def key_sentences(example: Example) -> list[str]:
+        return re.findall(r"The (\w+) (?:in|of) ([\w ]+?) is ", example.answer)
+
+    def pairs(example: Example) -> list[str]:
+        if example.task == "result":
+            return [" ".join(found) for found in key_sentences(example)]
+        return [f"{attribute_of(call)} {key}" for call in calls(example.answer) for key in call["arguments"].values()]
+
+    assert all(is_held_out("tool", pair) for example in held_out(task, 300) for pair in pairs(example))
+    trained = [example for example in tool_examples(0, 3_000) if example.task == "result"]
+    assert not any(is_held_out("tool", pair) for example in trained for pair in pairs(example))
+
+
+def calls(text: str) -> list[dict[str, Any]]:
+    """The calls in a text of the model."""
+    return [json.loads(call) for call in re.findall(r"<tool_call>(.*?)</tool_call>", text)]
+
+
+def attribute_of(call: Mapping[str, Any]) -> str:
+    """What the function tells: the last word of its name."""
+    return str(call["name"]).rsplit("_", 1)[-1]
+
+
+def test_a_call_names_a_function_and_the_parameters_of_the_prompt() -> None:
+    for example in [*held_out("tool", 200), *held_out("result", 200), *tool_examples(1, 1_000)]:
+        functions = {tool["function"]["name"]: tool["function"]["parameters"] for tool in example.tools}
+        assert len(functions) == len(example.tools)
+        for text in [example.answer, *(message["content"] for message in example.messages)]:
+            for call in calls(text):
+                assert set(call["arguments"]) == set(functions[call["name"]]["properties"])
+
+
 def test_no_held_out_prompt_is_ever_trained_on() -> None:
-    trained = {prompt_key(example) for example in train_examples(0, 3_000)}
+    trained = {prompt_key(example) for example in [*train_examples(0, 3_000), *tool_examples(0, 3_000)]}
     assert not any(prompt_key(example) in trained for task in TASKS for example in held_out(task, 300))
 
 
@@ -85,8 +128,8 @@ def test_lookup_answer_stands_once_in_the_prompt_at_spread_distances() -> None:
 
 
 def test_corpus_needs_only_the_standard_library() -> None:
-    allowed = {"__future__", "collections", "dataclasses", "hashlib", "random", "demo"}
-    for name in ("corpus", "smalltalk", "stories", "words"):
+    allowed = {"__future__", "collections", "dataclasses", "hashlib", "json", "random", "typing", "demo"}
+    for name in ("corpus", "smalltalk", "stories", "tools", "words"):
         for node in ast.walk(ast.parse((DEMO / f"{name}.py").read_text())):
             if isinstance(node, ast.Import):
                 assert {alias.name.split(".")[0] for alias in node.names} <= allowed
@@ -113,7 +156,11 @@ def test_a_word_splits_alike_with_and_without_a_space_before_it() -> None:
         assert spaced[-1].removeprefix("Ġ") == bare[-1]
 
 
-def render(messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> str:
+def render(
+    messages: Sequence[Mapping[str, object]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, object]] | None = None,
+) -> str:
     """The committed chat template, rendered as transformers renders it."""
     environment = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
 
@@ -121,8 +168,13 @@ def render(messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
         raise ValueError(message)
 
     template = environment.from_string((CHECKPOINT / "chat_template.jinja").read_text())
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     return template.render(
-        messages=messages, bos_token="<|bos|>", add_generation_prompt=add_generation_prompt, raise_exception=refuse
+        messages=messages,
+        tools=tools,
+        bos_token="<|bos|>",
+        add_generation_prompt=add_generation_prompt,
+        raise_exception=refuse,
     )
 
 
@@ -136,7 +188,29 @@ def test_chat_template_renders() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     assert render(parts) == "<|bos|><|user|>Hi<|end|><|assistant|>"
     with pytest.raises(ValueError, match="roles"):
-        render([{"role": "tool", "content": "x"}])
+        render([{"role": "function", "content": "x"}])
+
+
+def test_chat_template_renders_tools() -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "get_weather", "parameters": city}},
+        {"type": "function", "function": {"name": "now"}},
+    ]
+    asked = [{"role": "user", "content": "Weather in Oslo?"}]
+    told = "<|bos|><|system|>Tools: get_weather(city) now()<|end|><|user|>Weather in Oslo?<|end|><|assistant|>"
+    assert render(asked, tools=tools) == told
+    system = {"role": "system", "content": "Be brief."}
+    assert "<|system|>Be brief. Tools: get_weather(city) now()<|end|><|user|>" in render([system, *asked], tools=tools)
+    for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
+        call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        for content in (None, ""):
+            called = {"role": "assistant", "content": content, "tool_calls": [call, call]}
+            result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+            written = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+            assert render([*asked, called, result], tools=tools) == (
+                f"{told}{written}\n{written}<|end|><|user|><tool_response>sunny</tool_response><|end|><|assistant|>"
+            )
 
 
 def test_training_encodes_as_the_chat_template_does() -> None:
@@ -144,6 +218,6 @@ def test_training_encodes_as_the_chat_template_does() -> None:
     from demo.chat import encode
 
     tokenizer = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    for example in [e for e in train_examples(1, 200) if e.messages]:
-        text = render([*example.messages, {"role": "assistant", "content": example.answer}], False)
+    for example in [e for e in [*train_examples(1, 200), *tool_examples(1, 200)] if e.messages]:
+        text = render([*example.messages, {"role": "assistant", "content": example.answer}], False, example.tools)
         assert encode(tokenizer, example).ids == tokenizer.encode(text, add_special_tokens=False).ids

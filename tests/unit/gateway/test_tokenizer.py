@@ -70,7 +70,7 @@ def test_every_noncharacter_at_once_is_refused(tokenizer: TextTokenizer) -> None
 
 
 def test_a_template_that_refuses_is_the_clients_error(tokenizer: TextTokenizer) -> None:
-    with pytest.raises(ApiError, match="roles system, user and assistant") as caught:
+    with pytest.raises(ApiError, match="roles system, user, assistant and tool") as caught:
         tokenizer.encode_chat([{"role": "robot", "content": "x"}])
     assert caught.value.status == 400
     assert caught.value.param == "messages"
