@@ -1,10 +1,10 @@
 """What one scheduler process and one cache process carry: workers, steps, tokens and requests per second.
 
 Real processes and real gRPC, wire included. The workers take 20 ms a step and compute nothing (bench/null_workers.py);
-one session keeps all their slots taken, as a gateway does. What is measured is the CPU time that scheduler and cache
-take for a worker's step while nothing comes or goes, and for a request, from its submission to its end. The ceiling of
-a core follows from it: a core has 1 s of CPU time a second. The step rate that was reached on this machine, where the
-workers and the session share the cores with the scheduler, stands beside it.
+one session keeps all their slots taken, as a gateway does. The measured figures are the CPU times of scheduler and
+cache: per worker step while no request begins or ends, and per request from its submission to its end. The ceiling of a
+core follows from it: a core has 1 s of CPU time a second. Beside it is the step rate reached on this machine, where
+workers and session share the cores with the scheduler.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
         steady, churn = (_fresh(count, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
         step_us = 1e6 * steady["scheduler_s"] / steady["steps"]
         cache_step_us = 1e6 * steady["cache_s"] / steady["steps"]
-        # What a step costs anyhow is taken off what requests cost.
+        # The cost of requests excludes the cost of steps without changes.
         request_us = (1e6 * churn["scheduler_s"] - step_us * churn["steps"]) / max(1.0, churn["requests"])
         cache_request_us = (1e6 * churn["cache_s"] - cache_step_us * churn["steps"]) / max(1.0, churn["requests"])
         rows.append(

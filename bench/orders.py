@@ -1,9 +1,9 @@
 """The cost of choosing the next request: each order policy at 128 to 5,000 waiting, beside SGLang's of the same name.
 
-The requests come in 16 families of 512 shared tokens, of which each family has another part cached (0 to 480 tokens).
-Between two passes 1 % of the requests leave, as many new ones arrive, and 1 % get another match. In a pass of ours, the
-policy learns of these changes (O(changes)) and names the first 16 requests ("next"). In a pass of SGLang's, the list
-loses the requests that left and gets the new ones, and calc_priority matches and sorts all waiting requests.
+The requests come in 16 families. A family shares 512 tokens, and 0 to 480 of these are cached, different for each
+family. Between two passes 1 % of the requests leave, as many new ones arrive, and 1 % get another match. In a pass of
+ours, the policy learns of these changes (O(changes)) and names the first 16 requests ("next"). In a pass of SGLang's,
+the list loses the requests that left and gets the new ones, and calc_priority matches and sorts all waiting requests.
 """
 
 from __future__ import annotations

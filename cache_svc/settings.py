@@ -17,20 +17,20 @@ class CacheSettings(KeySettings, section="cache"):
     eviction: str = Field(
         "lru",
         pattern=f"^({'|'.join(STRATEGIES)})$",
-        description=f"which unused blocks go first: {', '.join(STRATEGIES)}",
+        description=f"which unused blocks are evicted first: {', '.join(STRATEGIES)}",
     )
     event_buffer: int = Field(
         10_000, ge=1, le=10_000_000, description="events kept for watchers that read slowly or come back"
     )
     event_tokens: bool = Field(
-        False, description="events tell the token ids of blocks: a watcher then reads the prompts of all users"
+        False, description="events contain the token ids of blocks: watchers then read the prompts of all users"
     )
-    max_pinned_share: float = Field(0.5, ge=0.0, le=1.0, description="of a worker's blocks, how many may be pinned")
+    max_pinned_share: float = Field(0.5, ge=0.0, le=1.0, description="share of a worker's blocks that may be pinned")
     max_tenant_retained_share: float = Field(
         TENANT_SHARE,
         ge=0.0,
         le=1.0,
-        description="of a worker's blocks, how many cache_retention may keep longer than others for one tenant",
+        description="share of a worker's blocks that cache_retention may keep for one tenant",
     )
     max_retained_share: float = Field(TOTAL_SHARE, ge=0.0, le=1.0, description="the same for all tenants together")
     debug: bool = Field(False, description="check every invariant after every operation (slow)")

@@ -12,7 +12,7 @@ import openai
 
 
 def resuming_events(clients, **request):
-    """Each event of a streamed response, once and in order, whatever gateway dies meanwhile.
+    """Each event of a streamed response, once and in order, even if gateways die.
 
     `clients`: one openai.OpenAI for each gateway. Raises openai.APIStatusError for a request that is refused,
     ConnectionError after 100 attempts.

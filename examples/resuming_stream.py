@@ -13,7 +13,7 @@ import httpx
 
 
 def resuming_stream(gateways, path, body, key=None):
-    """Each chunk of a streamed answer, once and in order, whatever dies meanwhile.
+    """Each chunk of a streamed answer, once and in order, even if services die.
 
     Raises httpx.HTTPStatusError for a request that is refused or fails by itself (RuntimeError in the middle of its
     answer), ConnectionError after 100 attempts.

@@ -43,7 +43,7 @@ class WorkerSettings(ServiceSettings, section="worker"):
         description="serve embeddings, pooled so; auto: as the checkpoint's sentence-transformers files say, and "
         "generate if there are none",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flashinfer", "torch"] = Field(
         "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"
     )

@@ -33,7 +33,7 @@ class SchedulerSettings(KeySettings, section="scheduler"):
     metrics_port: int = Field(9101, ge=0, le=65535, description="Prometheus port; 0 picks one")
     cache: Address = Field("127.0.0.1:50052", description="host:port of the cache service")
     etcd: Endpoints = Field(
-        "", description="http://host:port of etcd, of each of its members with commas: elect one of several schedulers"
+        "", description="http://host:port of each etcd member, with commas: etcd elects one of several schedulers"
     )
     etcd_tls_dir: Path | None = Field(
         None,
@@ -43,13 +43,13 @@ class SchedulerSettings(KeySettings, section="scheduler"):
     etcd_key: str = Field(
         "paceline/scheduler",
         pattern=r"^[!-~]{1,200}$",
-        description="where in etcd: the same for the schedulers of one server, another one for each server",
+        description="key in etcd: the same for all schedulers of a server, different for each server",
     )
     etcd_ttl_s: int = Field(
         5,
         ge=2,
         le=60,
-        description="seconds without a renewal by the leader until another one is elected; it ends before",
+        description="seconds after the leader's last renewal until another is elected; the leader ends earlier",
     )
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
     max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
@@ -60,9 +60,7 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         256, ge=0, description="tokens of offline requests in a step that runs online requests, too; 0: none"
     )
     poison_failures: int = Field(
-        2,
-        ge=1,
-        description="a request is failed that was alone in so many failed steps, or workers lost for good, in a row",
+        2, ge=1, description="a request fails if it was alone in this many failed steps or lost workers in a row"
     )
     preset: str = Field(DEFAULT, description=f"scheduling policies: {', '.join(PRESETS)}")
     order: str = Field("", description="order policy on top of the preset: a name, or module:Class")
@@ -76,8 +74,8 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         0, ge=0, description="tokens that the running requests of one tenant may grow to; 0: any number"
     )
     tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
-    waiting_timeout_s: float = Field(0, ge=0, description="a request that waits for longer is failed; 0: none is")
-    running_timeout_s: float = Field(0, ge=0, description="a request that runs for longer is failed; 0: none is")
+    waiting_timeout_s: float = Field(0, ge=0, description="seconds after which a waiting request fails; 0: never")
+    running_timeout_s: float = Field(0, ge=0, description="seconds after which a running request fails; 0: never")
     no_worker_timeout_s: float = Field(
         30.0,
         ge=0,
@@ -87,7 +85,7 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         300.0, gt=0, le=86400, description="seconds for which an idle session keeps its blocks and position"
     )
     allow_mixed_dtypes: bool = Field(
-        False, description="take workers of one model in different data types: a stream that moves may get other tokens"
+        False, description="accept workers with different data types: a stream that moves may get other tokens"
     )
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
     cache_scope: CacheScope = Field(
@@ -98,5 +96,5 @@ class SchedulerSettings(KeySettings, section="scheduler"):
         description="file with at least 16 bytes, the same for every standby: the key of the hash that workers get in "
         "place of tenants and salts (default: one in etcd, else a file that the scheduler makes in its state folder)",
     )
-    partial_reuse: bool = Field(True, description="reuse also what a cached block begins with, by copying it")
+    partial_reuse: bool = Field(True, description="also reuse the beginning of a cached block, by a copy")
     host_cache: bool = Field(True, description="keep KV that is evicted in the workers' host memory, if they have any")

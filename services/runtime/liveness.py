@@ -1,8 +1,8 @@
 """Detects whether the event loop at the other end of a link still runs, by heartbeats.
 
-Pings cannot tell: gRPC's own threads answer them while the loop behind them is stuck. So each end of a link between
-services sends a heartbeat, or another message, four times a second, and gives up the link when the other end is silent
-for too long. The dialling end says in its first message that it reads heartbeats. The other end sends the first
+Pings cannot show this: gRPC's own threads answer them while the service's event loop is stuck. So each end of a link
+between services sends a heartbeat, or another message, four times a second, and gives up the link when the other end is
+silent for too long. The dialling end says in its first message that it reads heartbeats. The other end sends the first
 heartbeat. An end is checked only after its first heartbeat, because it may be of a version without heartbeats.
 """
 

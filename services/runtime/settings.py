@@ -136,7 +136,7 @@ class ServiceSettings(BaseSettings):
         ge=0.5,
         description="seconds without a heartbeat, after which a service counts as dead; more on a busy machine",
     )
-    drain_s: float = Field(30.0, ge=0, description="seconds that running requests get to end after SIGTERM")
+    drain_s: float = Field(30.0, ge=0, description="seconds after SIGTERM in which running requests may end")
 
     @property
     def config_file(self) -> str | None:

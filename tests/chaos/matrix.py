@@ -27,7 +27,7 @@ from tests.chaos.workloads import GATEWAY_FLAGS, GATEWAYS, SCHEDULER_FLAGS, WORK
 from tests.support.asking import Answer, Gateway, Question, ask, asker
 from tests.support.stack import Stack
 
-# Of each kind the one to which it is done.
+# For each kind of service, the process that gets the fault.
 VICTIMS = {"worker": "worker-1", "cache": "cache", "scheduler": "scheduler", "gateway": "gateway"}
 # The services with a connection to break when a service is cut off. The service that dials has the proxy.
 LINKS = {
@@ -36,7 +36,7 @@ LINKS = {
     "scheduler": [*WORKERS, *GATEWAYS, "scheduler"],
     "gateway": ["gateway"],
 }
-# Long enough to be found out by pings (2 s each, given up after 2 s) and short enough to come back as a zombie.
+# Long enough that pings detect it (every 2 s, unanswered for 2 s), and short enough to come back as a zombie.
 FREEZE_S, CUT_S = 6.0, 0.5
 # Seconds of silence after which a client takes its gateway for dead and goes to the other one.
 PATIENCE_S = 3.0
@@ -70,7 +70,7 @@ class Matrix:
         self._salts = itertools.count()
 
     async def play(self, cell: Cell) -> Outcome:
-        """Raises AssertionError where the stack does not come back to rest."""
+        """Raises AssertionError if the stack does not come to rest again."""
         outcome = Outcome(cell)
         right = await self._undisturbed(cell.workload)
         loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ def up(stack: Stack) -> Stack:
 
 
 def cells_named(words: Iterable[str]) -> list[Cell]:
-    """Those that have one of the words in each of the places that words are given for; all of them without."""
+    """The cells that have one of the words in each column that words are given for; all of them without."""
     wanted = set(words)
     if unknown := wanted - {*SERVICES, *FAULTS, *WORKLOADS}:
         raise SystemExit(f"matrix: no such service, fault or workload: {', '.join(sorted(unknown))}")

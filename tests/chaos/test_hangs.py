@@ -35,7 +35,7 @@ pytestmark = [
 VOCAB = 900
 NUM_TOKENS = 300
 RUNNING = "paceline_scheduler_num_requests_running"
-# Of which a prompt is computed in one step of several seconds.
+# A prompt of this length takes one step of several seconds.
 LARGE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 512, "intermediate_size": 1408,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
@@ -84,7 +84,8 @@ async def test_a_service_that_hangs_is_noticed_and_may_come_back(stack: Stack, h
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.SULK], ids=["hang", "sulk"])
 async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(stack: Stack, fault: Fault) -> None:
-    """By its worker, or by the scheduler from the step numbers in the heartbeats of one that does not look for it."""
+    """The worker notices the hang, or the scheduler does, by the step numbers in the heartbeats of a worker without
+    this check."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.scheduler_flags = ["--poison-failures", "1"]
     await asyncio.to_thread(stack.up)

@@ -54,7 +54,7 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     poisoned = [load.Wanted(poison(fault, 10 + i, *range(20, 40)), NUM_TOKENS) for i, fault in enumerate(faults)]
     async with restarted(stack) as statuses:
         got = await load.stream_all(stack.url, [*wanted, *poisoned])
-        # The last request is failed as soon as its worker says so, and then the worker ends.
+        # The last request fails as soon as its worker reports the failure; then the worker ends.
         while set(statuses) != {-signal.SIGKILL, exit_status.RESTART}:  # noqa: ASYNC110 - a process ends
             await asyncio.sleep(0.05)
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]

@@ -73,7 +73,7 @@ async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) ->
             assert (mine.token_ids, mine.finish_reason) == (whole.token_ids, whole.finish_reason)
             assert mine.usage.completion_tokens == len(mine.token_ids) == NUM_TOKENS
             told, expected = ([token.logprob for token in answer.logprobs] for answer in (mine, whole))
-            # What was recomputed differs in its last bits, and each token builds on all those before it.
+            # Recomputed KV differs in its last bits, and each token depends on all tokens before it.
             assert told[:300] == pytest.approx(expected[:300], abs=1e-4)
             assert told == pytest.approx(expected, abs=5e-4)
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)

@@ -104,7 +104,7 @@ async def etcd_killed(pair: Pair, leader: str, standby: str) -> None:
 
 @asynccontextmanager
 async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[str, str, Fault], Awaitable[None]]]:
-    """Streams, and what they get when nothing happens. Gives a function that plays a fault under them."""
+    """Streams, and their tokens in an undisturbed run. Gives a function that plays a fault under them."""
     prompts = load.random_prompts(9, 3, VOCAB)
     greedy, seeded = ([load.Wanted(prompt, num_tokens) for prompt in part] for part in (prompts[:6], prompts[6:]))
 
@@ -165,7 +165,7 @@ async def play_all(pair: Pair, faults: list[Fault], num_tokens: int) -> None:
 
 
 async def test_the_standby_takes_over_from_a_zombie(pair: Pair) -> None:
-    # Beside other tests a leader may stand still for the 4 s after which it ends by itself.
+    # While other tests run, a leader may get no CPU time for 4 s, and then it ends.
     pair.scheduler_flags = ["--etcd-ttl-s", "12"]
     await play_all(pair, [frozen_and_woken], FEW_TOKENS)
 

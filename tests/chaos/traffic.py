@@ -61,7 +61,7 @@ def _questions(rng: random.Random) -> Iterator[Question]:
 
 
 class Traffic:
-    """Clients that ask, each one question after the other, and compare what they get with the undisturbed answers."""
+    """Clients that send one request after the other and compare the answers with the undisturbed ones."""
 
     def __init__(self, gateways: list[Gateway], http: httpx.AsyncClient, seed: int) -> None:
         self.seen: list[Seen] = []
@@ -157,7 +157,9 @@ class Traffic:
         gateways = self._rng.sample(self._gateways, len(self._gateways))
         try:
             await ask(self._http, gateways, f"traffic-{self._num_asked}", answer)
-        except Exception as error:  # refused for good, or not what a server should say: found, and the others go on
+        except (
+            Exception
+        ) as error:  # a final refusal or an invalid answer: noted as wrong, while the other clients continue
             answer.refusal = repr(error)
         finally:
             self._num_open -= 1

@@ -1,4 +1,4 @@
-"""What is asked for while something dies, and how to tell that the moment for it has come."""
+"""The requests of each workload, and how to recognise the moment for the fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}'
 # matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
 # A batch with few lines in flight has lines that wait when its gateway dies.
 GATEWAY_FLAGS = ["--resume-keep-s", "0", "--batch-lines", "4"]
-# More of them than there is room for.
+# More requests than fit into the slots.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
@@ -100,7 +100,7 @@ def _tools() -> list[Question]:
 
 
 def _responses() -> list[Question]:
-    """A client goes on behind the last event that it has."""
+    """A client continues after the last event that it has."""
     common: dict[str, Any] = {"max_output_tokens": 800, "ignore_eos": True, "stream": True}
     asked = [{"input": "Tell me of a fox.", "temperature": 0}, {"input": "One day", "seed": 3}]
     asked.append({"input": "A hen", "seed": 4, "background": True})

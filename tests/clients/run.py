@@ -105,8 +105,8 @@ class CannotInstall(Exception):
 
 
 def install(client: Client) -> list[str]:
-    """Make the client's environment, unless it stands already. Returns the command that runs its script."""
-    if client.runtime:  # what talks to smg is OpenAI's client
+    """Make the client's environment, unless it exists already. Returns the command that runs its script."""
+    if client.runtime:  # OpenAI's client talks to smg
         return [install(CLIENTS[0])[0], str(client.script)]
     if client.peer:
         return [install_peer(client), str(client.script)]

@@ -114,7 +114,7 @@ async def test_the_cache_asks_nothing_of_a_scheduler_that_knows_no_heartbeats(ca
 
 
 async def after_status(call: Any) -> inference_pb2.SessionResponse:
-    """The next message that is more than a status, which comes whenever it changes."""
+    """The next message that is not only a status. (A status comes with each change.)"""
     while True:
         message: inference_pb2.SessionResponse = await call.read()
         if message != inference_pb2.SessionResponse(status=message.status):

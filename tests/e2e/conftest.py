@@ -21,7 +21,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Not started, for a test that kills things or needs flags of its own."""
+    """A stack that is not started, for a test that kills services or needs its own flags."""
     stack = Stack(tmp_path_factory.mktemp("own"))
     try:
         yield stack

@@ -50,10 +50,10 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 
 async def test_nothing_is_lost_to_block_size(bare: Stack, tiny: Stack) -> None:
-    """Prompts that share less than a block, or end within one: what a block was begun with is copied."""
+    """Prompts that share less than a block, or end within a block: the common beginning of a block is copied."""
     rng = random.Random(3)
     texts = [[rng.randrange(8, VOCAB) for _ in range(30)] for _ in range(4)]
-    for length in (5, 19):  # with what is generated, 6 and 22 tokens are computed
+    for length in (5, 19):  # prompt and output: 6 and 22 computed tokens
         wanted = [load.Wanted([*text[:length]], 2 if length == 5 else 4) for text in texts]
         right = await load.stream_all(bare.url, wanted)
         for turn in range(2):
@@ -69,7 +69,7 @@ async def test_tokens_are_those_that_come_without_a_cache(bare: Stack, tiny: Sta
     wanted = [load.Wanted(prompt, 24) for prompt in prompts(40, 5)]
     right = await load.stream_all(bare.url, wanted)
     assert not any(each.errors for each in right)
-    for _ in range(2):  # the second time much of it is there, in parts
+    for _ in range(2):  # the second time many tokens are cached, some within blocks
         for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
             assert not after.errors
             assert after.text == before.text

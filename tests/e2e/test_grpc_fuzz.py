@@ -1,7 +1,7 @@
 """Every gRPC method of every service under messages that make no sense: bits flipped, bytes cut, any value anywhere.
 
-The methods are those that the servers' reflection names, so a new one is tried, too. Whatever comes, the call ends with
-a status that blames only the caller, or is served; and requests still get their exact tokens afterwards.
+The methods are those that the servers' reflection names, so a new one is tried, too. Each call is served or ends with a
+status that blames the caller. Afterwards requests still get their exact tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ for package in (paceline.v1, paceline.third_party):
 
 UNARY_CALLS, STREAMS, AT_ONCE = 80, 24, 8
 NUM_RESETS, NUM_QUESTIONS = 1000, 1000
-# How long an answer is listened to.
+# Seconds for which the test waits for an answer.
 PATIENCE_S = 0.2
 SERVERS = ("gateway", "scheduler", "cache", "worker")
 # Statuses that blame the server.
@@ -56,7 +56,7 @@ MAX_GROWTH_BYTES = 150 * 2**20
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One that may come to harm."""
+    """A stack that the test may break."""
     running = Stack(tmp_path_factory.mktemp("fuzzed"), worker_flags=["--threads", "1", "--port", str(free_port())])
     running.gateway_flags = ["--cache", f"127.0.0.1:{running.cache_port}"]  # for SubscribeKvEvents
     running.cache_flags = ["--event-tokens"]
@@ -77,7 +77,7 @@ async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     answer = await call.read()
     names = [service.name for service in answer.list_services_response.service]
-    assert len(names) >= 2, "health, reflection, and our own, which a worker has none of"
+    assert len(names) >= 2, "health and reflection; a worker has no other service"
     describe_v1()
     pool = descriptor_pool.Default()
     return [method for name in names for method in pool.FindServiceByName(name).methods]

@@ -32,7 +32,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """The demo model with what else lies about in a repository."""
+    """The demo model with other files that repositories have."""
     folder = tmp_path / "repository"
     shutil.copytree(CHECKPOINT, folder)
     (folder / "original").mkdir()
@@ -58,7 +58,7 @@ def test_a_model_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: 
             "org/demo/tokenizer_config.json",
         ]
         assert ask(stack) == "3 + 4 = 7."
-        # There is no hub any more: now all comes from the cache.
+        # The hub has been stopped, so all files come from the cache.
         for name in ("gateway", "worker-1"):
             stack.kill(name)
             stack.start(name)

@@ -35,7 +35,7 @@ async def test_guessing_another_tenants_prompt_finds_nothing(stack: Stack) -> No
         assert await cached_tokens(http, SECRET, tenant="victim") == 0
         for right in (1, 15, 16, 17, 33, 49):
             guess = [*SECRET[:right], 800 + right]
-            # Under a name of its own each time: it would find its own guesses before.
+            # Each guess has a new tenant name: otherwise a guess would find earlier guesses.
             assert await cached_tokens(http, guess, tenant=f"attacker {right}") == 0
             assert await cached_tokens(http, guess, user=f"attacker by user {right}") == 0
             assert await cached_tokens(http, guess, tenant=f"salted {right}", cache_salt="victim") == 0

@@ -1,4 +1,5 @@
-"""The gateway's process for large bodies begins with the first of them and ends with the gateway, however that ends."""
+"""The gateway's process for large bodies starts with the first large body and ends with the gateway, also after a
+kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers and gateways of another model, or in another data type, beside those that serve."""
+"""Workers and gateways with another model or data type than the attached workers."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ async def test_clients_that_obey_retry_after_are_served(own_stack: Stack) -> Non
 
 
 def connection(stack: Stack, data: bytes = b"") -> socket.socket:
-    """One that has sent so much and reads nothing."""
+    """A connection that has sent `data` and reads nothing."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", stack.http_port))

@@ -99,7 +99,7 @@ def test_log_probabilities_are_those_of_transformers(stack: Stack) -> None:
 
 
 def test_an_echo_is_scored_as_evaluation_harnesses_want_it(stack: Stack) -> None:
-    """They send token ids, and read off how likely the last of them are."""
+    """Harnesses send token ids and read the log probabilities of the last tokens."""
     right = reference.logprobs(CHECKPOINT, STORY)
     expected = [float(right[i - 1, STORY[i]]) for i in range(1, len(STORY))]
     best = [int(right[i - 1].argmax()) == STORY[i] for i in range(1, len(STORY))]

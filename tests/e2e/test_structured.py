@@ -114,7 +114,7 @@ def test_log_probabilities_are_shared_among_the_tokens_of_the_form(stack: Stack)
 
 
 def test_a_stream_resumes_after_any_token(stack: Stack) -> None:
-    """By another run, which gets the tokens so far as output: its matcher has to read them first."""
+    """Another run continues the stream, and gets the tokens so far as output: its matcher has to read them first."""
     asked: Options = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
         whole = client.generate("Once", **asked)

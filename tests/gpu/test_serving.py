@@ -113,7 +113,7 @@ def _sampling_rows(place: int, count: int) -> SamplingRows:
 
 
 def test_a_thousand_mixed_requests_with_cancels(checkpoint: Checkpoints) -> None:
-    """Nothing fails, nothing is no number, every block comes back and memory stays as it was."""
+    """No request fails, no value is NaN, every block is freed, and memory does not grow."""
     runner = gpu_runner(checkpoint("qwen3").folder, num_blocks=700)
     rng = random.Random(0)
     driver = Driver(runner, chunk_tokens=90)

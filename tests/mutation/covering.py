@@ -34,7 +34,7 @@ TESTS = (
     "tests/contract/cache",
     "tests/contract/scheduler",
 )
-# What runs nearly all lines, so that it is not measured: the second chance to notice a mistake.
+# Tests that run nearly all lines. They are not measured, and run when no other test notices a mistake.
 SYSTEM_TESTS = (
     *(
         f"tests/simulation/test_world.py::test_every_stream_is_the_undisturbed_one_although_services_die[{n}]"

@@ -19,7 +19,7 @@ from typing import Literal
 Rule = Literal["off-by-one", "dropped-field", "dropped-call", "skipped-branch", "dropped-condition", "swapped-argument"]
 
 OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-# Functions of arguments in any order.
+# Functions with a result that does not depend on the order of their arguments.
 SYMMETRIC = ("min", "max", "minimum", "maximum", "isinstance")
 # Functions that only check or describe.
 DESCRIBING = ("__repr__", "__str__", "check_invariants", "explain")
@@ -136,7 +136,7 @@ def _changes(site: _Site) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
             yield from _dropped(statement)
     for root in roots:
         for node in _expressions(root):
-            # One more of a limit is often as good; the double of it should not be.
+            # A limit plus one is often as good as the limit; twice the limit should be noticed.
             yield from _in_expression(node) if site.function else _doubled(node)
 
 

@@ -47,7 +47,7 @@ class NoOp:
 
 
 class PassThrough(NoOp):
-    """One that hands a batch on as it is."""
+    """An object that returns a batch unchanged."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,7 +56,7 @@ class PassThrough(NoOp):
 
 
 class CountingCache(RadixCache):
-    """SGLang's cache, which also counts what leaves it and what was computed twice."""
+    """SGLang's cache, which also counts evicted tokens and tokens that were computed twice."""
 
     evicted_tokens = 0
     deduplicated_tokens = 0
@@ -187,7 +187,7 @@ class Loop(Scheduler):
 
     def stash_chunked_request(self, req: Req) -> None:
         super().stash_chunked_request(req)
-        self.note_state()  # what was computed twice is free from here on
+        self.note_state()  # tokens that were computed twice are free from here on
 
     def note_state(self) -> None:
         """What the step is decided on."""

@@ -56,7 +56,7 @@ class State:
 
 
 class Watched(TokenRatio):
-    """The capacity policy, noting what it is shown when a step begins."""
+    """The capacity policy, which also records the state at the beginning of a step."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         names = ("init_new_token_ratio", "retract_decode_steps")
@@ -65,7 +65,7 @@ class Watched(TokenRatio):
         self.now = 0
 
     def begin(self, step: ScheduledStep) -> None:
-        if not step.preempted:  # else the step is composed anew
+        if not step.preempted:  # otherwise the step is scheduled again
             matches = {
                 request.request_id: [step.cached_tokens(request), request.referenced_tokens(step.worker_id)]
                 for request in step.waiting()

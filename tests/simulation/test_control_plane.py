@@ -131,7 +131,7 @@ class Run:
                 return
 
     def to_cancel(self) -> list[tuple[str, int]]:
-        """One of them, if there are any, is cancelled now."""
+        """The requests of which one may be cancelled now."""
         return [*self.asked, *self.searches] if self.rng.random() < 0.1 else []
 
     def fault(self) -> None:

@@ -1,5 +1,5 @@
-"""Links of workers break all the time, and the workers come back each time: no request is failed for that, at the
-default settings."""
+"""Links of workers break all the time, and the workers come back each time. With the default settings no request
+fails."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def flapping(seed: int) -> Schedule:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
-def test_no_request_is_failed(first: int) -> None:
+def test_no_request_fails(first: int) -> None:
     for seed in range(first, first + BATCH):
         outcome = play(flapping(seed))
         assert not outcome.error, explain(outcome)
 
 
-def test_some_would_be_if_no_accusation_were_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_fail_if_no_blame_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Suspects, "came_back", nothing)
     for seed in (3, 10):
         assert "alone in what failed, 2 times in a row" in play(flapping(seed)).error

@@ -114,7 +114,7 @@ def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_cac
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 @pytest.mark.parametrize("window", [1, 3])
 def test_evicted_kv_comes_back_from_host_memory(models: dict[str, Path], family: str, window: int) -> None:
-    """Each wave evicts most of the one before, and hits what host memory has kept of it."""
+    """Each wave evicts most blocks of the wave before, and hits the blocks of it that host memory has kept."""
     asked = prompts(3, [41, 30, 37, 44, 25, 39])
     tiny: dict[str, Any] = {"block_size": 4, "num_blocks": 20, "num_host_blocks": 100}
     check(models[family], asked, window=window, waves=3, expect_promotions=True, **tiny)

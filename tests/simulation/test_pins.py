@@ -24,7 +24,7 @@ class PinRun(Run):
     tenant_limits = (0,)
 
     def policies(self) -> Policies:
-        """Those that reserve a request's whole room among them."""
+        """Also policies that reserve all blocks that a request may need."""
         preset = self.rng.choice([*PRESETS])
         return build(choose(preset, {}, {"chunked_prefill": True, "watermark": self.rng.choice([0.0, 0.2])}))
 

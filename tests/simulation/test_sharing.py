@@ -1,4 +1,4 @@
-"""Requests that come in together and begin alike are computed once, whichever of them is cancelled on the way.
+"""A common prefix of requests that arrive together is computed once, even if any of them is cancelled meanwhile.
 
 The toy worker notices every block that is read before it is written."""
 

@@ -48,7 +48,7 @@ class OrderPolicy(ABC):
         """Waiting requests that the order gives up: they fail at once. Called a few times a second."""
         return ()
 
-    def rematched(self, request: RequestView) -> None:  # noqa: B027 - most orders do not care
+    def rematched(self, request: RequestView) -> None:  # noqa: B027 - most orders ignore it
         """The cache holds more or fewer of the request's tokens than before."""
 
     def started(self, request: RequestView) -> None:  # noqa: B027

@@ -44,7 +44,7 @@ class TokenRatio(CapacityPolicy):
         left = float(step.available_blocks * step.block_size)
         decoding = np.minimum(step.remaining_new_tokens(), self.clip).sum()
         for sequence in step.prefills:
-            # Until it decodes, it is promised everything that it asked for, as if it were admitted now with the rest of
+            # Until the sequence decodes, its whole allowance is promised, as if it were admitted now with the rest of
             # its prompt.
             decoding -= min(sequence.request.max_total_tokens - sequence.num_tokens, self.clip)
             left -= (step.blocks_for(sequence.remaining_tokens) + 1) * step.block_size

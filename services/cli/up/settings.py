@@ -40,7 +40,7 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     host_gib: float = Field(0.0, ge=0, description="host memory of each worker for preempted and evicted KV, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
-    preset: str = Field("", description="scheduling policies, as those of a known system; empty: paceline's own")
+    preset: str = Field("", description="scheduling policies like those of a known system; empty: paceline's own")
     hang_s: float = Field(
         15.0, ge=0, description="seconds without an answer, after which a service is killed and started again; 0: never"
     )

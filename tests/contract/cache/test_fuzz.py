@@ -60,7 +60,7 @@ class Stranger:
         return pb.CacheServiceLinkRequest(epoch=EPOCH, exchange=number, ops=ops, now_ms=self.rng.choice([0, 9, UINT64]))
 
     async def ask(self, count: int) -> None:
-        """So many exchanges on their way at once."""
+        """Sends this many exchanges before it reads an answer."""
         requests = [self.next_request() for _ in range(count)]
         expected = []
         for each in requests:

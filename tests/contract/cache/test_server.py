@@ -113,7 +113,7 @@ async def test_a_link_answers_each_exchange_in_order(cache: Running) -> None:
     first = await ask(call, 1, d.add_worker_op(0, 8, 4), d.match_op(1, A), d.admit_op(1, 0))
     assert d.unpack(first.results[2].admit.block_table) == [1, 2, 3, 4]
     assert [(pool.worker, pool.free_blocks, pool.used_blocks) for pool in first.pools] == [(0, 4, 4)]
-    for exchange in range(2, 50):  # all of them on their way before the first answer is read
+    for exchange in range(2, 50):  # all are sent before the first answer is read
         await call.write(request(exchange, d.match_op(exchange, A)))
     for exchange in range(2, 50):
         response: Any = await call.read()
@@ -160,11 +160,11 @@ async def drained(call: grpc.aio.StreamStreamCall | grpc.aio.UnaryStreamCall) ->
 
 
 async def test_only_one_of_several_simultaneous_links_survives(cache: Running) -> None:
-    """Whatever each is about to say: nothing yet, its first answer, a heartbeat."""
+    """In every state of the links: nothing sent yet, the first answer pending, a heartbeat pending."""
 
     async def use(link: grpc.aio.StreamStreamCall) -> grpc.StatusCode | None:
         try:
-            # Ended before it says anything, it is told so as it writes.
+            # A link that the cache ended before the first message learns of it when it writes.
             await link.write(pb.CacheServiceLinkRequest(epoch=1, exchange=1, heartbeats=True))
             await drained(link)
         except grpc.aio.AioRpcError as error:
@@ -184,7 +184,7 @@ async def test_only_one_of_several_simultaneous_links_survives(cache: Running) -
 
 async def test_an_older_link_is_ended_even_if_its_scheduler_does_not_read(cache: Running) -> None:
     older = cache.link()
-    # Little to send and much to answer: the requests fit the windows of the stream, the refusals do not.
+    # Small requests with large answers: the requests fit the windows of the stream, the refusals do not.
     for exchange in range(1, 9):
         await older.write(request(exchange, *[pb.CacheOp()] * 5000))
     await asyncio.sleep(0.3)
@@ -287,7 +287,7 @@ async def test_a_scheduler_that_has_been_succeeded_cannot_take_the_link_over(cac
     refusal = "a scheduler of epoch {} is refused: there was a leader of epoch 8"
     assert await ended(cache.link("7")) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(7))
     assert await ended(cache.link()) == (grpc.StatusCode.PERMISSION_DENIED, refusal.format(0))
-    await ask(new, 2, d.match_op(1, A))  # which goes on
+    await ask(new, 2, d.match_op(1, A))  # the link of the leader continues
     again = cache.link("8")
     await ask(again, 1, d.add_worker_op(0, 8, 4))
     assert (await ended(new))[0] is grpc.StatusCode.ABORTED

@@ -1,4 +1,4 @@
-"""Which link the cache serves, when several begin while one of them is held up."""
+"""Which link the cache serves when several links begin while an earlier link is delayed."""
 
 from __future__ import annotations
 

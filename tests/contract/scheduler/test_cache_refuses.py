@@ -19,7 +19,7 @@ from tests.support.untyped_grpc import untyped
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
-    """Refuses every call, until it is told not to."""
+    """Refuses every call until `refuses` is switched off."""
 
     def __init__(self) -> None:
         self.num_refused = self.num_answers = 0

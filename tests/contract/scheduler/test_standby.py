@@ -1,4 +1,4 @@
-"""A scheduler that stands by, and the requests of an election, against a real etcd."""
+"""A standby scheduler, and the requests of an election, against a real etcd."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_one_scheduler_takes_the_lead_and_loses_it_with_its_lease(etcd: Et
     await asyncio.wait_for(waiting, TIMEOUT_S / 2)
     left = await etcd.read_leader()
     assert (left.lease, left.epoch) == (None, 17)
-    # A claim on what was seen before another scheduler was the leader fails, though there is no leader now.
+    # A claim on an old record fails: another scheduler has led since, although there is no leader now.
     lease, _ = await etcd.grant(60)
     assert not await etcd.claim(free, lease, "b:1", 18)
     assert await etcd.claim(left, lease, "b:1", 18)
@@ -80,7 +80,8 @@ async def test_the_first_offered_secret_is_everybodys(etcd: Etcd) -> None:
 
 
 async def test_schedulers_of_one_election_name_cache_namespaces_alike(process: EtcdProcess) -> None:
-    """One after the other leads, and finds what the workers have kept under the names of the one before."""
+    """Two schedulers lead one after the other. The second finds the KV that workers kept under the first one's
+    names."""
 
     def settings(key: str) -> SchedulerSettings:
         return SchedulerSettings(port=free_port(), cache=NO_CACHE, metrics_port=0, etcd=process.url, etcd_key=key)
@@ -135,7 +136,7 @@ async def test_endpoints_that_fail_at_the_same_time_are_passed_over_together(pro
 
 
 async def test_connections_that_are_reset_at_once() -> None:
-    """The HTTP client does not always say so in words of its own."""
+    """The HTTP client's own error does not always have a text."""
     proxy = Proxy(free_port())
     proxy.cut()
     etcd = Etcd([f"http://127.0.0.1:{proxy.port}"], "x", timeout_s=3.0)
@@ -195,7 +196,7 @@ async def test_a_scheduler_stands_by_until_there_is_no_leader(etcd: Etcd, proces
         await until_health(channel, WORKER, SERVING)
         assert (await etcd.read_leader()).address == f"127.0.0.1:{settings.port}"
         await until_metric(addresses, "is_master", 1)
-        # Later epochs are higher whatever the time of day.
+        # Later epochs are higher, independent of the time of day.
         assert await metric(addresses, "epoch") == 2**50 + 1
         session = untyped(inference_pb2_grpc.InferenceServiceStub(channel)).Session()
         await session.write(

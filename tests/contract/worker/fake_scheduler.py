@@ -27,7 +27,7 @@ class WorkerLink:
 
     def __init__(self, context: grpc.aio.ServicerContext, registration: WorkerRegistration, fence: int) -> None:
         self.registration = registration
-        self.fence = fence  # that the worker was told
+        self.fence = fence  # the epoch sent to the worker
         self.context: Any = context
         self.inbox: asyncio.Queue[WorkerServiceLinkRequest] = asyncio.Queue()
         self.over = asyncio.Event()
@@ -47,7 +47,7 @@ class WorkerLink:
                 return message.result
 
     async def failure(self) -> StepFailure:
-        """The report of a failed step, after whatever else is on its way."""
+        """The report of a failed step. Skips the messages before it."""
         while True:
             message = await self.next()
             if message.WhichOneof("message") == "failure":
@@ -95,7 +95,7 @@ class FakeScheduler(WorkerServiceServicer):
             await self.reading.wait()
             link.inbox.put_nowait(message)
             if message.HasField("failure"):
-                link.over.set()  # as the real one does: nothing comes after that
+                link.over.set()  # like the real scheduler, which sends nothing after that
 
     async def accept(self, timeout_s: float = 30.0) -> WorkerLink:
         return await asyncio.wait_for(self.links.get(), timeout_s)

@@ -156,7 +156,7 @@ def test_both_kinds_of_layer_ops_agree(qk_norm: bool, flashinfer: Any) -> None:
 
 
 def test_a_captured_step_reads_fixed_addresses(flashinfer: Any) -> None:
-    """What kernels of a graph were told at its capture is still theirs when it is planned anew."""
+    """The arguments that a graph's kernels got at its capture are still valid after a new plan."""
     pool = allocate_pool(9, 4, 1, 2, 8, torch.float32, CPU)
     attention = FlashInferAttention(flashinfer, pool, (0,), 4, 16, 64, workspace_bytes=1024)
     seen = []

@@ -109,7 +109,7 @@ async def test_a_step_is_launched_while_the_one_before_runs(rig: Rig) -> None:
 
 
 async def test_steps_go_on_while_a_grammar_is_compiled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is to be forgotten is so behind the plans that came before."""
+    """A grammar to forget is forgotten after the plans that arrived before."""
     compiles, may_end, forgotten = threading.Event(), threading.Event(), list[tuple[int, int]]()
 
     def prepare(grammars: PreparedGrammars, tokenizer: object, number: int, grammar: str) -> str:
@@ -171,7 +171,7 @@ async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> Non
     (failure,) = rig.failures
     assert isinstance(failure, StepFailed)
     assert failure.requests == ["r1"]
-    assert (failure.first, failure.last) == (2, 3), "the device had both: the worker cannot say which of them it was"
+    assert (failure.first, failure.last) == (2, 3), "the device had both steps: the worker cannot tell which one failed"
     assert str(failure) == "RuntimeError: device-side assert"
     assert rig.results == [1]
     assert 4 not in rig.device.launched

@@ -109,7 +109,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
 
 
 async def test_grammars_are_answered_over_the_link(rig: Rig) -> None:
-    """This model has no tokenizer, so what is refused says so."""
+    """This model has no tokenizer, so the refusal of a grammar says so."""
     link = await rig.accept()
     assert link.registration.prepares_grammars
     await link.send(grammars=GrammarOrders(prepare=[Grammar(id=5, grammar='start: "a"')], forget=[3]))
@@ -398,7 +398,7 @@ async def test_a_scheduler_that_has_been_succeeded_gets_no_step_run(rig: Rig) ->
     while not zombie.inbox.empty():
         assert (await zombie.next()).WhichOneof("message") == "heartbeat"
     rig.scheduler.fence = 8
-    while (link := await rig.accept()).fence != 8:  # one that was on its way
+    while (link := await rig.accept()).fence != 8:  # a plan that was in transit
         pass
     assert [len(kept.token_ids) for kept in link.registration.kept] == [4 * 4]
     await link.plan(1, **first_plan())

@@ -30,7 +30,7 @@ class Garbage:
     def ops(self) -> list[pb.CacheOp]:
         ops = [op for _ in range(self.rng.choice([0, 1, 1, 2, 3, 5])) for op in self._some()]
         if ops and not self.rng.randrange(6):
-            ops.append(self.rng.choice(ops))  # the same thing twice
+            ops.append(self.rng.choice(ops))  # one operation twice
         return ops
 
     def _some(self) -> list[pb.CacheOp]:

@@ -205,7 +205,7 @@ class Model:
         for prefix in prefixes:
             worker.use_for(prefix, sequence, metadata.priority, again=True)
         worker.retain(prefixes, metadata.retention)
-        # Without prefix caching the blocks are shared as they are; with it, those that the tree has.
+        # Without prefix caching, the fork shares the parent's blocks; with it, the blocks in the tree.
         table = [worker.stored[prefix] for prefix in prefixes] if worker.prefix_caching else parent.table[:whole]
         copy_from = parent.table[whole] if shared % self.block_size else 0
         table += worker.take(1)

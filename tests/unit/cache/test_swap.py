@@ -62,7 +62,7 @@ def test_blocks_that_others_share_stay_theirs(link: Driver) -> None:
     assert link.swap_in(1)[2] == [(3, 3)]
 
 
-def test_it_counts_as_computed_when_a_commit_says_so(link: Driver) -> None:
+def test_swapped_in_tokens_count_as_computed_after_a_commit(link: Driver) -> None:
     """The copies of a sequence that ends before they are made must not be found by others."""
     link.start(1, A[:10])
     link.commit(1, [], 9)
