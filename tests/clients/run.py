@@ -224,8 +224,6 @@ def main() -> int:
     chosen = [client for client in CLIENTS if not given or client.key in given]
     folder = Path(tempfile.mkdtemp(prefix="paceline-clients-"))
     stack = Stack(folder)
-    # The demo model's template shows no tools, so the format of calls is named.
-    stack.gateway_flags = ["--tool-call-parser", "hermes"]
     try:
         stack.up()
         outcomes = [ask(client, stack, folder / f"{client.key}{client.runtime}.txt") for client in chosen]
