@@ -39,7 +39,7 @@ REASONS: dict[str, str] = {
     "openai/chat_completion/test_include_reasoning.py::test_default_includes_reasoning": _NO_THINKING,
     "openai/chat_completion/test_thinking_token_budget.py::test_thinking_*": "`thinking_token_budget` is not served.",
     "serve/tokenize/test_tokenization.py::test_tokenize_chat*": (
-        "`add_special_tokens: true` is refused for a chat, whose template writes the special tokens: vLLM adds them twice."
+        "`add_special_tokens: true` is refused for a chat: its template writes them, and vLLM adds them twice."
     ),
     "openai/chat_completion/test_root_path.py::*": "An API key has at least 16 characters; the test's has 7.",
 }
