@@ -14,7 +14,7 @@ _NO_THINKING = (
     "The demo model writes no `<think>`. vLLM's parser takes an answer without tags for reasoning; here it is "
     "reasoning only if the prompt or the answer opened it, so it is content."
 )
-_NO_REASONING_TOKENS = "The usage of a chat has no `completion_tokens_details.reasoning_tokens` (the usage of a response has it)."
+_NO_REASONING_TOKENS = "A chat's usage has no `completion_tokens_details.reasoning_tokens`; that of a response has it."
 REASONS: dict[str, str] = {
     "openai/chat_completion/test_batched_chat_completions.py::*": (
         "vLLM's `/v1/chat/completions/batch`, several chats in one body, is not served."

@@ -86,10 +86,7 @@ def write(rows: dict[str, Row], version: str) -> None:
         passed = [row for row in of_file if row["vllm"] == "passed"]
         both = sum(row["paceline"] == "passed" for row in passed)
         lines.append(f"| `{file}` | {len(of_file)} | {len(passed)} | {both} |")
-    lines += [
-        "",
-        "The JSON file has each test. Most of those that fail on vLLM need another checkpoint: gpt-oss,",
-    ]
+    lines += ["", "The JSON file has each test. Most of those that fail on vLLM need another checkpoint: gpt-oss,"]
     lines += ["models for images or embeddings, or a model that calls tools and reasons when it is asked to."]
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
