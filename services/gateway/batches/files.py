@@ -94,12 +94,14 @@ class Files:
 
     async def write(self, owner: str, file_id: str, filename: str, ttl_s: float, chunks: AsyncIterator[bytes]) -> None:
         """Store the output of a batch. Another gateway may write the same file, or have written it: the pieces are the
-        same."""
+        same. Reads all chunks in any case, because their source counts tokens."""
         name = DocumentName("file", owner, file_id)
         begun = await self._begin(name, filename, OUTPUT, ttl_s, 0)
         if begun is None and (begun := await self._store.get(name)) is None:
             raise ApiError(503, f"the file {file_id} has just expired", retry_after_s=1.0)
         if begun.label != _WRITING:
+            async for _ in chunks:
+                pass
             return
         buffer, number, num_bytes = bytearray(), 0, 0
         async for chunk in chunks:

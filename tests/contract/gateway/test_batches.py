@@ -12,6 +12,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from services.gateway.batches.files import Files
+from services.gateway.errors import ApiError
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -388,3 +390,22 @@ async def test_without_a_store_there_are_no_files(start: Start) -> None:
         answer = await running.http.get(path)
         assert answer.status_code == 404
         assert "--response-store none" in answer.json()["error"]["message"]
+
+
+async def test_usage_is_counted_again_after_a_failure_between_the_two_files(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.LEASE_S", 1.5)
+    write, failures = Files.write, [ApiError(503, "the gateway is gone")]
+
+    async def write_or_fail(self: Files, owner: str, file_id: str, filename: str, *rest: Any) -> None:
+        if filename.endswith("_error.jsonl") and failures:
+            raise failures.pop()
+        await write(self, owner, file_id, filename, *rest)
+
+    monkeypatch.setattr(Files, "write", write_or_fail)
+    running = await launch(start, tmp_path)
+    batch_id = await begin(running, jsonl(line("good"), line("bad", temperature=-1)))
+    batch = await until_status(running, batch_id, "completed")
+    assert not failures
+    assert batch["usage"]["output_tokens"] == 4
