@@ -23,7 +23,7 @@ class InputCheck:
         self._gateway = gateway
         self._endpoint = endpoint
         self._ids: set[bytes] = set()
-        self._model: str | None = None
+        self._models: list[str | None] = []  # of the first line that has one
         self.num_lines = 0
         self.errors: list[dict[str, Any]] = []
 
@@ -54,10 +54,9 @@ class InputCheck:
             self._gateway.check_model(model)
         except ApiError as error:
             raise invalid("body.model", error.message, code=error.code) from None
-        if self.num_lines == 1:
-            self._model = model
-        elif model != self._model:
-            message = f"body.model: all lines must have the same model, and the first has {self._model!r}"
+        self._models = self._models or [model]
+        if model != self._models[0]:
+            message = f"body.model: all lines must have the same model, and the first has {self._models[0]!r}"
             raise invalid("body.model", message, code="mismatched_model")
         for name in ("stream", "background"):
             if line.body.get(name) not in (None, False):

@@ -165,6 +165,12 @@ async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
+def charset(name: str) -> dict[str, Any]:
+    """An upload with a field whose name may be no text in this charset."""
+    body = b'--x\r\ncontent-disposition: form-data; name="\\ud800"\r\n\r\ny\r\n--x--\r\n'
+    return {"content": body, "headers": {"content-type": f"multipart/form-data; boundary=x; charset={name}"}}
+
+
 async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
     post = running.http.post
     two = [("file", ("a", b"{}")), ("file", ("b", b"{}"))]
@@ -176,6 +182,7 @@ async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
         (await post("/v1/files", files=two, data={"purpose": "batch"}), 400),
         (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"}), 400),
         (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data; boundary=y"}), 400),
+        *[(await post("/v1/files", **charset(name)), 415) for name in ("undefined", "punycode", "unicode_escape")],
         (await upload(running, b""), 400),
         (await upload(running, b"{}", name="a" * 256), 400),
     ):
@@ -234,6 +241,12 @@ async def test_a_bad_line_fails_the_batch_with_its_number(
     assert batch["failed_at"] >= batch["created_at"]
     assert not running.scheduler.submissions, "no line was run"
     Batch.model_validate(batch, strict=True)
+
+
+async def test_a_bad_first_line_makes_no_other_line_wrong(running: Running) -> None:
+    batch_id = await begin(running, b"{\n" + jsonl(line("r0"), line("r1")))
+    batch = await until_status(running, batch_id, "failed")
+    assert [error["line"] for error in batch["errors"]["data"]] == [1]
 
 
 async def test_a_wrong_field_of_a_batch_is_named(running: Running) -> None:
