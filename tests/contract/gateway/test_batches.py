@@ -268,7 +268,7 @@ async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
     running = await launch(start, tmp_path, {"batch_lines": 4}, step_s=0.05)
     lines = [line(f"r{i}", max_tokens=1500 if i else 1) for i in range(20)]
     batch_id = await begin(running, jsonl(*lines))
-    await until(lambda: running.scheduler.num_running == 4)
+    await until(lambda: running.scheduler.num_requests == 5 and running.scheduler.num_running == 4)
     assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
     batch = await until_status(running, batch_id, "cancelled")
     assert running.scheduler.num_running == 0
@@ -422,3 +422,18 @@ async def test_usage_is_counted_again_after_a_failure_between_the_two_files(
     batch = await until_status(running, batch_id, "completed")
     assert not failures
     assert batch["usage"]["output_tokens"] == 4
+
+
+async def test_a_line_that_the_next_gateway_finds_too_large_fails_alone(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    running.scheduler.set_ready(False)
+    batch_id = await begin(running, jsonl(line("small"), line("large", user="x" * 100_000)))
+    await until_status(running, batch_id, "in_progress")
+    running.stop.set()
+    await running.task
+    second = await launch(start, tmp_path, {"max_body_bytes": 70_000})
+    batch = await until_status(second, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    [failed] = (await results(second, batch["error_file_id"])).values()
+    assert failed["response"]["status_code"] == 400
+    assert "--max-body-bytes" in failed["response"]["body"]["error"]["message"]
