@@ -166,7 +166,7 @@ async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[
 
 
 def charset(name: str) -> dict[str, Any]:
-    """An upload with a field whose name may be no text in this charset."""
+    """An upload with a field with a name that may be no text in this charset."""
     body = b'--x\r\ncontent-disposition: form-data; name="\\ud800"\r\n\r\ny\r\n--x--\r\n'
     return {"content": body, "headers": {"content-type": f"multipart/form-data; boundary=x; charset={name}"}}
 
@@ -437,3 +437,51 @@ async def test_a_line_that_the_next_gateway_finds_too_large_fails_alone(start: S
     [failed] = (await results(second, batch["error_file_id"])).values()
     assert failed["response"]["status_code"] == 400
     assert "--max-body-bytes" in failed["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_of_another_key_does_not_wait_for_many_of_one_key(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 2)
+    keys = Keys(tmp_path / "keys.toml")
+    ann, bob = (bearer(keys.add(name)) for name in ("ann", "bob"))
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path), "batch_lines": 2}, step_s=0.05)
+    long = jsonl(*(line(f"r{i}", max_tokens=1500) for i in range(4)))
+    of_ann = [await begin(running, long, headers=ann) for _ in range(4)]
+    await until_status(running, of_ann[1], "in_progress", headers=ann)
+    of_bob = await begin(running, jsonl(line("a"), line("b")), headers=bob)
+    batch = await until_status(running, of_bob, "completed", headers=bob)
+    assert batch["request_counts"]["completed"] == 2
+    statuses = [(await batch_of(running, batch_id, headers=ann))["status"] for batch_id in of_ann]
+    assert set(statuses) <= {"validating", "in_progress"}
+    for batch_id in of_ann:
+        await running.http.post(f"/v1/batches/{batch_id}/cancel", headers=ann)
+        await until_status(running, batch_id, "cancelled", headers=ann)
+
+
+async def test_a_batch_that_waits_for_a_run_is_cancelled_and_expires(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 0)
+    running = await launch(start, tmp_path)
+    batch_id = await begin(running, jsonl(line("a")))
+    assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+    await until_status(running, batch_id, "cancelled")
+    monkeypatch.setattr("services.gateway.batches.records.WINDOW_S", 1)
+    await until_status(running, await begin(running, jsonl(line("a"))), "expired")
+
+
+async def test_a_batch_of_a_model_that_is_gone_can_be_cancelled(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    running.scheduler.set_ready(False)
+    batch_id = await begin(running, jsonl(line("a"), line("b")))
+    await until_status(running, batch_id, "in_progress")
+    running.stop.set()
+    await running.task
+    second = await launch(start, tmp_path, {"served_model_name": "another"})
+    file_id = (await batch_of(second, batch_id))["input_file_id"]
+    assert (await second.http.delete(f"/v1/files/{file_id}")).status_code == 409
+    assert (await second.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+    batch = await until_status(second, batch_id, "cancelled")
+    assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+    assert (await second.http.delete(f"/v1/files/{file_id}")).status_code == 200
