@@ -69,12 +69,13 @@ class Batches:
     # -- for clients -------------------------------------------------------------------------------
 
     async def create(self, request: BatchRequest, owner: str) -> BatchRecord:
-        """Store a batch, and begin to run it if there is room here. Raises ApiError 400, 404 and 429."""
+        """Store a batch, and begin to run it if there is room here. Raises ApiError 400, 404, 413 and 429."""
         shared = self._shared
         file = await shared.files.find(owner, request.input_file_id, param="input_file_id")
         if file.purpose != INPUT:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, and {INPUT!r} is needed"
             raise invalid("input_file_id", message)
+        await shared.files.check_usage(owner, "input_file_id")  # output files are not refused, so their batches are
         if len(await shared.store.unfinished("batch", owner)) >= MAX_UNFINISHED:
             message = f"at most {MAX_UNFINISHED} batches of an API key can be unfinished"
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)

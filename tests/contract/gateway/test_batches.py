@@ -485,3 +485,19 @@ async def test_a_batch_of_a_model_that_is_gone_can_be_cancelled(start: Start, tm
     batch = await until_status(second, batch_id, "cancelled")
     assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
     assert (await second.http.delete(f"/v1/files/{file_id}")).status_code == 200
+
+
+async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_deleted(
+    start: Start, tmp_path: Path
+) -> None:
+    running = await launch(start, tmp_path, {"max_files_bytes": 1024})
+    file_id = (await upload(running, jsonl(line("a"), line("b")))).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    made = await running.http.post("/v1/batches", json=body)
+    batch = await until_status(running, made.json()["id"], "completed")
+    assert batch["request_counts"]["completed"] == 2
+    refused = await running.http.post("/v1/batches", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "input_file_id")
+    assert "1024 bytes (--max-files-bytes)" in refused.json()["error"]["message"]
+    await running.http.delete(f"/v1/files/{batch['output_file_id']}")
+    assert (await running.http.post("/v1/batches", json=body)).status_code == 200
