@@ -126,7 +126,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     vllm_metrics: bool = Field(
         True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
     )
-    max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
+    max_live_requests: int = Field(
+        4096, ge=1, description="requests in flight, of online and of offline ones each; one more gets 429"
+    )
     max_connections: int = Field(
         16384,
         ge=1,

@@ -501,3 +501,13 @@ async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_d
     assert "1024 bytes (--max-files-bytes)" in refused.json()["error"]["message"]
     await running.http.delete(f"/v1/files/{batch['output_file_id']}")
     assert (await running.http.post("/v1/batches", json=body)).status_code == 200
+
+
+async def test_a_batch_of_many_sequences_refuses_no_online_request(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"max_live_requests": 6}, step_s=0.02)
+    batch_id = await begin(running, jsonl(*(line(f"r{i}", n=3, temperature=1, max_tokens=60) for i in range(6))))
+    await until(lambda: running.scheduler.num_running == 6)
+    answers = await asyncio.gather(*(running.http.post(CHAT, json=BODIES[CHAT]) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    batch = await until_status(running, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
