@@ -126,7 +126,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     vllm_metrics: bool = Field(
         True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
     )
-    max_live_requests: int = Field(4096, ge=1, description="requests in flight; one more gets 429")
+    max_live_requests: int = Field(
+        4096, ge=1, description="requests in flight, of online and of offline ones each; one more gets 429"
+    )
     max_connections: int = Field(
         16384,
         ge=1,
@@ -185,7 +187,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
 
     max_file_bytes: int = Field(200 * 2**20, ge=1024, description="largest file of /v1/files; a larger one gets 413")
     max_files_bytes: int = Field(
-        2 * 2**30, ge=1024, description="size of all files of one API key; an upload above it gets 413"
+        2 * 2**30, ge=1024, description="size of all files of one API key; above it, uploads and new batches get 413"
     )
     file_ttl_s: float = Field(
         30 * 86400.0, ge=1, description="seconds after which a file is deleted, and a batch after its completion window"

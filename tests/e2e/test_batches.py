@@ -6,15 +6,19 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from openai import OpenAI
 from openai.types import Batch
 
 from examples.running_a_batch import run_batch
+from paceline.v1.admin_pb2 import ExplainRequest
+from paceline.v1.admin_pb2_grpc import AdminServiceStub
 from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
@@ -24,6 +28,8 @@ MODEL = "paceline-demo"
 COMPLETION: Any = "/v1/completions"
 RUNNING = "paceline_scheduler_num_requests_running"
 STORES = ["sqlite", pytest.param("redis", marks=needs_redis)]
+NUM_SLOTS = 4
+OFFLINE = "paceline_scheduler_num_offline_requests_running"
 ENDED = ("failed", "completed", "expired", "cancelled")
 
 
@@ -155,6 +161,48 @@ def test_a_batch_of_a_killed_gateway_goes_on_when_the_gateway_is_back(
         stack.start("gateway")
         stack.wait_ready()
     check_whole(client, ended(client, batch_id), right)
+
+
+def decisions_until_running(stack: Stack, name: str) -> int:
+    """How often the scheduler decided about a step until the request had a slot."""
+    with grpc.insecure_channel(stack.scheduler) as channel:
+        told = AdminServiceStub(channel).Explain(ExplainRequest(request_id=name)).explanations
+    first = {one.reason: one.first_decision for one in reversed(told)}
+    return first["running"] - first["waiting"]
+
+
+def test_an_online_request_has_a_slot_within_a_few_steps_of_a_batch_that_takes_them_all(
+    own_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the batch goes on, with the same tokens. Each line runs for 150 steps."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    own_stack.gateway_flags = ["--response-store", f"sqlite:///{tmp_path}/store.db"]
+    own_stack.worker_flags = ["--threads", "1", "--max-num-seqs", str(NUM_SLOTS)]
+    stack = own_stack.up()
+    client = client_of(stack.url)
+    told = lines(150)[: 3 * NUM_SLOTS + 1]
+    right = right_texts(client, direct(told))
+    online: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    answer = client.completions.create(**online).choices[0].text
+    batch_id = begin(client, told[:-1])
+
+    def ask(name: str) -> None:
+        got = client.completions.create(**online, extra_headers={"x-request-id": name})
+        assert got.choices[0].text == answer
+
+    for number in (1, NUM_SLOTS):
+        stack.wait_metric(OFFLINE, NUM_SLOTS)
+        names = [f"online-{number}-{i}" for i in range(number)]
+        with ThreadPoolExecutor(number) as threads:
+            list(threads.map(ask, names))
+        assert max(decisions_until_running(stack, name) for name in names) <= 5
+        assert client.batches.retrieve(batch_id).status == "in_progress"
+    preempted = stack.metric("paceline_scheduler_preemptions_total")
+    assert preempted is not None
+    assert preempted >= 2, "else no online request needed a slot of the batch"
+    batch = ended(client, batch_id)
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert texts(client, batch) == right
 
 
 def test_the_example_runs_a_batch_of_chats(stack: Stack) -> None:

@@ -82,7 +82,7 @@ class Files:
         begun = await self._begin(name, filename, INPUT, ttl_s or self.limits.ttl_s, num_bytes)
         assert begun is not None
         try:
-            await self._check_usage(owner)
+            await self.check_usage(owner, "file")
             number = 0
             while data := await asyncio.to_thread(file.read, PIECE_BYTES):
                 await self._store.add_pieces(name, [ContentPiece(number, 0, data)])
@@ -94,12 +94,14 @@ class Files:
 
     async def write(self, owner: str, file_id: str, filename: str, ttl_s: float, chunks: AsyncIterator[bytes]) -> None:
         """Store the output of a batch. Another gateway may write the same file, or have written it: the pieces are the
-        same."""
+        same. Reads all chunks in any case, because their source counts tokens."""
         name = DocumentName("file", owner, file_id)
         begun = await self._begin(name, filename, OUTPUT, ttl_s, 0)
         if begun is None and (begun := await self._store.get(name)) is None:
             raise ApiError(503, f"the file {file_id} has just expired", retry_after_s=1.0)
         if begun.label != _WRITING:
+            async for _ in chunks:
+                pass
             return
         buffer, number, num_bytes = bytearray(), 0, 0
         async for chunk in chunks:
@@ -164,6 +166,18 @@ class Files:
         elif text := rest.strip():
             yield Line(number, bytes(text))
 
+    async def check_usage(self, owner: str, param: str) -> None:
+        """Raises ApiError 413 if the owner's files exceed a limit, also those that are being written."""
+        usage, limits = await self._store.usage("file", owner), self.limits
+        what = ""
+        if usage.num_documents > MAX_FILES:
+            what = f"{MAX_FILES} files"
+        elif usage.num_bytes > limits.max_owner_bytes:
+            what = f"{limits.max_owner_bytes} bytes (--max-files-bytes)"
+        if what:
+            message = f"{param}: all your files together may have at most {what}; delete files that you do not need"
+            raise ApiError(413, message, param=param, code="files_limit_exceeded")
+
     async def _begin(
         self, name: DocumentName, filename: str, purpose: str, ttl_s: float, num_bytes: int
     ) -> Document | None:
@@ -180,18 +194,6 @@ class Files:
         whole = Document(begun.name, data["purpose"], begun.created_s, expires_s, num_bytes, written, begun.version)
         await self._store.replace(whole)  # not, if another gateway was faster with the same file
         return _file(whole)
-
-    async def _check_usage(self, owner: str) -> None:
-        """With the file that is being written. Raises ApiError 413."""
-        usage, limits = await self._store.usage("file", owner), self.limits
-        what = ""
-        if usage.num_documents > MAX_FILES:
-            what = f"{MAX_FILES} files"
-        elif usage.num_bytes > limits.max_owner_bytes:
-            what = f"{limits.max_owner_bytes} bytes (--max-files-bytes)"
-        if what:
-            message = f"file: all your files together may have at most {what}; delete files that you do not need"
-            raise ApiError(413, message, param="file", code="files_limit_exceeded")
 
 
 def _file(document: Document) -> StoredFile:

@@ -29,7 +29,7 @@ from services.gateway.batches.results import (
     unrun_result,
 )
 from services.gateway.batches.schema import BatchLine
-from services.gateway.batches.throttle import ByteLimit, Throttle
+from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
 from services.gateway.batches.validation import InputCheck, parse_line
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
@@ -42,6 +42,7 @@ _STORE_PAUSE_S = 1.0  # after a failure of the store
 _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 # The process that parses large bodies takes 1 to 2 s for so many bytes, and requests of clients wait behind them.
 _HELD_BYTES = 32 * 2**20
+_UNKNOWN_ID = ""  # of a line that is larger than this gateway reads; the result's position tells the line
 _WRITTEN = 256  # results of lines that were not run, in one write
 _EVENTS: dict[Unrun, Event] = {
     "": "run",
@@ -164,7 +165,7 @@ class BatchRun:
         """Run the lines that have no result. Ends its lines when it is cancelled."""
         done, held = await self._store.marks(self.batch.name), self._context.held
         self._marks = Counter(done.values())
-        places = asyncio.Semaphore(self._context.lines)
+        places, turns = asyncio.Semaphore(self._context.lines), Turns()
         running: set[asyncio.Task[None]] = set()
 
         def release(num_bytes: int, _: object) -> None:
@@ -175,8 +176,9 @@ class BatchRun:
             async for line in self._files.lines(await self._input(), self._gateway.max_body_bytes):
                 if line.number in done:
                     continue
+                await turns.take(num_bytes := len(line.text or b""))
                 await places.acquire()
-                await held.acquire(num_bytes := len(line.text or b""))
+                await held.acquire(num_bytes)
                 task = asyncio.create_task(self._run_line(line))
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -211,8 +213,16 @@ class BatchRun:
         request_id = f"{self.batch.name.id}-{line.number}"
         bind_request_id(request_id)
         try:
-            parsed = await parse_line(self._gateway, line)
-            piece = await self._result(line.number, parsed, request_id)
+            piece: ContentPiece | None
+            try:
+                parsed = await parse_line(self._gateway, line)
+            except ApiError as error:
+                if error.status >= 500:
+                    raise
+                # The gateway that found the line valid had other limits.
+                piece = line_result(self.batch.name.id, line.number, _UNKNOWN_ID, request_id, error_answer(error))
+            else:
+                piece = await self._result(line.number, parsed, request_id)
             if piece is not None:
                 await self._store_result(piece, request_id)
         except Exception as error:
@@ -283,8 +293,7 @@ class BatchRun:
             file = await self._input()
             async for line in self._files.lines(file, self._gateway.max_body_bytes):
                 if line.number not in done:
-                    parsed = await parse_line(self._gateway, line)
-                    written.append(unrun_result(name.id, line.number, parsed.custom_id, why))
+                    written.append(unrun_result(name.id, line.number, await self._custom_id(line), why))
                 if len(written) == _WRITTEN:
                     await self._store.add_pieces(name, written)
                     written = []
@@ -293,6 +302,14 @@ class BatchRun:
                 raise
             raise _Lost from None
         await self._store.add_pieces(name, written)
+
+    async def _custom_id(self, line: Line) -> str:
+        try:
+            return (await parse_line(self._gateway, line)).custom_id
+        except ApiError as error:
+            if error.status >= 500:
+                raise
+            return _UNKNOWN_ID
 
 
 class _Lost(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from contextvars import Context
 from typing import NoReturn
@@ -27,6 +28,7 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 MAX_RUNS = 8  # batches that a gateway runs at once
+_MOST_OWNERS = 64  # of waiting batches, that are looked at each second
 MAX_UNFINISHED = 100  # batches of one owner
 
 
@@ -67,12 +69,13 @@ class Batches:
     # -- for clients -------------------------------------------------------------------------------
 
     async def create(self, request: BatchRequest, owner: str) -> BatchRecord:
-        """Store a batch, and begin to run it if there is room here. Raises ApiError 400, 404 and 429."""
+        """Store a batch, and begin to run it if there is room here. Raises ApiError 400, 404, 413 and 429."""
         shared = self._shared
         file = await shared.files.find(owner, request.input_file_id, param="input_file_id")
         if file.purpose != INPUT:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, and {INPUT!r} is needed"
             raise invalid("input_file_id", message)
+        await shared.files.check_usage(owner, "input_file_id")  # output files are not refused, so their batches are
         if len(await shared.store.unfinished("batch", owner)) >= MAX_UNFINISHED:
             message = f"at most {MAX_UNFINISHED} batches of an API key can be unfinished"
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
@@ -89,7 +92,10 @@ class Batches:
         if document is None:
             message = f"{param}: there is no batch {batch_id[:120]!r} here"
             raise ApiError(404, message, param=param, code="batch_not_found")
-        return stored_batch(document)
+        batch = stored_batch(document)
+        if time.time() >= batch.expires_s and not (batch.has_ended or self.gateway.draining):
+            await self._take(batch.name)  # it waits for a run, or for a gateway of its model
+        return batch
 
     async def page(self, owner: str, *, after: str | None, most: int) -> list[BatchRecord]:
         """The owner's batches behind the one with the id `after`, the newest first. Raises ApiError 404."""
@@ -108,6 +114,8 @@ class Batches:
             if await self._shared.store.replace(cancelled.document()):
                 if (found := self._runs.get(batch.name)) is not None:
                     await found[0].look()
+                elif not self.gateway.draining:
+                    await self._take(batch.name)  # it waits for a run, or for a gateway of its model
                 return cancelled
 
     async def delete_file(self, file: StoredFile) -> None:
@@ -147,10 +155,29 @@ class Batches:
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
-        room = MAX_RUNS - len(self._runs)
-        if room > 0 and self.gateway.ready:
-            for name in await self._shared.store.waiting("batch", self.gateway.model_name, room):
+        """Take one batch of each owner. An owner without a run goes first."""
+        if not self.gateway.ready:
+            return
+        waiting = await self._shared.store.waiting("batch", self.gateway.model_name, _MOST_OWNERS)
+        runs = Counter(name.owner for name in self._runs)
+        for name in sorted(waiting, key=lambda name: runs[name.owner]):
+            if len(self._runs) < MAX_RUNS or await self._make_room(name.owner):
                 await self._take(name)
+
+    async def _make_room(self, owner: str) -> bool:
+        """Let a batch of an owner with several runs wait, for an owner without any. Its lines in flight will run
+        again."""
+        runs = Counter(name.owner for name in self._runs)
+        [(busiest, count)] = runs.most_common(1)
+        if runs[owner] or count < 2:
+            return False
+        name = next(name for name in reversed(self._runs) if name.owner == busiest)
+        _, task = self._runs[name]
+        task.cancel()
+        await asyncio.wait([task])
+        await self._shared.store.renew([name], 0.0)
+        _log.info("a batch waits for one of another key", id=name.id)
+        return True
 
     async def _take(self, name: DocumentName) -> None:
         """Run a batch, if no other gateway is faster."""

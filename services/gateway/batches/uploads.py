@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import BinaryIO, NamedTuple
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.types import Message
@@ -45,11 +46,15 @@ class Uploads:
     async def read(self, request: Request, owner: str) -> AsyncIterator[Upload]:
         """The upload; its file exists inside the context. Raises ApiError 400, 408, 413, 415 and 429, ClientDisconnect,
         and what Starlette's parser raises (HTTPException 400)."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        header, parameters = parse_options_header(request.headers.get("content-type"))
+        kind, charset = header.decode("latin-1"), parameters.get(b"charset", b"utf-8").decode("latin-1")
         if kind != "multipart/form-data":
             raise ApiError(
                 415, f"the body must be multipart/form-data, not {kind[:80]!r}", code="unsupported_media_type"
             )
+        if charset.lower() not in ("utf-8", "utf8"):  # others would decode into what is no text, or fail
+            message = f"the charset of the body must be utf-8, not {charset[:80]!r}"
+            raise ApiError(415, message, code="unsupported_media_type")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes + _FORM_BYTES:
             raise self._too_large()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from hashlib import blake2b
 from typing import Any
 
 from services.gateway.batches.files import Line
 from services.gateway.batches.schema import BatchLine
+from services.gateway.batches.throttle import Turns
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.gateway import Gateway
 
 MAX_ERRORS = 100  # of one batch that are shown
-_TURN = 16  # lines between two turns of other requests: below 1 ms
 
 
 class InputCheck:
@@ -23,13 +22,15 @@ class InputCheck:
         self._gateway = gateway
         self._endpoint = endpoint
         self._ids: set[bytes] = set()
-        self._model: str | None = None
+        self._models: list[str | None] = []  # of the first line that has one
         self.num_lines = 0
         self.errors: list[dict[str, Any]] = []
 
     async def read(self, lines: AsyncIterator[Line]) -> None:
         """Check all lines, or up to MAX_ERRORS errors."""
+        turns = Turns()
         async for line in lines:
+            await turns.take(len(line.text or b""))
             self.num_lines += 1
             try:
                 self._check(await parse_line(self._gateway, line))
@@ -37,8 +38,6 @@ class InputCheck:
                 self._add(error, line.number)
                 if len(self.errors) == MAX_ERRORS:
                     return
-            if self.num_lines % _TURN == 0:
-                await asyncio.sleep(0)
         if not self.num_lines:
             self._add(invalid(None, "the input file has no request", code="empty_file"), None)
 
@@ -54,10 +53,9 @@ class InputCheck:
             self._gateway.check_model(model)
         except ApiError as error:
             raise invalid("body.model", error.message, code=error.code) from None
-        if self.num_lines == 1:
-            self._model = model
-        elif model != self._model:
-            message = f"body.model: all lines must have the same model, and the first has {self._model!r}"
+        self._models = self._models or [model]
+        if model != self._models[0]:
+            message = f"body.model: all lines must have the same model, and the first has {self._models[0]!r}"
             raise invalid("body.model", message, code="mismatched_model")
         for name in ("stream", "background"):
             if line.body.get(name) not in (None, False):

@@ -41,9 +41,9 @@ class SessionCore:
     """State of one gateway's session.
 
     `response_window`: how many SessionResponses the scheduler may send ahead of our acknowledgements. `max_live`: limit
-    of live requests. `wait_s`: a request fails with UNAVAILABLE after waiting this long without a scheduler.
-    `difference`: returns why the workers' model is not the gateway's own, or "". While it differs, no token is taken.
-    `model_name`: the model's name for clients.
+    of live requests, for online and for offline ones each. `wait_s`: a request fails with UNAVAILABLE after waiting
+    this long without a scheduler. `difference`: returns why the workers' model is not the gateway's own, or "". While
+    it differs, no token is taken. `model_name`: the model's name for clients.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class SessionCore:
         self._max_live = max_live
         self._wait_s = wait_s
         self._live: dict[int, LiveRequest] = {}
+        self._num_offline = 0  # of _live
         self._unsent: dict[int, LiveRequest] = {}
         self._cancels: list[int] = []
         self._next_handle = 1
@@ -92,8 +93,12 @@ class SessionCore:
 
     @property
     def is_full(self) -> bool:
-        """`submit` would raise SessionFull."""
-        return len(self._live) >= self._max_live
+        """`submit` would raise SessionFull for an online request."""
+        return self._num_online >= self._max_live
+
+    @property
+    def _num_online(self) -> int:
+        return len(self._live) - self._num_offline
 
     def queue_takes(self) -> bool:
         """Whether the scheduler's queue, by its last report, accepts one more request."""
@@ -109,7 +114,7 @@ class SessionCore:
 
     def retry_after_s(self, now_s: float) -> float:
         """When a request that is refused now should come back. In seconds from now."""
-        return self.admission.retry_after.refuse(now_s, len(self._live))
+        return self.admission.retry_after.refuse(now_s, self._num_online)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class SessionCore:
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
         """Add a request. `delivered`: output to continue after, without scores. Raises SessionFull."""
-        if self.is_full:
+        if (self._num_offline if metadata.offline else self._num_online) >= self._max_live:
             raise SessionFull
         while self._next_handle in self._live:
             self._next_handle = self._next_handle % _MAX_HANDLE + 1
@@ -140,6 +145,7 @@ class SessionCore:
                 return request
         self._now_s = now_s
         self._live[handle] = request
+        self._num_offline += metadata.offline
         self._unsent[handle] = request
         self.admission.retry_after.arrived()
         return request
@@ -347,6 +353,7 @@ class SessionCore:
     def _end(self, request: LiveRequest, ending: inference_pb2.Ending) -> None:
         request.ending = ending
         del self._live[request.handle]
+        self._num_offline -= request.metadata.offline
         self._unsent.pop(request.handle, None)
 
 

@@ -110,7 +110,8 @@ class DocumentStore(Protocol):
         ...
 
     async def waiting(self, kind: DocumentKind, label: str, most: int) -> list[DocumentName]:
-        """Documents with work and without a lease, the longest waiting first."""
+        """Documents with work and without a lease: of each owner the one that waits longest, these by the same
+        order."""
         ...
 
     async def unfinished(self, kind: DocumentKind, owner: str) -> list[str]:

@@ -24,6 +24,7 @@ from services.gateway.store.documents import ContentPiece, Document, DocumentKin
 from services.gateway.store.redis_link import RedisLink
 
 _LOOKED_AT = 256  # documents that are read at once for a page
+_MOST_WAITING = 10_000  # names that are read to find the first one of each owner
 # KEYS of all scripts: document, pieces, marks, documents, unfinished, work. ARGV begins with the id and OWNER:ID.
 _PUT = """
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
@@ -179,11 +180,13 @@ class RedisDocuments:
         await self._link.ask(self._link.redis.delete(_key("pieces", name), _key("marks", name)))
 
     async def waiting(self, kind: DocumentKind, label: str, most: int) -> list[DocumentName]:
-        over = self._link.redis.zrangebyscore(_work(kind, label), "-inf", self._clock(), start=0, num=most)
-        members: list[bytes] = await self._link.ask(over)
-        names = [DocumentName(kind, *member.decode().split(":", 1)) for member in members]
+        over = self._link.redis.zrangebyscore(_work(kind, label), "-inf", self._clock(), start=0, num=_MOST_WAITING)
+        first: dict[str, str] = {}  # the id of each owner
+        for member in await self._link.ask(over):
+            first.setdefault(*member.decode().split(":", 1))
+        names = [DocumentName(kind, *member) for member in list(first.items())[:most]]
         documents = await self._read(names)
-        if expired := [member for member, each in zip(members, documents, strict=True) if each is None]:
+        if expired := [f"{name.owner}:{name.id}" for name, each in zip(names, documents, strict=True) if each is None]:
             await self._link.ask(self._link.redis.zrem(_work(kind, label), *expired))
         return [document.name for document in documents if document is not None]
 

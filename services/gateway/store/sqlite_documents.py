@@ -115,13 +115,14 @@ class SqliteDocuments:
         if not self._file.has_content:
             return []
         sql = (
-            "SELECT kind, owner, id FROM documents WHERE kind = ? AND label = ? AND lease_until_s <= ? "
-            "AND expires_s > ? ORDER BY lease_until_s, created_s LIMIT ?"
+            # SQLite takes the id from the row with the minimum.
+            "SELECT kind, owner, id, min(lease_until_s) AS since_s FROM documents WHERE kind = ? AND label = ? "
+            "AND lease_until_s <= ? AND expires_s > ? GROUP BY owner ORDER BY since_s LIMIT ?"
         )
         now_s = self._clock()
         values = kind, label, now_s, now_s, most
         rows = await self._file.run(lambda db: db.execute(sql, values).fetchall(), reads=True)
-        return [DocumentName(*row) for row in rows]
+        return [DocumentName(*name) for *name, _ in rows]
 
     async def unfinished(self, kind: DocumentKind, owner: str) -> list[str]:
         sql = "SELECT id FROM documents WHERE kind = ? AND owner = ? AND lease_until_s IS NOT NULL AND expires_s > ?"

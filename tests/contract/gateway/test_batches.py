@@ -12,6 +12,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from services.gateway.batches.files import Files
+from services.gateway.errors import ApiError
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -163,6 +165,12 @@ async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
+def charset(name: str) -> dict[str, Any]:
+    """An upload with a field with a name that may be no text in this charset."""
+    body = b'--x\r\ncontent-disposition: form-data; name="\\ud800"\r\n\r\ny\r\n--x--\r\n'
+    return {"content": body, "headers": {"content-type": f"multipart/form-data; boundary=x; charset={name}"}}
+
+
 async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
     post = running.http.post
     two = [("file", ("a", b"{}")), ("file", ("b", b"{}"))]
@@ -174,6 +182,7 @@ async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
         (await post("/v1/files", files=two, data={"purpose": "batch"}), 400),
         (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"}), 400),
         (await post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data; boundary=y"}), 400),
+        *[(await post("/v1/files", **charset(name)), 415) for name in ("undefined", "punycode", "unicode_escape")],
         (await upload(running, b""), 400),
         (await upload(running, b"{}", name="a" * 256), 400),
     ):
@@ -234,6 +243,12 @@ async def test_a_bad_line_fails_the_batch_with_its_number(
     Batch.model_validate(batch, strict=True)
 
 
+async def test_a_bad_first_line_makes_no_other_line_wrong(running: Running) -> None:
+    batch_id = await begin(running, b"{\n" + jsonl(line("r0"), line("r1")))
+    batch = await until_status(running, batch_id, "failed")
+    assert [error["line"] for error in batch["errors"]["data"]] == [1]
+
+
 async def test_a_wrong_field_of_a_batch_is_named(running: Running) -> None:
     file_id = (await upload(running, jsonl(line("a")))).json()["id"]
     good = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -253,7 +268,7 @@ async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
     running = await launch(start, tmp_path, {"batch_lines": 4}, step_s=0.05)
     lines = [line(f"r{i}", max_tokens=1500 if i else 1) for i in range(20)]
     batch_id = await begin(running, jsonl(*lines))
-    await until(lambda: running.scheduler.num_running == 4)
+    await until(lambda: running.scheduler.num_requests == 5 and running.scheduler.num_running == 4)
     assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
     batch = await until_status(running, batch_id, "cancelled")
     assert running.scheduler.num_running == 0
@@ -388,3 +403,111 @@ async def test_without_a_store_there_are_no_files(start: Start) -> None:
         answer = await running.http.get(path)
         assert answer.status_code == 404
         assert "--response-store none" in answer.json()["error"]["message"]
+
+
+async def test_usage_is_counted_again_after_a_failure_between_the_two_files(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.LEASE_S", 1.5)
+    write, failures = Files.write, [ApiError(503, "the gateway is gone")]
+
+    async def write_or_fail(self: Files, owner: str, file_id: str, filename: str, *rest: Any) -> None:
+        if filename.endswith("_error.jsonl") and failures:
+            raise failures.pop()
+        await write(self, owner, file_id, filename, *rest)
+
+    monkeypatch.setattr(Files, "write", write_or_fail)
+    running = await launch(start, tmp_path)
+    batch_id = await begin(running, jsonl(line("good"), line("bad", temperature=-1)))
+    batch = await until_status(running, batch_id, "completed")
+    assert not failures
+    assert batch["usage"]["output_tokens"] == 4
+
+
+async def test_a_line_that_the_next_gateway_finds_too_large_fails_alone(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    running.scheduler.set_ready(False)
+    batch_id = await begin(running, jsonl(line("small"), line("large", user="x" * 100_000)))
+    await until_status(running, batch_id, "in_progress")
+    running.stop.set()
+    await running.task
+    second = await launch(start, tmp_path, {"max_body_bytes": 70_000})
+    batch = await until_status(second, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    [failed] = (await results(second, batch["error_file_id"])).values()
+    assert failed["response"]["status_code"] == 400
+    assert "--max-body-bytes" in failed["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_of_another_key_does_not_wait_for_many_of_one_key(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 2)
+    keys = Keys(tmp_path / "keys.toml")
+    ann, bob = (bearer(keys.add(name)) for name in ("ann", "bob"))
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path), "batch_lines": 2}, step_s=0.05)
+    long = jsonl(*(line(f"r{i}", max_tokens=1500) for i in range(4)))
+    of_ann = [await begin(running, long, headers=ann) for _ in range(4)]
+    await until_status(running, of_ann[1], "in_progress", headers=ann)
+    of_bob = await begin(running, jsonl(line("a"), line("b")), headers=bob)
+    batch = await until_status(running, of_bob, "completed", headers=bob)
+    assert batch["request_counts"]["completed"] == 2
+    statuses = [(await batch_of(running, batch_id, headers=ann))["status"] for batch_id in of_ann]
+    assert set(statuses) <= {"validating", "in_progress"}
+    for batch_id in of_ann:
+        await running.http.post(f"/v1/batches/{batch_id}/cancel", headers=ann)
+        await until_status(running, batch_id, "cancelled", headers=ann)
+
+
+async def test_a_batch_that_waits_for_a_run_is_cancelled_and_expires(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 0)
+    running = await launch(start, tmp_path)
+    batch_id = await begin(running, jsonl(line("a")))
+    assert (await running.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+    await until_status(running, batch_id, "cancelled")
+    monkeypatch.setattr("services.gateway.batches.records.WINDOW_S", 1)
+    await until_status(running, await begin(running, jsonl(line("a"))), "expired")
+
+
+async def test_a_batch_of_a_model_that_is_gone_can_be_cancelled(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path)
+    running.scheduler.set_ready(False)
+    batch_id = await begin(running, jsonl(line("a"), line("b")))
+    await until_status(running, batch_id, "in_progress")
+    running.stop.set()
+    await running.task
+    second = await launch(start, tmp_path, {"served_model_name": "another"})
+    file_id = (await batch_of(second, batch_id))["input_file_id"]
+    assert (await second.http.delete(f"/v1/files/{file_id}")).status_code == 409
+    assert (await second.http.post(f"/v1/batches/{batch_id}/cancel")).json()["status"] == "cancelling"
+    batch = await until_status(second, batch_id, "cancelled")
+    assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+    assert (await second.http.delete(f"/v1/files/{file_id}")).status_code == 200
+
+
+async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_deleted(
+    start: Start, tmp_path: Path
+) -> None:
+    running = await launch(start, tmp_path, {"max_files_bytes": 1024})
+    file_id = (await upload(running, jsonl(line("a"), line("b")))).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    made = await running.http.post("/v1/batches", json=body)
+    batch = await until_status(running, made.json()["id"], "completed")
+    assert batch["request_counts"]["completed"] == 2
+    refused = await running.http.post("/v1/batches", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (413, "input_file_id")
+    assert "1024 bytes (--max-files-bytes)" in refused.json()["error"]["message"]
+    await running.http.delete(f"/v1/files/{batch['output_file_id']}")
+    assert (await running.http.post("/v1/batches", json=body)).status_code == 200
+
+
+async def test_a_batch_of_many_sequences_refuses_no_online_request(start: Start, tmp_path: Path) -> None:
+    running = await launch(start, tmp_path, {"max_live_requests": 6}, step_s=0.02)
+    batch_id = await begin(running, jsonl(*(line(f"r{i}", n=3, temperature=1, max_tokens=60) for i in range(6))))
+    await until(lambda: running.scheduler.num_running == 6)
+    answers = await asyncio.gather(*(running.http.post(CHAT, json=BODIES[CHAT]) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    batch = await until_status(running, batch_id, "completed")
+    assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}

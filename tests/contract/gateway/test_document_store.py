@@ -166,3 +166,20 @@ async def test_deleted_work_waits_no_longer(stores: Stores, one: Document) -> No
     assert await first.waiting(one.name.kind, one.label, 9) == []
     assert await first.unfinished(one.name.kind, one.name.owner) == []
     assert not await first.claim(one.name, LEASE_S)
+
+
+async def test_of_each_owner_the_work_that_waits_longest_is_next(stores: Stores, one: Document, clock: Clock) -> None:
+    first, second = stores
+    kind, owner, _ = one.name
+    names = [DocumentName(kind, f"{key}-{owner}", f"batch_{i}") for i, key in enumerate(["ann", "ann", "bob", "ann"])]
+    for name in names:
+        await first.put(replace(one, name=name), has_work=True)
+        clock.now_s += 1
+    assert await second.waiting(kind, one.label, 9) == [names[0], names[2]]
+    assert await second.waiting(kind, one.label, 1) == [names[0]]
+    assert await second.claim(names[0], LEASE_S)
+    assert await first.waiting(kind, one.label, 9) == [names[1], names[2]]
+    await second.renew([names[0]], 0.0)
+    assert await first.waiting(kind, one.label, 9) == [names[1], names[2]], "the first one waits anew"
+    await first.delete(names[1])
+    assert await second.waiting(kind, one.label, 9) == [names[2], names[3]]

@@ -18,7 +18,7 @@ from services.gateway.batches.files import PIECE_BYTES, FileLimits, Files, Line
 from services.gateway.batches.records import ENDED, TRANSITIONS, BatchRecord, new_batch, stored_batch
 from services.gateway.batches.results import BatchUsage, line_result, output_id, unrun_result
 from services.gateway.batches.schema import BatchLine, BatchRequest
-from services.gateway.batches.throttle import ByteLimit, Throttle
+from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
 from services.gateway.errors import ApiError
 from services.gateway.store.documents import DocumentName
 from services.gateway.store.sqlite_documents import SqliteDocuments
@@ -169,6 +169,23 @@ async def test_a_pause_ends_by_itself() -> None:
     throttle.refused(0.0)
     async with asyncio.timeout(10), throttle.entering():
         assert throttle.num_running == 1
+
+
+@pytest.mark.parametrize(("num_lines", "num_bytes", "num_turns"), [(160, 200, 10), (20, 20_000, 10), (4, 64_000, 4)])
+async def test_other_tasks_run_between_lines(num_lines: int, num_bytes: int, num_turns: int) -> None:
+    seen, turns = 0, Turns()
+
+    async def other() -> None:
+        nonlocal seen
+        while True:
+            seen += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    for _ in range(num_lines):
+        await turns.take(num_bytes)
+    task.cancel()
+    assert num_turns <= seen <= 2 * num_turns
 
 
 async def test_bytes_in_flight_are_limited_and_something_larger_goes_alone() -> None:

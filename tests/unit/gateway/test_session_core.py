@@ -25,9 +25,14 @@ def make_core(**options: object) -> SessionCore:
 
 
 def submit(
-    core: SessionCore, max_tokens: int = 10, now_s: float = 0.0, final: frozenset[int] = frozenset()
+    core: SessionCore,
+    max_tokens: int = 10,
+    now_s: float = 0.0,
+    final: frozenset[int] = frozenset(),
+    offline: bool = False,
 ) -> LiveRequest:
-    return core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=max_tokens), now_s, final)
+    metadata = inference_pb2.Submission(offline=offline)
+    return core.submit("id", PROMPT, common_pb2.SamplingParams(max_tokens=max_tokens), now_s, final, metadata)
 
 
 def opened(core: SessionCore, epoch: int = 1) -> list[inference_pb2.SessionRequest]:
@@ -213,6 +218,21 @@ def test_live_requests_are_bounded_and_handles_not_reused_while_they_live() -> N
     core.cancel(requests[1])
     core._next_handle = requests[0].handle
     assert submit(core).handle not in {requests[0].handle, requests[2].handle}
+
+
+def test_offline_requests_have_a_limit_of_their_own() -> None:
+    core = make_core(max_live=2)
+    offline = [submit(core, offline=True) for _ in range(2)]
+    with pytest.raises(SessionFull):
+        submit(core, offline=True)
+    assert not core.is_full
+    submit(core)
+    core.cancel(offline[0])
+    submit(core, offline=True)
+    submit(core)
+    assert core.is_full
+    with pytest.raises(SessionFull):
+        submit(core)
 
 
 def test_a_handle_is_not_used_again_by_the_next_request() -> None:
