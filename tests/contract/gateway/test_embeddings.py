@@ -206,6 +206,28 @@ async def test_what_grpc_refuses_names_the_field(start: Start) -> None:
             assert dict(await call.trailing_metadata())["field"] == field
 
 
+async def test_an_abort_ends_an_embed(start: Start) -> None:
+    running = await embedder(start)
+    running.scheduler.paused = True
+    tokenized = {"input_ids": [7, 8]}
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        engine, scheduler = VllmEngineStub(channel), SglangSchedulerStub(channel)
+        call: Any = engine.Embed(vllm.EmbedRequest(request_id="a", tokenized=cast(Any, tokenized)))
+        await until(lambda: len(running.scheduler.submissions) == 1)
+        assert (await engine.GetServerInfo(vllm.GetServerInfoRequest())).active_requests == 1
+        await engine.Abort(vllm.AbortRequest(request_ids=["other", "a"]))
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert "aborted" in (await call.details() or "")
+        call = scheduler.Embed(sglang.EmbedRequest(request_id="a", tokenized=cast(Any, tokenized)))
+        await until(lambda: len(running.scheduler.submissions) == 2)
+        assert (await scheduler.Abort(sglang.AbortRequest(request_id="a"))).success
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert not (await scheduler.Abort(sglang.AbortRequest(request_id="a"))).success
+        assert (await engine.GetServerInfo(vllm.GetServerInfoRequest())).active_requests == 0
+    running.scheduler.paused = False
+    await until(lambda: not running.scheduler.num_running)
+
+
 async def test_a_model_that_generates_has_no_embeddings_over_grpc(running: Running) -> None:
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         for call in (
