@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from paceline.third_party import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from services.client import InvalidRequest, PacelineClient
 from tests.support import embedding_checkpoints as checkpoints
 from tests.support.stack import Stack
 
@@ -171,6 +172,12 @@ def test_grpc_gives_the_same_vectors(server: Server) -> None:
             answer = own.Embed(inference_pb2.EmbedRequest(**cast(Any, given), request_id="r1"))
             assert near(answer.embedding, wanted)
             assert (answer.request_id, answer.usage.prompt_tokens) == ("r1", len(ids))
+        with PacelineClient(f"127.0.0.1:{server.stack.grpc_port}") as client:
+            found = client.embed(TEXTS[0])
+            assert near(found.embedding, wanted)
+            assert found.usage.prompt_tokens == len(ids)
+            with pytest.raises(InvalidRequest, match="dimensions"):
+                client.embed(TEXTS[0], dimensions=65)
         cut = own.Embed(inference_pb2.EmbedRequest(text=TEXTS[0], dimensions=7)).embedding
         assert near(cut, wanted[:7] / np.linalg.norm(wanted[:7]))
         engine: Any
