@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any, cast
 
 import grpc.aio
 import httpx
 import numpy as np
 import pytest
+import structlog
 
+from demo import CHECKPOINT
 from paceline.third_party import sglang_scheduler_pb2 as sglang
 from paceline.third_party import vllm_engine_pb2 as vllm
 from paceline.third_party.sglang_scheduler_pb2_grpc import SglangSchedulerStub
@@ -20,6 +25,7 @@ from services.gateway.embeddings.schema import REFUSED
 from tests.contract.gateway.conftest import MODEL, MODEL_INFO, Running, Start, until, until_metrics
 from tests.contract.gateway.test_keys import Keys, bearer
 from tests.contract.gateway.test_openapi import document, validator
+from tests.support.embedding_checkpoints import add_tokenizer
 
 SIZE = 8
 
@@ -92,6 +98,44 @@ async def test_a_request_that_died_without_a_vector_is_submitted_again(start: St
         first.pooling,
         first.prompt_token_ids,
     )
+
+
+def tokenizer_folder(folder: Path, *, ends_texts: bool, **config: Any) -> Path:
+    """The demo's small files, and these keys in tokenizer_config.json."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, folder)
+    if ends_texts:
+        add_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "ends_texts", "warns"),
+    [
+        ({"add_eos_token": True}, False, True),
+        ({"add_eos_token": True, "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}}, False, True),
+        ({"add_eos_token": True}, True, False),
+        ({"add_eos_token": False}, False, False),
+        ({}, False, False),
+    ],
+)
+async def test_add_eos_token_without_such_a_post_processor_is_a_warning(
+    start: Start, tmp_path: Path, config: dict[str, Any], ends_texts: bool, warns: bool
+) -> None:
+    """Texts become the tokens that transformers makes of them."""
+    folder = tokenizer_folder(tmp_path, ends_texts=ends_texts, **config)
+    with structlog.testing.capture_logs() as lines:
+        running = await embedder(start, {"model": str(folder)})
+    warnings = [line for line in lines if "add_eos_token" in line["event"]]
+    assert [line["eos_token"] for line in warnings] == ["<|eos|>"] * warns
+    await post(running, {"input": "a fox"})
+    [submission] = running.scheduler.submissions
+    tokens = np.frombuffer(submission.prompt_token_ids, "<i4").tolist()
+    transformers = pytest.importorskip("transformers")
+    assert tokens == transformers.AutoTokenizer.from_pretrained(folder)("a fox").input_ids
+    assert (tokens[-1] == 1) is ends_texts
 
 
 async def test_a_vector_of_another_size_is_an_error(start: Start) -> None:
