@@ -34,7 +34,7 @@ from services.gateway.grpc.kserve import KServeInference
 from services.gateway.grpc.kv_event_streams import KvEventStreams
 from services.gateway.grpc.sglang_scheduler import SglangScheduler
 from services.gateway.grpc.vllm_engine import VllmEngine
-from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.body import MOST_BODY_BYTES, Bodies, default_max_body_bytes
 from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
@@ -326,6 +326,7 @@ def _make_gateway(
         formats=model.formats,
         requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
+        max_embedding_body_bytes=settings.max_body_bytes or MOST_BODY_BYTES,
         bodies=Bodies(settings.max_bodies_bytes),
         objectives=settings.objective_priorities,
         access=AccessControl(keys, open_metrics=settings.open_metrics),

@@ -53,7 +53,8 @@ def embeddings_api(gateway: Gateway) -> OtherApi:
         """The vectors of an input, or of several. 400 if the model generates text."""
         info = await _info(gateway, request)
         make_jobs = partial(_jobs, info)
-        async with entered(gateway, request, "embedding", EmbeddingRequest, make_jobs) as admitted:
+        most = gateway.max_embedding_body_bytes
+        async with entered(gateway, request, "embedding", EmbeddingRequest, make_jobs, max_bytes=most) as admitted:
             if LAST_EVENT_ID in request.headers:
                 raise cannot_resume("embeddings have no events")
             body, asked = admitted.body, admitted.asked

@@ -288,9 +288,10 @@ class Entered(Generic[R]):
 
 @asynccontextmanager
 async def entered(
-    gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R]
+    gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R], *, max_bytes: int = 0
 ) -> AsyncIterator[Entered[R]]:
     """The context in which a request is submitted: it has been admitted, read, checked, and turned into jobs.
+    `max_bytes`: as of Gateway.read_request.
 
     Counts a request that is refused here or inside the context. Raises ApiError and Gone.
     """
@@ -302,7 +303,9 @@ async def entered(
         entering = gateway.access.quotas.entering(caller.key, new=new)
         with entering, gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
-            parsed, fingerprint = await gateway.read_request(cls, request, held, new=new, kind=keyed_kind)
+            parsed, fingerprint = await gateway.read_request(
+                cls, request, held, new=new, kind=keyed_kind, max_bytes=max_bytes
+            )
             gateway.check_model(parsed.model)
             metadata = parsed.metadata()
             tenant = apply_headers(

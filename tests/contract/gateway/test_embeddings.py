@@ -184,6 +184,14 @@ async def test_the_answer_has_the_shape_of_the_document(start: Start) -> None:
     assert len(strict.data[0].embedding) == SIZE
 
 
+@pytest.mark.parametrize(("settings", "status"), [({}, 200), ({"max_body_bytes": 2**20}, 413)])
+async def test_2048_inputs_of_a_page_each_fit_into_a_body(start: Start, settings: dict[str, Any], status: int) -> None:
+    """OpenAI takes 300,000 tokens in a request, which are 1.3 MB of English."""
+    running = await embedder(start, settings)
+    answer = await post(running, {"input": [[7] * 300] * 2048})  # 1.8 MB
+    assert answer.status_code == status, answer.text
+
+
 async def test_more_inputs_than_fit_at_once_name_the_field(start: Start) -> None:
     running = await embedder(start, {"max_live_requests": 3})
     assert (await post(running, {"input": [[7]] * 3})).status_code == 200
