@@ -131,6 +131,8 @@ def test_truncation_keeps_the_end_of_the_sequence(server: Server) -> None:
         ({"input": []}, "input", "empty"),
         ({"input": [[]]}, "input", "empty"),
         ({}, "input", "input"),
+        ({"input": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "too few"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "between 1 and"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "encoding_format"),
         ({"input": "x", "priority": "high"}, "priority", "priority"),
         ({"input": "x", "embed_dtype": "float16"}, "embed_dtype", "not supported"),
