@@ -126,7 +126,7 @@ def test_truncation_keeps_the_end_of_the_sequence(server: Server) -> None:
         ({"input": [[5], [5] * (MAX_LEN + 1)]}, "input", f"maximum context length is {MAX_LEN} tokens"),
         ({"input": TEXTS[2] * 9}, "input", f"maximum context length is {MAX_LEN} tokens"),
         ({"input": [[5]] * 2049}, "input", "at most 2048 are possible"),
-        ({"input": [1024]}, "input", "not in the vocabulary"),
+        ({"input": [1024]}, "input", "out of vocabulary"),
         ({"input": ""}, "input", "empty"),
         ({"input": []}, "input", "empty"),
         ({"input": [[]]}, "input", "empty"),

@@ -153,6 +153,7 @@ async def test_a_vector_of_another_size_is_an_error(start: Start) -> None:
         ({"is_matryoshka": True}, 9, 400),
         ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 4, 200),
         ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 3, 400),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [2, 16]}, 16, 400),  # the checkpoint is wrong
         ({"is_matryoshka": True, "normalized": True}, 4, 200),
     ],
 )
