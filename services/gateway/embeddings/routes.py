@@ -140,9 +140,10 @@ class EmbeddingAnswer(RunningAnswer):
                 await asyncio.sleep(0)  # 4,096 floats take 0.2 ms
             data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, self._shown(vector)))
         head = orjson.dumps(self._envelope.head("list"))
-        shown = orjson.dumps(usage(self._generations))
-        body = b'%s,"data":[%s],"usage":%s}' % (head[:-1], b",".join(data), shown)
-        header = server_timing(timings(self._generations))
+        took = timings(self._generations)
+        rest = orjson.dumps({"usage": usage(self._generations), "timings": took})
+        body = b'%s,"data":[%s],%s' % (head[:-1], b",".join(data), rest[1:])
+        header = server_timing(took)
         await JsonResponse(body, headers={SERVER_TIMING: header} if header else None)(scope, receive, send)
 
     def _shown(self, vector: Vector) -> bytes:

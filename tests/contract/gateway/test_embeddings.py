@@ -63,6 +63,7 @@ async def test_what_the_scheduler_gets(start: Start) -> None:
     assert answer["id"] == "embd-q"
     assert [one["embedding"] for one in answer["data"]] == [vector(ids).tolist() for ids in ([7, 8], [9])]
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 3
+    assert answer["timings"]["prompt_n"] + answer["timings"]["cache_n"] == 3
     for submission, ids in zip(running.scheduler.submissions, ([7, 8], [9]), strict=True):
         assert submission.pooling == common_pb2.POOLING_MEAN
         assert submission.sampling == common_pb2.SamplingParams(top_p=1, max_tokens=1)
