@@ -46,8 +46,8 @@ from services.gateway.openapi.description import described
 from services.gateway.openapi.route import openapi_route
 
 _KINDS: dict[str, str] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-BODY_ERRORS = (400, 401, 404, 408, 413, 429)
-GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429)
+GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504)
 _NOTHING_LEFT = {204: "The client has the whole stream already (Last-Event-ID)"}
 _GENERATION_HEADERS = HEADERS | {
     IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice",
