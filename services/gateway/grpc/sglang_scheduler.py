@@ -169,6 +169,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
         """The vector of one input. INVALID_ARGUMENT if the model generates text."""
         try:
             refuse_set(request, _NOT_EMBEDDED)
+            check_rank(request)
             call = self._engine.embed_call(context, request, "sglang-grpc")
             embedded = await self._engine.requests.embed(call, request.request_id)
         except ApiError as error:

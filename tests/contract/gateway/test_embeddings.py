@@ -252,6 +252,7 @@ async def test_what_grpc_refuses_names_the_field(start: Start) -> None:
             (engine.Embed(vllm.EmbedRequest()), "tokenized.input_ids", "empty"),
             (scheduler.Embed(sglang.EmbedRequest()), "tokenized.input_ids", "empty"),
             (scheduler.Embed(sglang.EmbedRequest(is_cross_encoder=True)), "is_cross_encoder", "is_cross_encoder"),
+            (scheduler.Embed(sglang.EmbedRequest(data_parallel_rank=3)), "data_parallel_rank", "must be 0, not 3"),
             (own.Generate(inference_pb2.GenerateRequest(text="x")), "model", "embedding model"),
         ]
         for call, field, why in calls:
