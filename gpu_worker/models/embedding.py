@@ -94,7 +94,7 @@ def _from_modules(folder: Path, path: Path, raw: Mapping[str, Any], override: Po
     if limits.get("do_lower_case"):
         raise ModelError(f"{transformer}: do_lower_case is not supported")
     max_tokens = limits.get("max_seq_length")
-    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ModelError(f"{transformer}: max_seq_length must be a positive integer, got {max_tokens!r}")
     return EmbeddingConfig(
         pooling=override or _kind(folder / modules[1][1] / "config.json"),
@@ -131,6 +131,6 @@ def _matryoshka(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     sizes = raw.get("matryoshka_dimensions")
     if sizes is None:
         return () if raw.get("is_matryoshka") is True else None
-    if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
         raise ModelError(f"config.json: matryoshka_dimensions must be a list of positive integers, got {sizes!r}")
     return tuple(sizes)

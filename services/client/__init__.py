@@ -4,6 +4,7 @@ from services.client.client import AsyncPacelineClient, PacelineClient
 from services.client.types import (
     BeamHypothesis,
     BeamParams,
+    EmbedResult,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncPacelineClient",
     "BeamHypothesis",
     "BeamParams",
+    "EmbedResult",
     "InvalidRequest",
     "NotFound",
     "Overloaded",

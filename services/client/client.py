@@ -1,4 +1,4 @@
-"""Clients for InferenceService.Generate, blocking and asyncio."""
+"""Clients for InferenceService.Generate and Embed, blocking and asyncio."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ import grpc
 import grpc.aio
 
 from paceline.v1 import inference_pb2_grpc
-from services.client.continuation import Continuation, Misplaced, ended_early
-from services.client.types import Messages, Options, PacelineError, Piece, Result, error_from, make_request, result_from
+from services.client.continuation import Attempts, Continuation, Misplaced, ended_early
+from services.client.types import (
+    EmbedOptions,
+    EmbedResult,
+    Messages,
+    Options,
+    PacelineError,
+    Piece,
+    Result,
+    embed_result_from,
+    error_from,
+    make_embed_request,
+    make_request,
+    result_from,
+)
 
 PING_TIMEOUT_S = 5.0
 PINGED_AFTER = 0.4  # share of the timeout without news
@@ -52,6 +65,13 @@ def _targets(target: str | Sequence[str]) -> Sequence[str]:
     if not targets:
         raise TypeError("at least one target is required")
     return targets
+
+
+def _aio_failure(error: grpc.aio.AioRpcError) -> PacelineError:
+    trailers: Any = error.trailing_metadata()
+    failure = error_from(error.code(), error.details(), trailers)
+    failure.__cause__ = error
+    return failure
 
 
 class PacelineClient:
@@ -146,6 +166,38 @@ class PacelineClient:
                     raise failure
                 target = (target + 1) % len(self._stubs)
 
+    def embed(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> EmbedResult:
+        """The vector of a text or of token ids, by an embedding model. A broken call is sent to the next target."""
+        request = make_embed_request(text, token_ids, self._model, options)
+        clock = time.monotonic
+        going = Attempts(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
+        target = self._first
+        while True:
+            message, left_s = going.call(clock())
+            call: Any = self._stubs[target].Embed.future(message, timeout=left_s, metadata=self._metadata)
+            try:
+                result = embed_result_from(call.result())
+                self._first = target
+                return result
+            except grpc.RpcError as error:
+                failure = error_from(call.code(), call.details(), call.trailing_metadata())
+                failure.__cause__ = error
+            except grpc.FutureCancelledError as error:  # the server has cancelled the call, or close() has
+                failure = error_from(grpc.StatusCode.CANCELLED, call.details(), None)
+                failure.__cause__ = error
+            finally:
+                call.cancel()
+            if self._closed.is_set() or self._closed.wait(going.pause_s(failure, clock())):
+                raise failure
+            target = (target + 1) % len(self._stubs)
+
     def close(self) -> None:
         """Close the connections, and cancel running requests."""
         self._closed.set()
@@ -231,20 +283,50 @@ class AsyncPacelineClient:
             except Misplaced as error:
                 failure = error
             except grpc.aio.AioRpcError as error:
-                trailers: Any = error.trailing_metadata()
-                failure = error_from(error.code(), error.details(), trailers)
-                failure.__cause__ = error
-            except asyncio.CancelledError:
-                # grpc also raises this when the server has cancelled the call.
-                task = asyncio.current_task()
-                if self._closed or not call.done() or (task is not None and task.cancelling()):
-                    raise
-                failure = error_from(grpc.StatusCode.CANCELLED, await call.details(), None)
+                failure = _aio_failure(error)
+            except asyncio.CancelledError as error:
+                failure = await self._cancelled_by_server(call, error)
             finally:
                 call.cancel()
             if not going.ended:
                 await asyncio.sleep(going.pause_s(failure, clock()))
                 target = (target + 1) % len(self._stubs)
+
+    async def embed(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> EmbedResult:
+        """The vector of a text or of token ids, by an embedding model. A broken call is sent to the next target."""
+        request = make_embed_request(text, token_ids, self._model, options)
+        clock = time.monotonic
+        going = Attempts(request, retry_for_s=self._retry_for_s, timeout_s=timeout_s, now_s=clock())
+        target = self._first
+        while True:
+            message, left_s = going.call(clock())
+            call: Any = self._stubs[target].Embed(message, timeout=left_s, metadata=self._metadata)
+            try:
+                result = embed_result_from(await call)
+                self._first = target
+                return result
+            except grpc.aio.AioRpcError as error:
+                failure = _aio_failure(error)
+            except asyncio.CancelledError as error:
+                failure = await self._cancelled_by_server(call, error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(going.pause_s(failure, clock()))
+            target = (target + 1) % len(self._stubs)
+
+    async def _cancelled_by_server(self, call: Any, error: asyncio.CancelledError) -> PacelineError:
+        """grpc also raises CancelledError when the server has cancelled the call. Raises it again if the client has."""
+        task = asyncio.current_task()
+        if self._closed or not call.done() or (task is not None and task.cancelling()):
+            raise error
+        return error_from(grpc.StatusCode.CANCELLED, await call.details(), None)
 
     async def close(self) -> None:
         """Close the connections, and cancel running requests."""

@@ -91,6 +91,13 @@ class Options(Sampling, MetadataValues, total=False):
     cache_retention: Sequence[Retention]
 
 
+class EmbedOptions(MetadataValues, total=False):
+    """Keyword arguments of `embed`. `dimensions`: elements of the vector; only Matryoshka models."""
+
+    request_id: str
+    dimensions: int
+
+
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
     """One result of a beam search. `score`: log probability over length to the power of the length penalty."""
@@ -149,6 +156,14 @@ class Result:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    """The vector of an input."""
+
+    embedding: list[float]
+    usage: Usage
+
+
 class PacelineError(Exception):
     """A request failed. `code`: the gRPC status. `field`: the request field at fault, if any."""
 
@@ -202,9 +217,7 @@ def make_request(
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request = inference_pb2.GenerateRequest(model=model)
-    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if unknown := options.keys() - Options.__annotations__.keys():
-        raise TypeError(f"there is no option {min(unknown)!r}")
+    values = _given(options, Options)
     sampling = {name: values[name] for name in _SAMPLING & values.keys()}
     _fill(request.sampling, _sampling_options(sampling))
     _fill(request, {name: values[name] for name in _METADATA & values.keys()})
@@ -221,6 +234,30 @@ def make_request(
     elif token_ids is not None:
         request.token_ids.ids.extend(token_ids)
     return request
+
+
+def make_embed_request(
+    text: str | None, token_ids: Sequence[int] | None, model: str, options: EmbedOptions
+) -> inference_pb2.EmbedRequest:
+    """The protocol's request, without options that are None. Raises TypeError unless one kind of input is given, and
+    for unknown options."""
+    if (text is None) == (token_ids is None):
+        raise TypeError("give exactly one of text and token_ids")
+    request = inference_pb2.EmbedRequest(model=model)
+    _fill(request, _given(options, EmbedOptions))
+    if text is not None:
+        _fill(request, {"text": text})
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        _fill(request.token_ids, {"ids": token_ids})
+    return request
+
+
+def _given(options: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """The options that are not None. Raises TypeError for one that is not known."""
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)!r}")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _fill(message: Message, values: Mapping[str, Any]) -> None:
@@ -263,6 +300,12 @@ def _beam(beam: BeamParams) -> inference_pb2.BeamOptions:
         length_penalty=beam.length_penalty,
         early_stopping=stopping.get(beam.early_stopping, inference_pb2.EARLY_STOPPING_UNSPECIFIED),
     )
+
+
+def embed_result_from(response: inference_pb2.EmbedResponse) -> EmbedResult:
+    """The server's answer."""
+    usage = response.usage
+    return EmbedResult(list(response.embedding), Usage(usage.prompt_tokens, 0, usage.cached_tokens))
 
 
 def piece_from(response: inference_pb2.GenerateResponse) -> Piece:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-CLIENT_CLOSED_REQUEST = 499  # the client has gone, and does not read this status
+CLIENT_CLOSED_REQUEST = 499  # the client has gone, or has aborted the request
 _GRPC_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -18,6 +18,7 @@ _GRPC_CODES = {
     413: grpc.StatusCode.INVALID_ARGUMENT,
     422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    CLIENT_CLOSED_REQUEST: grpc.StatusCode.CANCELLED,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }

@@ -34,7 +34,7 @@ from services.gateway.grpc.kserve import KServeInference
 from services.gateway.grpc.kv_event_streams import KvEventStreams
 from services.gateway.grpc.sglang_scheduler import SglangScheduler
 from services.gateway.grpc.vllm_engine import VllmEngine
-from services.gateway.http.body import Bodies, default_max_body_bytes
+from services.gateway.http.body import MOST_BODY_BYTES, Bodies, default_max_body_bytes
 from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
@@ -53,7 +53,7 @@ from services.gateway.telemetry.tenant_metrics import TenantMetrics
 from services.gateway.telemetry.vllm_metrics import VllmMetrics
 from services.gateway.text.chat_template import read_tokenizer_info
 from services.gateway.text.id_tokenizer import IdTokenizer
-from services.gateway.text.model_files import ModelFiles, read_model_files, resolve_folder
+from services.gateway.text.model_files import ModelFiles, asked_end, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
 from services.runtime.grpc_limits.message_gate import MessageGate
@@ -262,6 +262,13 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
         tokenizer: TextTokenizer | IdTokenizer
         if (folder / "tokenizer.json").is_file():
             tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
+            if (end := asked_end(folder)) is not None and not tokenizer.ends_texts_with(end):
+                _log.warning(
+                    "tokenizer_config.json has add_eos_token, but tokenizer.json adds no end of sequence, and decides "
+                    "as in transformers 5: if the model needs the token, add it to tokenizer.json's post-processor",
+                    eos_token=end,
+                    model=str(folder),
+                )
         else:
             _log.warning("no tokenizer.json: only token ids are served, and output reads as ids", model=str(folder))
             tokenizer = IdTokenizer(files.vocab_size)
@@ -319,6 +326,7 @@ def _make_gateway(
         formats=model.formats,
         requests=requests,
         max_body_bytes=settings.max_body_bytes or default_max_body_bytes(builder.max_model_len),
+        max_embedding_body_bytes=settings.max_body_bytes or MOST_BODY_BYTES,
         bodies=Bodies(settings.max_bodies_bytes),
         objectives=settings.objective_priorities,
         access=AccessControl(keys, open_metrics=settings.open_metrics),

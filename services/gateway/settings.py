@@ -108,7 +108,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
         None,
         ge=1024,
         description="largest request body, and gRPC message (default: 32 bytes for each token of the model's context, "
-        "from 1 to 16 MiB)",
+        "from 1 to 16 MiB; 16 MiB for embeddings)",
     )
     max_bodies_bytes: int = Field(
         256 * 2**20,

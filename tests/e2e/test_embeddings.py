@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from paceline.third_party import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from services.client import InvalidRequest, PacelineClient
 from tests.support import embedding_checkpoints as checkpoints
 from tests.support.stack import Stack
 
@@ -125,11 +126,13 @@ def test_truncation_keeps_the_end_of_the_sequence(server: Server) -> None:
         ({"input": [[5], [5] * (MAX_LEN + 1)]}, "input", f"maximum context length is {MAX_LEN} tokens"),
         ({"input": TEXTS[2] * 9}, "input", f"maximum context length is {MAX_LEN} tokens"),
         ({"input": [[5]] * 2049}, "input", "at most 2048 are possible"),
-        ({"input": [1024]}, "input", "not in the vocabulary"),
+        ({"input": [1024]}, "input", "out of vocabulary"),
         ({"input": ""}, "input", "empty"),
         ({"input": []}, "input", "empty"),
         ({"input": [[]]}, "input", "empty"),
         ({}, "input", "input"),
+        ({"input": "x", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "too few"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "between 1 and"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "encoding_format"),
         ({"input": "x", "priority": "high"}, "priority", "priority"),
         ({"input": "x", "embed_dtype": "float16"}, "embed_dtype", "not supported"),
@@ -171,6 +174,12 @@ def test_grpc_gives_the_same_vectors(server: Server) -> None:
             answer = own.Embed(inference_pb2.EmbedRequest(**cast(Any, given), request_id="r1"))
             assert near(answer.embedding, wanted)
             assert (answer.request_id, answer.usage.prompt_tokens) == ("r1", len(ids))
+        with PacelineClient(f"127.0.0.1:{server.stack.grpc_port}") as client:
+            found = client.embed(TEXTS[0])
+            assert near(found.embedding, wanted)
+            assert found.usage.prompt_tokens == len(ids)
+            with pytest.raises(InvalidRequest, match="dimensions"):
+                client.embed(TEXTS[0], dimensions=65)
         cut = own.Embed(inference_pb2.EmbedRequest(text=TEXTS[0], dimensions=7)).embedding
         assert near(cut, wanted[:7] / np.linalg.norm(wanted[:7]))
         engine: Any

@@ -18,7 +18,7 @@ from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline import request_fields
 from paceline.request_fields import FILTER_NAMES, METADATA, PENALTY_NAMES, SAMPLING, MetadataField, SamplingParam
 from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.inference_pb2 import GenerateRequest, SamplingOptions, Submission
+from paceline.v1.inference_pb2 import EmbedRequest, GenerateRequest, SamplingOptions, Submission
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from scheduler_svc.core.admission.validation import new_request
 from scheduler_svc.generate import to_submission
@@ -98,8 +98,8 @@ def test_the_worker_can_apply_each_parameter() -> None:
 
 
 @each_field
-def test_metadata_has_a_field_of_its_type_in_both_messages(field: MetadataField) -> None:
-    for message in (GenerateRequest, Submission):
+def test_metadata_has_a_field_of_its_type_in_all_messages(field: MetadataField) -> None:
+    for message in (EmbedRequest, GenerateRequest, Submission):
         assert message.DESCRIPTOR.fields_by_name[field.name].cpp_type == KINDS[field.kind]
 
 

@@ -58,6 +58,7 @@ class EmbedRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
+    OFFLINE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -71,6 +72,7 @@ class EmbedRequest(_message.Message):
     deadline_s: _builtins.float
     cache_salt: _builtins.str
     ttft_slo_s: _builtins.float
+    offline: _builtins.bool
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """As they are: an end of sequence that the model wants must be among them."""
@@ -88,10 +90,11 @@ class EmbedRequest(_message.Message):
         deadline_s: _builtins.float = ...,
         cache_salt: _builtins.str = ...,
         ttft_slo_s: _builtins.float = ...,
+        offline: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "dimensions", b"dimensions", "input", b"input", "model", b"model", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "dimensions", b"dimensions", "input", b"input", "model", b"model", "offline", b"offline", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

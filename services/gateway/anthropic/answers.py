@@ -11,6 +11,7 @@ from paceline.v1 import common_pb2
 from services.gateway.anthropic.errors import error_body
 from services.gateway.anthropic.events import PING, BlockEvents, ContentReader, event, message, stop, usage
 from services.gateway.engine.request_store import Reading
+from services.gateway.engine.timings import SERVER_TIMING, first_token_timing, server_timing, timings
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import RAW_SEND, STREAM_HEADERS, JsonResponse, RunningAnswer
 from services.gateway.openai.format import Envelope
@@ -47,8 +48,10 @@ class WholeMessage(_MessageAnswer):
             parts.append(await generation.next())
         content = self._reader.whole("".join(parts))
         used = usage(generation, generation.num_tokens)
-        body = message(self._envelope, content, self._stop(), used)
-        await JsonResponse(orjson.dumps(body))(scope, receive, send)
+        took = timings(self._generations)
+        body = message(self._envelope, content, self._stop(), used) | {"timings": took}
+        headers = {SERVER_TIMING: header} if (header := server_timing(took)) else None
+        await JsonResponse(orjson.dumps(body), headers=headers)(scope, receive, send)
 
 
 class MessageStream(_MessageAnswer):
@@ -62,7 +65,10 @@ class MessageStream(_MessageAnswer):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, events = self._generation, BlockEvents(self._reader)
         text = await generation.next()
-        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+        headers = list(STREAM_HEADERS)
+        if header := first_token_timing(self._generations):
+            headers.append((SERVER_TIMING.encode(), header.encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._started = True
         raw_send = scope.get(RAW_SEND, send)  # skips the middleware, which has seen the start of the answer
         begun = message(self._envelope, [], _NOT_ENDED, usage(generation, 0))
@@ -75,7 +81,8 @@ class MessageStream(_MessageAnswer):
                 text = await generation.next()
             rest = events.last(text)
             used = usage(generation, generation.num_tokens)
-            rest += event("message_delta", delta=self._stop(), usage=used) + event("message_stop")
+            took = timings(self._generations)
+            rest += event("message_delta", delta=self._stop(), usage=used, timings=took) + event("message_stop")
             async with self._writing:
                 await send({"type": "http.response.body", "body": rest, "more_body": False})
         finally:

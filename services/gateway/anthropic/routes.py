@@ -24,7 +24,7 @@ from services.gateway.openai.jobs import CHAT, Asked, chat_jobs
 from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openai.routes import BODY_ERRORS, GENERATION_ERRORS, entered
 from services.gateway.openapi.answers import CountedTokens, MessageAnswer, MessageError
-from services.gateway.openapi.description import described
+from services.gateway.openapi.description import EVENT_STREAM, described
 
 _PATH = "/v1/messages"
 
@@ -35,6 +35,7 @@ def anthropic_api(gateway: Gateway) -> OtherApi:
     @described(
         body=MessagesRequest,
         answer=MessageAnswer,
+        text=EVENT_STREAM,
         error=MessageError,
         errors=GENERATION_ERRORS,
         headers=HEADERS | {IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice"},

@@ -46,16 +46,25 @@ class Embedded:
 
 async def embed(gateway: Gateway, call: EmbedCall) -> Embedded:
     """Run the call. gRPC cancels it if its client leaves. Raises ApiError."""
+    return await read_vector(gateway, call, await open_embedding(gateway, call))
+
+
+async def open_embedding(gateway: Gateway, call: EmbedCall) -> Reading:
+    """Submit the input. Pass the result to `read_vector`. Raises ApiError."""
     try:
         entering = gateway.access.quotas.entering(call.caller.key, new=True)
         with entering, gateway.held_body() as held:
             held.add(call.num_bytes)
             gateway.check_capacity()
             await gateway.wait_to_parse(num_bytes=call.num_bytes, new=True)
-            reading = await _open(gateway, call)
+            return await _open(gateway, call)
     except ApiError as error:
         gateway.refused(call.endpoint, call.request_id, error)
         raise
+
+
+async def read_vector(gateway: Gateway, call: EmbedCall, reading: Reading) -> Embedded:
+    """Wait for the vector. Ends the request. Raises ApiError, and the error given to `reading.interrupt`."""
     [generation] = reading.generations
     try:
         vector = await vector_of(generation, embedding_info(gateway), call.dimensions or None)

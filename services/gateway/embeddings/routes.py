@@ -53,7 +53,8 @@ def embeddings_api(gateway: Gateway) -> OtherApi:
         """The vectors of an input, or of several. 400 if the model generates text."""
         info = await _info(gateway, request)
         make_jobs = partial(_jobs, info)
-        async with entered(gateway, request, "embedding", EmbeddingRequest, make_jobs) as admitted:
+        most = gateway.max_embedding_body_bytes
+        async with entered(gateway, request, "embedding", EmbeddingRequest, make_jobs, max_bytes=most) as admitted:
             if LAST_EVENT_ID in request.headers:
                 raise cannot_resume("embeddings have no events")
             body, asked = admitted.body, admitted.asked
@@ -139,9 +140,10 @@ class EmbeddingAnswer(RunningAnswer):
                 await asyncio.sleep(0)  # 4,096 floats take 0.2 ms
             data.append(b'{"object":"embedding","index":%d,"embedding":%s}' % (index, self._shown(vector)))
         head = orjson.dumps(self._envelope.head("list"))
-        shown = orjson.dumps(usage(self._generations))
-        body = b'%s,"data":[%s],"usage":%s}' % (head[:-1], b",".join(data), shown)
-        header = server_timing(timings(self._generations))
+        took = timings(self._generations)
+        rest = orjson.dumps({"usage": usage(self._generations), "timings": took})
+        body = b'%s,"data":[%s],%s' % (head[:-1], b",".join(data), rest[1:])
+        header = server_timing(took)
         await JsonResponse(body, headers={SERVER_TIMING: header} if header else None)(scope, receive, send)
 
     def _shown(self, vector: Vector) -> bytes:

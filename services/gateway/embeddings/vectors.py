@@ -34,10 +34,10 @@ def embedding_info(gateway: Gateway) -> common_pb2.EmbeddingInfo:
 
 def check_dimensions(dimensions: int, info: common_pb2.EmbeddingInfo, model_name: str) -> None:
     """Check that vectors may be cut to this many elements, as vLLM does. Raises ApiError 400."""
-    sizes = list(info.matryoshka_dimensions)
+    sizes = [size for size in info.matryoshka_dimensions if size <= info.size]
     if not info.is_matryoshka:
         message = f"dimensions: the vectors of {model_name!r} cannot be cut, as it is no Matryoshka model"
-    elif sizes and dimensions not in sizes:
+    elif info.matryoshka_dimensions and dimensions not in sizes:
         shown = ", ".join(map(str, sizes[:_SHOWN_SIZES])) + (", …" if len(sizes) > _SHOWN_SIZES else "")
         message = f"dimensions must be one of {shown} for {model_name!r}, not {dimensions}"
     elif not 1 <= dimensions <= info.size:

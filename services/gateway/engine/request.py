@@ -141,6 +141,9 @@ class RequestBuilder:
             )
         is_short = max(len(text), of_chars) <= _INLINE_CHARS
         ids = encode() if is_short else await self._in_thread(encode, gone)
+        if text and not ids and truncation is not None:
+            message = f"truncate_prompt_tokens: {truncation.num_tokens} is too few for the tokens that frame a text"
+            raise invalid("truncate_prompt_tokens", message)
         return ids if truncation is None else list(truncation.cut(ids))
 
     async def encode_chat(

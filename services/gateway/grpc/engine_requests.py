@@ -12,13 +12,14 @@ from typing import NamedTuple
 from paceline.v1 import common_pb2, inference_pb2
 from paceline.v1.common_pb2 import FinishReason
 from services.gateway.access.caller import Caller
+from services.gateway.embeddings.calls import EmbedCall, Embedded, open_embedding, read_vector
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.list_limits import check_length
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.engine.request import check_copies, check_samples, too_long
 from services.gateway.engine.request_store import Reading
 from services.gateway.engine.sampling import FieldNames, SamplingChoices
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid
 from services.gateway.grammars.structure import Structure
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import sanitised_request_id
@@ -147,7 +148,7 @@ class EngineRequests:
         if job.prompt_logprobs:
             _check_prompt_logprobs(len(ids), choices.prompt_logprobs or 0, names)
         reading = gateway.open(builder.samples(job, asked.n, asked.n), None, call.caller)
-        self._live.setdefault((call.caller.owner, call.request_id), set()).add(reading)
+        self._add((call.caller.owner, call.request_id), reading)
         return reading
 
     async def pieces(self, call: EngineCall, reading: Reading) -> AsyncGenerator[SamplePiece]:
@@ -161,12 +162,28 @@ class EngineRequests:
         finally:
             self._close((call.caller.owner, call.request_id), reading)
 
+    async def embed(self, call: EmbedCall, request_id: str) -> Embedded:
+        """The vector of one input. `request_id`: the router's. Raises ApiError, also if the router aborts."""
+        self.last_arrival_s = time.time()
+        owned_id = (call.caller.owner, request_id)
+        reading = await open_embedding(self.gateway, call)
+        self._add(owned_id, reading)
+        try:
+            return await read_vector(self.gateway, call, reading)
+        except Aborted as error:
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the router has aborted the request") from error
+        finally:
+            self._close(owned_id, reading)
+
     def abort(self, caller: Caller, request_id: str) -> bool:
         """Abort the caller's live requests with this id. Returns whether there is any."""
         readings = self._live.get((caller.owner, request_id), set())
         for reading in readings:
             reading.interrupt(Aborted())
         return bool(readings)
+
+    def _add(self, owned_id: tuple[str, str], reading: Reading) -> None:
+        self._live.setdefault(owned_id, set()).add(reading)
 
     def _close(self, owned_id: tuple[str, str], reading: Reading) -> None:
         reading.close()

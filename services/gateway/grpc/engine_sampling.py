@@ -36,9 +36,10 @@ def refuse_set(message: Message, names: Iterable[str], prefix: str = "") -> None
             raise invalid(prefix + name, f"{prefix}{name} is not supported")
 
 
-def check_rank(message: vllm.GenerateRequest | sglang.GenerateRequest) -> None:
-    """The gateway is one rank, 0, whichever worker runs a request. Raises ApiError 400."""
-    if message.HasField("data_parallel_rank") and message.data_parallel_rank != 0:
+def check_rank(message: vllm.GenerateRequest | sglang.GenerateRequest | sglang.EmbedRequest) -> None:
+    """The gateway is one rank, 0, whichever worker runs a request. Some routers write -1 for any rank. Raises
+    ApiError 400."""
+    if message.data_parallel_rank not in (0, -1):
         raise invalid("data_parallel_rank", f"data_parallel_rank must be 0, not {message.data_parallel_rank}")
 
 

@@ -14,7 +14,6 @@ from paceline.third_party import sglang_scheduler_pb2 as pb
 from paceline.third_party import sglang_scheduler_pb2_grpc
 from paceline.third_party import smg_common_pb2 as smg
 from paceline.v1 import common_pb2
-from services.gateway.embeddings.calls import embed
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
@@ -170,8 +169,9 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
         """The vector of one input. INVALID_ARGUMENT if the model generates text."""
         try:
             refuse_set(request, _NOT_EMBEDDED)
+            check_rank(request)
             call = self._engine.embed_call(context, request, "sglang-grpc")
-            embedded = await embed(self._engine.gateway, call)
+            embedded = await self._engine.requests.embed(call, request.request_id)
         except ApiError as error:
             await abort(context, error)
         return pb.EmbedResponse(

@@ -12,7 +12,6 @@ from paceline.third_party import smg_common_pb2 as smg
 from paceline.third_party import vllm_engine_pb2 as pb
 from paceline.third_party import vllm_engine_pb2_grpc
 from paceline.v1 import common_pb2
-from services.gateway.embeddings.calls import embed
 from services.gateway.engine.logprobs import ScoredToken
 from services.gateway.errors import ApiError, invalid
 from services.gateway.grpc.engine import FINISH_NAMES, Engine, Output
@@ -131,7 +130,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
         """The vector of one input. INVALID_ARGUMENT if the model generates text."""
         try:
             call = self._engine.embed_call(context, request, "vllm-grpc")
-            embedded = await embed(self._engine.gateway, call)
+            embedded = await self._engine.requests.embed(call, request.request_id)
         except ApiError as error:
             await abort(context, error)
         return pb.EmbedResponse(

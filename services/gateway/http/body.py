@@ -22,12 +22,12 @@ _MAX_LOOKED_THROUGH_BYTES = 2**16
 # English has 4 to 5 bytes per token, token ids in JSON have at most 8, Chinese as \uXXXX escapes has 6 to 12. The
 # minimum leaves space for schemas, lists of short prompts and small models.
 _BYTES_PER_TOKEN = 32
-_LEAST_BODY_BYTES, _MOST_BODY_BYTES = 2**20, 16 * 2**20
+_LEAST_BODY_BYTES, MOST_BODY_BYTES = 2**20, 16 * 2**20
 
 
 def default_max_body_bytes(max_model_len: int) -> int:
     """The largest allowed request body, in bytes, for a model with this context length in tokens."""
-    return min(max(_BYTES_PER_TOKEN * max_model_len, _LEAST_BODY_BYTES), _MOST_BODY_BYTES)
+    return min(max(_BYTES_PER_TOKEN * max_model_len, _LEAST_BODY_BYTES), MOST_BODY_BYTES)
 
 
 class TooManyBodies(Exception):

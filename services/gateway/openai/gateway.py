@@ -51,6 +51,7 @@ class Gateway:
     formats: ModelFormats = field(default_factory=ModelFormats)
     requests: RequestStore = field(default_factory=RequestStore)
     max_body_bytes: int = 2**20
+    max_embedding_body_bytes: int = 2**20  # thousands of inputs, each within the context
     body_timeout_s: float = 60.0
     draining: bool = False
     parse_limiter: ParseLimiter = field(default_factory=ParseLimiter)
@@ -147,14 +148,14 @@ class Gateway:
         await self.parse_limiter.wait_turn(check, num_bytes=num_bytes)
 
     async def read_request(
-        self, cls: type[R], request: Request, held: HeldBody, *, new: bool = False, kind: str = ""
+        self, cls: type[R], request: Request, held: HeldBody, *, new: bool = False, kind: str = "", max_bytes: int = 0
     ) -> tuple[R, bytes]:
         """Read the body at once, and parse it when it is the request's turn. With a `kind` also returns the fingerprint
-        of its fields.
+        of its fields. `max_bytes`: another limit than that of the gateway.
 
         Raises what read_body, wait_to_parse and BodyParser.parse raise.
         """
-        body = await read_body(request, held, max_bytes=self.max_body_bytes, timeout_s=self.body_timeout_s)
+        body = await read_body(request, held, max_bytes=max_bytes or self.max_body_bytes, timeout_s=self.body_timeout_s)
         gone = request.scope[CONNECTION].has_gone
         await self.wait_to_parse(gone, num_bytes=len(body) if is_small(body) else 0, new=new)
         return await self.parser.parse(cls, body, self.builder.max_model_len, kind=kind, gone=gone)

@@ -46,8 +46,8 @@ from services.gateway.openapi.description import described
 from services.gateway.openapi.route import openapi_route
 
 _KINDS: dict[str, str] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-BODY_ERRORS = (400, 401, 404, 408, 413, 429)
-GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503, 504)
+BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429)
+GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504)
 _NOTHING_LEFT = {204: "The client has the whole stream already (Last-Event-ID)"}
 _GENERATION_HEADERS = HEADERS | {
     IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice",
@@ -288,9 +288,10 @@ class Entered(Generic[R]):
 
 @asynccontextmanager
 async def entered(
-    gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R]
+    gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R], *, max_bytes: int = 0
 ) -> AsyncIterator[Entered[R]]:
     """The context in which a request is submitted: it has been admitted, read, checked, and turned into jobs.
+    `max_bytes`: as of Gateway.read_request.
 
     Counts a request that is refused here or inside the context. Raises ApiError and Gone.
     """
@@ -302,7 +303,9 @@ async def entered(
         entering = gateway.access.quotas.entering(caller.key, new=new)
         with entering, gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
-            parsed, fingerprint = await gateway.read_request(cls, request, held, new=new, kind=keyed_kind)
+            parsed, fingerprint = await gateway.read_request(
+                cls, request, held, new=new, kind=keyed_kind, max_bytes=max_bytes
+            )
             gateway.check_model(parsed.model)
             metadata = parsed.metadata()
             tenant = apply_headers(

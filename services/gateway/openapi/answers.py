@@ -146,6 +146,7 @@ class EmbeddingList(_Answer):
     model: str
     data: list[EmbeddingVector]
     usage: TokenUsage
+    timings: Timings
 
 
 class ModelCard(_Answer):
@@ -228,6 +229,7 @@ class MessageAnswer(_Answer):
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage
+    timings: Timings
 
 
 class CountedTokens(_Answer):
@@ -246,6 +248,7 @@ class ResponseObject(_Answer):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     usage: dict[str, Any] | None
+    timings: Timings | None
 
 
 class DeletedResponse(_Answer):

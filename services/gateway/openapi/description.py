@@ -12,6 +12,7 @@ from services.gateway.openapi.answers import Error
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "openapi_description"
+EVENT_STREAM = "text/event-stream"  # as `text`, where events have many shapes
 # Every path that takes a body or a key may answer with these; bodies.py has the shape.
 COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 

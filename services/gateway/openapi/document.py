@@ -109,7 +109,9 @@ def _responses(one: Described, method: str, refs: _Refs) -> dict[str, Any]:
         responses[str(status)] = {"description": what}
         if status >= 300 and one.answer is not None:
             responses[str(status)]["content"] = {"application/json": {"schema": refs[one.answer]}}
-    for status in one.errors:
+    # A Host or an Origin that may not call the server is refused wherever a key is asked for.
+    refusing = {403} if 401 in one.errors else set()
+    for status in sorted({*one.errors} | refusing):
         shape = {"application/json": {"schema": refs[one.error]}}
         responses.setdefault(str(status), {"description": HTTPStatus(status).phrase, "content": shape})
     if method in _NO_BODY:

@@ -10,6 +10,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.engine.timings import SERVER_TIMING, server_timing
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import RAW_SEND, JsonResponse, error_response
 from services.gateway.responses_api.events import EventWriter, whole_response
@@ -69,7 +70,8 @@ class WholeResponse(_Reader):
         assert response.outcome is not None
         head, pieces, outcome = response.head, response.pieces, response.outcome
         body = await with_pieces(pieces, lambda: orjson.dumps(whole_response(head, pieces, outcome)))
-        await JsonResponse(body)(scope, receive, send)
+        header = server_timing(outcome.timings) if outcome.timings is not None else ""
+        await JsonResponse(body, headers={SERVER_TIMING: header} if header else None)(scope, receive, send)
 
 
 class ResponseEvents(_Reader):

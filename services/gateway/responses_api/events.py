@@ -74,6 +74,7 @@ class EventWriter:
             "incomplete_details": {"reason": reason} if reason else None,
             "output": list(self.output),
             "usage": outcome.usage if outcome is not None else None,
+            "timings": outcome.timings if outcome is not None else None,
         }
 
     def error(self, code: str | None, message: str, after: int = -1) -> list[bytes]:

@@ -17,6 +17,7 @@ import orjson
 from paceline.v1 import common_pb2
 from services.gateway.engine.generation import Generation
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken
+from services.gateway.engine.timings import timings
 from services.gateway.openai.format import usage
 from services.gateway.openai.message import call_id
 from services.gateway.parsing.delta import MessageDelta
@@ -42,12 +43,14 @@ class OutputPiece(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a response ended. `reason`: why it is incomplete. `error`: why it failed. `usage` None: unknown."""
+    """How a response ended. `reason`: why it is incomplete. `error`: why it failed. `usage` and `timings` None:
+    unknown."""
 
     status: Status
     usage: dict[str, Any] | None = None
     reason: str | None = None
     error: dict[str, Any] | None = None
+    timings: dict[str, Any] | None = None
 
 
 class PieceReader:
@@ -95,9 +98,10 @@ class PieceReader:
             "output_tokens_details": {"reasoning_tokens": min(self._num_reasoning, of_chat["completion_tokens"])},
             "total_tokens": of_chat["total_tokens"],
         }
+        took = timings([self._generation])
         if self._generation.finish_reason == common_pb2.FINISH_REASON_LENGTH:
-            return Outcome("incomplete", used, reason="max_output_tokens")
-        return Outcome("completed", used)
+            return Outcome("incomplete", used, reason="max_output_tokens", timings=took)
+        return Outcome("completed", used, timings=took)
 
     def _add(self, delta: MessageDelta) -> None:
         if delta.continued:  # first: content behind the call is another item

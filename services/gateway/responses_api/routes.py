@@ -18,7 +18,7 @@ from services.gateway.openai.answers import JsonResponse
 from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openai.routes import GENERATION_ERRORS
 from services.gateway.openapi.answers import DeletedResponse, ItemPage, ResponseObject
-from services.gateway.openapi.description import described
+from services.gateway.openapi.description import EVENT_STREAM, described
 from services.gateway.responses_api import creation
 from services.gateway.responses_api.answers import ResponseEvents
 from services.gateway.responses_api.events import EventWriter, item_name
@@ -32,16 +32,25 @@ from services.gateway.store.records import IN_PROGRESS, StoredResponse
 _PATH = "/v1/responses"
 _STORED_ERRORS = (400, 401, 404, 429, 500, 503)
 _MOST_ITEMS, _FEW_ITEMS = 100, 20  # OpenAI's limit and default
+_RETRIEVE_QUERY = {
+    "stream": "true: the response as events",
+    "starting_after": "with stream=true: only the events after this sequence_number",
+}
+_ITEMS_QUERY = {
+    "after": "the id of the last item of the page before",
+    "limit": f"1 to {_MOST_ITEMS}",
+    "order": "asc or desc",
+}
 
 
 def responses_api(responses: Responses) -> OtherApi:
     """The API of a gateway. Its routes have the most frequent first."""
     gateway = responses.gateway
-    of_stored = described(answer=ResponseObject, errors=_STORED_ERRORS)
 
     @described(
         body=ResponsesRequest,
         answer=ResponseObject,
+        text=EVENT_STREAM,
         errors=GENERATION_ERRORS,
         headers=HEADERS | {IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice"},
     )
@@ -59,7 +68,7 @@ def responses_api(responses: Responses) -> OtherApi:
     async def found(request: Request) -> StoredResponse:
         return await responses.find(caller_of(request).owner, request.path_params["response_id"])
 
-    @of_stored
+    @described(answer=ResponseObject, text=EVENT_STREAM, errors=_STORED_ERRORS, query=_RETRIEVE_QUERY)
     async def retrieve(request: Request) -> Response:
         """A stored response, whole or as events."""
         caller, after = caller_of(request), _starting_after(request)
@@ -72,7 +81,7 @@ def responses_api(responses: Responses) -> OtherApi:
                 await responses.adopt(record, caller)
         return await _shown(record)
 
-    @of_stored
+    @described(answer=ResponseObject, errors=_STORED_ERRORS)
     async def cancel(request: Request) -> Response:
         """End a background response."""
         record = await found(request)
@@ -89,7 +98,7 @@ def responses_api(responses: Responses) -> OtherApi:
         await responses.delete(record)
         return _json({"id": record.id, "object": "response", "deleted": True})
 
-    @described(answer=ItemPage, errors=_STORED_ERRORS)
+    @described(answer=ItemPage, errors=_STORED_ERRORS, query=_ITEMS_QUERY)
     async def input_items(request: Request) -> Response:
         """The input items of a response, without the responses before it."""
         record = await found(request)

@@ -68,6 +68,19 @@ def read_model_files(folder: Path) -> ModelFiles:
         raise ValueError(f"{folder}: its configuration has a value that makes no sense: {error}") from error
 
 
+def asked_end(folder: Path) -> str | None:
+    """The end of sequence that tokenizer_config.json wants after each text (`add_eos_token`).
+
+    Only a warning needs it. With a tokenizer.json, transformers 5 ignores the key, and so do we; transformers 4 heeded
+    it for some classes (LlamaTokenizerFast), so that a model may have learned with that token.
+    Raises OSError or ValueError."""
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    eos = config.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    return text if config.get("add_eos_token") is True and isinstance(text, str) else None
+
+
 def read_text(path: Path) -> str:
     """The text of a file. Raises OSError, or ValueError that names the file."""
     try:

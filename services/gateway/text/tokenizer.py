@@ -98,6 +98,10 @@ class TextTokenizer:
             encoding = self._tokenizer.post_process(encoding, add_special_tokens=True)
         return list(encoding.ids)
 
+    def ends_texts_with(self, token: str) -> bool:
+        """Whether the post-processor adds this token at the end of each text."""
+        return self.token_names(self.encode(""))[-1:] == [token]
+
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
         """How the vocabulary writes these tokens (`Ġfox`, `▁fox`); "" for an unknown token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from pathlib import Path
 from typing import Any, cast
 
 import grpc.aio
 import httpx
 import numpy as np
 import pytest
+import structlog
 
+from demo import CHECKPOINT
 from paceline.third_party import sglang_scheduler_pb2 as sglang
 from paceline.third_party import vllm_engine_pb2 as vllm
 from paceline.third_party.sglang_scheduler_pb2_grpc import SglangSchedulerStub
@@ -20,6 +25,7 @@ from services.gateway.embeddings.schema import REFUSED
 from tests.contract.gateway.conftest import MODEL, MODEL_INFO, Running, Start, until, until_metrics
 from tests.contract.gateway.test_keys import Keys, bearer
 from tests.contract.gateway.test_openapi import document, validator
+from tests.support.embedding_checkpoints import add_tokenizer
 
 SIZE = 8
 
@@ -57,6 +63,7 @@ async def test_what_the_scheduler_gets(start: Start) -> None:
     assert answer["id"] == "embd-q"
     assert [one["embedding"] for one in answer["data"]] == [vector(ids).tolist() for ids in ([7, 8], [9])]
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 3
+    assert answer["timings"]["prompt_n"] + answer["timings"]["cache_n"] == 3
     for submission, ids in zip(running.scheduler.submissions, ([7, 8], [9]), strict=True):
         assert submission.pooling == common_pb2.POOLING_MEAN
         assert submission.sampling == common_pb2.SamplingParams(top_p=1, max_tokens=1)
@@ -94,6 +101,44 @@ async def test_a_request_that_died_without_a_vector_is_submitted_again(start: St
     )
 
 
+def tokenizer_folder(folder: Path, *, ends_texts: bool, **config: Any) -> Path:
+    """The demo's small files, and these keys in tokenizer_config.json."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINT / name, folder)
+    if ends_texts:
+        add_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "ends_texts", "warns"),
+    [
+        ({"add_eos_token": True}, False, True),
+        ({"add_eos_token": True, "eos_token": {"__type": "AddedToken", "content": "<|eos|>"}}, False, True),
+        ({"add_eos_token": True}, True, False),
+        ({"add_eos_token": False}, False, False),
+        ({}, False, False),
+    ],
+)
+async def test_add_eos_token_without_such_a_post_processor_is_a_warning(
+    start: Start, tmp_path: Path, config: dict[str, Any], ends_texts: bool, warns: bool
+) -> None:
+    """Texts become the tokens that transformers makes of them."""
+    folder = tokenizer_folder(tmp_path, ends_texts=ends_texts, **config)
+    with structlog.testing.capture_logs() as lines:
+        running = await embedder(start, {"model": str(folder)})
+    warnings = [line for line in lines if "add_eos_token" in line["event"]]
+    assert [line["eos_token"] for line in warnings] == ["<|eos|>"] * warns
+    await post(running, {"input": "a fox"})
+    [submission] = running.scheduler.submissions
+    tokens = np.frombuffer(submission.prompt_token_ids, "<i4").tolist()
+    transformers = pytest.importorskip("transformers")
+    assert tokens == transformers.AutoTokenizer.from_pretrained(folder)("a fox").input_ids
+    assert (tokens[-1] == 1) is ends_texts
+
+
 async def test_a_vector_of_another_size_is_an_error(start: Start) -> None:
     running = await embedder(start)
     running.scheduler.vector = lambda prompt: vector(prompt).tobytes()[:-4]
@@ -109,6 +154,7 @@ async def test_a_vector_of_another_size_is_an_error(start: Start) -> None:
         ({"is_matryoshka": True}, 9, 400),
         ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 4, 200),
         ({"is_matryoshka": True, "matryoshka_dimensions": [2, 4]}, 3, 400),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [2, 16]}, 16, 400),  # the checkpoint is wrong
         ({"is_matryoshka": True, "normalized": True}, 4, 200),
     ],
 )
@@ -138,6 +184,14 @@ async def test_the_answer_has_the_shape_of_the_document(start: Start) -> None:
         validator(api, answers).validate(answer.json())
     strict = await running.openai.embeddings.create(model=MODEL, input="hello", encoding_format="float")
     assert len(strict.data[0].embedding) == SIZE
+
+
+@pytest.mark.parametrize(("settings", "status"), [({}, 200), ({"max_body_bytes": 2**20}, 413)])
+async def test_2048_inputs_of_a_page_each_fit_into_a_body(start: Start, settings: dict[str, Any], status: int) -> None:
+    """OpenAI takes 300,000 tokens in a request, which are 1.3 MB of English."""
+    running = await embedder(start, settings)
+    answer = await post(running, {"input": [[7] * 300] * 2048})  # 1.8 MB
+    assert answer.status_code == status, answer.text
 
 
 async def test_more_inputs_than_fit_at_once_name_the_field(start: Start) -> None:
@@ -198,12 +252,35 @@ async def test_what_grpc_refuses_names_the_field(start: Start) -> None:
             (engine.Embed(vllm.EmbedRequest()), "tokenized.input_ids", "empty"),
             (scheduler.Embed(sglang.EmbedRequest()), "tokenized.input_ids", "empty"),
             (scheduler.Embed(sglang.EmbedRequest(is_cross_encoder=True)), "is_cross_encoder", "is_cross_encoder"),
+            (scheduler.Embed(sglang.EmbedRequest(data_parallel_rank=3)), "data_parallel_rank", "must be 0, not 3"),
             (own.Generate(inference_pb2.GenerateRequest(text="x")), "model", "embedding model"),
         ]
         for call, field, why in calls:
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, field
             assert why in await call.details(), field
             assert dict(await call.trailing_metadata())["field"] == field
+
+
+async def test_an_abort_ends_an_embed(start: Start) -> None:
+    running = await embedder(start)
+    running.scheduler.paused = True
+    tokenized = {"input_ids": [7, 8]}
+    async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
+        engine, scheduler = VllmEngineStub(channel), SglangSchedulerStub(channel)
+        call: Any = engine.Embed(vllm.EmbedRequest(request_id="a", tokenized=cast(Any, tokenized)))
+        await until(lambda: len(running.scheduler.submissions) == 1)
+        assert (await engine.GetServerInfo(vllm.GetServerInfoRequest())).active_requests == 1
+        await engine.Abort(vllm.AbortRequest(request_ids=["other", "a"]))
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert "aborted" in (await call.details() or "")
+        call = scheduler.Embed(sglang.EmbedRequest(request_id="a", tokenized=cast(Any, tokenized)))
+        await until(lambda: len(running.scheduler.submissions) == 2)
+        assert (await scheduler.Abort(sglang.AbortRequest(request_id="a"))).success
+        assert await call.code() is grpc.StatusCode.CANCELLED
+        assert not (await scheduler.Abort(sglang.AbortRequest(request_id="a"))).success
+        assert (await engine.GetServerInfo(vllm.GetServerInfoRequest())).active_requests == 0
+    running.scheduler.paused = False
+    await until(lambda: not running.scheduler.num_running)
 
 
 async def test_a_model_that_generates_has_no_embeddings_over_grpc(running: Running) -> None:

@@ -260,6 +260,15 @@ async def test_what_a_router_asks_of_the_engine(start: Start) -> None:
     assert (await scheduler.GetServerInfo(sglang.GetServerInfoRequest())).server_args["max_running_requests"] == 8
 
 
+async def test_a_router_may_leave_the_rank_open(running: Running) -> None:
+    """Some write -1 for it."""
+    for call in (
+        stub(VllmEngineStub, running).Generate(vllm.GenerateRequest(text="x", data_parallel_rank=-1)),
+        stub(SglangSchedulerStub, running).Generate(sglang_request(data_parallel_rank=-1)),
+    ):
+        assert (await answers(call))[-1].HasField("complete")
+
+
 @pytest.mark.parametrize("kind", [VllmEngineStub, SglangSchedulerStub])
 async def test_the_tokenizer_comes_as_an_archive(running: Running, kind: Any) -> None:
     chunks = await answers(stub(kind, running).GetTokenizer(smg.GetTokenizerRequest()))

@@ -96,6 +96,38 @@ async def test_errors_have_the_shape_of_the_document(running: Running) -> None:
         validator(api, described["content"]["application/json"]["schema"]).validate(refused.json())
 
 
+async def test_refusals_before_the_path_are_in_the_document(running: Running) -> None:
+    api = await document(running)
+    for path, each in api["paths"].items():
+        for method, operation in each.items():
+            foreign = await running.http.request(method, path, headers={"host": "example.com"})
+            assert str(foreign.status_code) in operation["responses"], (method, path)
+    for path in (*BODIES, FILES, BATCHES):
+        if path != "/v1/embeddings":  # refused before its body, as the model generates
+            answer = await running.http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
+            assert answer.status_code == 415, path
+        assert "415" in api["paths"][path]["post"]["responses"], path
+
+
+async def test_queries_and_streams_of_responses_are_in_the_document(running: Running) -> None:
+    api = (await document(running))["paths"]
+
+    def query(path: str) -> set[str]:
+        return {one["name"] for one in api[path]["get"]["parameters"] if one["in"] == "query"}
+
+    assert query("/v1/responses/{response_id}") == {"stream", "starting_after"}
+    assert query("/v1/responses/{response_id}/input_items") == {"after", "limit", "order"}
+    for path, method, body in (
+        ("/v1/responses", "post", {"input": "hello"}),
+        ("/v1/responses/{response_id}", "get", None),
+        ("/v1/messages", "post", {"model": MODEL, "max_tokens": 3, "messages": CHAT}),
+    ):
+        assert api[path][method]["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
+        if body is not None:
+            answer = await running.http.post(path, json={**body, "stream": True})
+            assert answer.headers["content-type"].startswith("text/event-stream")
+
+
 async def test_with_keys_the_document_says_how_to_show_one(start: Start, tmp_path: Any) -> None:
     keys = Keys(tmp_path / "keys.toml")
     secret = keys.add("a")

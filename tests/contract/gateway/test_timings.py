@@ -91,6 +91,34 @@ async def test_a_stream_tells_the_time_to_its_first_token_in_its_headers(running
     assert float(duration) > 0
 
 
+OTHER_APIS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
+    ("/v1/messages", {"model": MODEL, "messages": CHAT, "max_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OTHER_APIS)
+async def test_answers_of_the_other_apis_have_them(running: Running, path: str, body: dict[str, Any]) -> None:
+    answer = await running.http.post(path, json=body)
+    took = answer.json()["timings"]
+    assert took.keys() == LLAMA_CPP | OURS
+    assert (took["predicted_n"], took["queue_ms"]) == (4, 250.0)
+    assert answer.headers["server-timing"].startswith("queue;dur=250, prompt;dur=500")
+    if path == "/v1/responses":
+        stored = await running.http.get(f"{path}/{answer.json()['id']}")
+        assert stored.json()["timings"] == took
+
+
+@pytest.mark.parametrize(("path", "body"), OTHER_APIS)
+async def test_the_end_of_their_streams_has_them(running: Running, path: str, body: dict[str, Any]) -> None:
+    answer = await running.http.post(path, json=body | {"stream": True})
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert ("server-timing" in answer.headers) is (path == "/v1/messages")
+    [last] = [event for event in found if event["type"] in ("response.incomplete", "message_delta")]
+    assert (last.get("response") or last)["timings"]["predicted_n"] == 4
+
+
 async def test_openais_client_reads_answers_with_timings(running: Running) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 4}
     whole: Any = await running.openai.chat.completions.create(**options)

@@ -124,6 +124,7 @@ def test_a_checkpoint_with_a_head_generates_unless_pooling_says_otherwise(refere
         (lambda f: (f / "1_Pooling" / "config.json").unlink(), "cannot read"),
         (lambda f: (f / "sentence_bert_config.json").write_text('{"do_lower_case": true}'), "do_lower_case"),
         (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": 0}'), "max_seq_length"),
+        (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": true}'), "max_seq_length"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused_at_load(
@@ -153,6 +154,7 @@ def test_both_spellings_of_the_pooling_mode_are_read(tmp_path: Path, build: Buil
         ({"is_causal": False}, "attention to both sides is not supported"),
         ({"use_bidirectional_attention": True}, "attention to both sides is not supported"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions"),
+        ({"matryoshka_dimensions": [True]}, "matryoshka_dimensions"),
     ],
 )
 def test_encoders_are_refused_at_load(changes: dict[str, Any], why: str, tmp_path: Path, build: Build) -> None:
