@@ -169,7 +169,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 watch.heard(time.monotonic())
                 if session_id not in self.core.sessions:
                     return  # the peer was silent for too long
-                if message.submissions and log.isEnabledFor(logging.DEBUG):
+                if message.submissions and logging.getLogger(__name__).isEnabledFor(logging.DEBUG):
                     _log_submissions(message)
                 self.event(self.core.session_message, session_id, message, time.monotonic())
 

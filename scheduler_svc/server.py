@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 ADMIN_METHODS = ("/paceline.v1.AdminService/",)
 # Without keys these methods are open. With keys, clients use a gateway, which checks their quotas.
-KEYED_METHODS = ("/paceline.v1.InferenceService/Generate",)
+KEYED_METHODS = ("/paceline.v1.InferenceService/Generate", "/paceline.v1.InferenceService/Embed")
 
 
 def _cache_secret(settings: SchedulerSettings) -> bytes:

@@ -47,7 +47,8 @@ def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = 
 @pytest.mark.parametrize(("number", "counts"), [(1, False), (2, True)])
 def test_each_step_after_the_first_of_a_link_counts_for_the_workers_speed(number: int, counts: bool) -> None:
     step = SimpleNamespace(step=number, new_tokens=500, context_tokens=0, num_rows=1, num_sampled=0, rows=[], chunks=[])
-    worker = SimpleNamespace(in_flight=deque([step]), step_fit=StepTimeFit(), batch=SimpleNamespace(slots=None))
+    batch = SimpleNamespace(slots=None)
+    worker = SimpleNamespace(in_flight=deque([step]), step_fit=StepTimeFit(), batch=batch, pools=False)
     result = StepResult(step=number, started_us=1, finished_us=50_001)
     reader([]).apply(cast(WorkerState, worker), result, 0.0)
     assert worker.step_fit.is_new is not counts
@@ -60,7 +61,7 @@ def test_a_decode_that_failed_is_reported_and_gives_no_token() -> None:
     slots = SimpleNamespace(generation=np.array([1]), num_releases=0, write_tokens=lambda *_: None, extra_stops={})
     step = SimpleNamespace(step=2, num_sampled=1, rows=Rows(), chunks=[], num_releases=0, decode_step=1)
     batch = SimpleNamespace(slots=slots, running={0: "it"}, finishing=set())
-    worker = SimpleNamespace(in_flight=deque([step]), batch=batch, eos_token_ids=())
+    worker = SimpleNamespace(in_flight=deque([step]), batch=batch, eos_token_ids=(), pools=False)
 
     def fail(request: object, message: str, code: int) -> None:
         failed.append((request, message, code))
