@@ -18,6 +18,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from examples.running_a_batch import run_batch
 from paceline.third_party import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from services.client import InvalidRequest, PacelineClient
@@ -91,6 +92,22 @@ def test_the_openai_package_gets_transformers_vectors(server: Server, encoding: 
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
     assert answer.usage.model_extra is not None
     assert answer.usage.model_extra["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_batch_of_inputs_has_the_same_vectors(server: Server) -> None:
+    lines: dict[str, Any] = {
+        f"line-{i}": {"model": NAME, "input": [text, "A fox!"]} for i, text in enumerate(TEXTS * 4)
+    }
+    got = run_batch(server.client, lines | {"bad": {"model": NAME, "input": "x", "dimensions": 0}}, "/v1/embeddings")
+    assert got.pop("bad")["status_code"] == 400
+    assert got.keys() == lines.keys()
+    for name, answer in got.items():
+        for one, text in zip(answer["body"]["data"], lines[name]["input"], strict=True):
+            assert near(one["embedding"], server.expected(text))
+    [batch] = server.client.batches.list(limit=1).data
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == sum(answer["body"]["usage"]["prompt_tokens"] for answer in got.values())
+    assert batch.usage.output_tokens == 0
 
 
 def test_dimensions_cut_and_normalize(server: Server) -> None:

@@ -109,23 +109,30 @@ class Quotas:
             usage.num_entering -= 1
 
     def charge(
-        self, key: ApiKey | None, *, num_sequences: int, prompt: int, output: int, delivered: int = 0
+        self,
+        key: ApiKey | None,
+        *,
+        num_sequences: int,
+        prompt: int,
+        output: int,
+        delivered: int = 0,
+        offline: bool = False,
     ) -> Charge | None:
         """Charge a request that is submitted now; None if the key has no quotas. The request is not in `entering` any
         more, or its place there is not counted.
 
         `prompt`: tokens to compute before the first output. `output`: tokens that its sequences may reach then.
         `delivered`: output that the client has from another run, a part of `prompt`. Without `output`, what comes out
-        is paid for with the prompt.
+        is paid for with the prompt. `offline`: the request leaves half of each quota to the key's online requests.
 
         Raises ApiError: 429, and 400 for a request that could never run.
         """
         if key is None or not key.has_quotas:
             return None
         usage = self._usage(key)
-        self._check_requests(key, usage.num_running)
-        self._check_rate(key, usage)
-        self._check_in_flight(key, usage, prompt + output)
+        self._check_requests(key, usage.num_running, offline=offline)
+        self._check_rate(key, usage, offline=offline)
+        self._check_in_flight(key, usage, prompt + output, offline=offline)
         return Charge(usage, num_sequences=num_sequences, prompt=prompt, output=output, delivered=delivered)
 
     def _usage(self, key: ApiKey) -> KeyUsage:
@@ -136,17 +143,24 @@ class Quotas:
         usage.refill(key.tokens_per_minute or 0, now_s)
         return usage
 
-    def _check_requests(self, key: ApiKey, num_requests: int) -> None:
-        if (limit := key.max_requests) is not None and num_requests >= limit:
+    def _check_requests(self, key: ApiKey, num_requests: int, *, offline: bool = False) -> None:
+        if (limit := key.max_requests) is not None and num_requests >= (-(-limit // 2) if offline else limit):
             raise self._refusal(key, "max_requests", f"{limit} requests at a time", _RETRY_S)
 
-    def _check_rate(self, key: ApiKey, usage: KeyUsage) -> None:
-        if (limit := key.tokens_per_minute) is not None and usage.tokens_left <= 0:
-            wait_s = (1 - usage.tokens_left) * 60 / limit  # until one token is left
+    def _check_rate(self, key: ApiKey, usage: KeyUsage, *, offline: bool = False) -> None:
+        if (limit := key.tokens_per_minute) is None:
+            return
+        kept = limit // 2 if offline else 0
+        if usage.tokens_left <= kept:
+            wait_s = (1 + kept - usage.tokens_left) * 60 / limit  # until one token is left
             raise self._refusal(key, "tokens_per_minute", f"{limit} tokens per minute", wait_s)
 
-    def _check_in_flight(self, key: ApiKey, usage: KeyUsage, num_tokens: int) -> None:
-        if (limit := key.max_tokens_in_flight) is None or usage.tokens_in_flight + num_tokens <= limit:
+    def _check_in_flight(self, key: ApiKey, usage: KeyUsage, num_tokens: int, *, offline: bool = False) -> None:
+        if (limit := key.max_tokens_in_flight) is None:
+            return
+        # An offline request that is larger than half of the quota runs alone.
+        most = limit // 2 if offline and usage.tokens_in_flight else limit
+        if usage.tokens_in_flight + num_tokens <= most:
             return
         if num_tokens > limit:
             message = (

@@ -240,4 +240,5 @@ class Gateway:
             prompt=sum(len(job.prompt_ids) for job in jobs if not job.sample) + delivered + beams,
             output=max(output - delivered, 0),
             delivered=delivered,
+            offline=jobs[0].metadata.offline,
         )

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 # In the file's user_version. A file of another version is refused.
 _VERSION = 1
+# The write-ahead log is cut to this size when it is empty. It keeps the size of the largest transaction otherwise.
+_LOG_BYTES = 64 * 2**20
 # How long a write waits for the writes of other gateways.
 _BUSY_S = 5.0
 # What changes each second of a response is apart, because SQLite writes a whole row anew, and a request may have
@@ -132,6 +134,7 @@ class SqliteFile:
             db = sqlite3.connect(self._path, timeout=_BUSY_S, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode = WAL")
+                db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the last writes, a crash loses none
                 (version,) = db.execute("PRAGMA user_version").fetchone()

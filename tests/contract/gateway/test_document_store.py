@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -183,3 +185,36 @@ async def test_of_each_owner_the_work_that_waits_longest_is_next(stores: Stores,
     assert await first.waiting(kind, one.label, 9) == [names[1], names[2]], "the first one waits anew"
     await first.delete(names[1])
     assert await second.waiting(kind, one.label, 9) == [names[2], names[3]]
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired", "dropped"])
+async def test_no_transaction_of_sqlite_deletes_a_large_document_as_a_whole(
+    tmp_path: Path, one: Document, clock: Clock, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Writes of other gateways would fail, because they wait for 5 s at most."""
+    file = SqliteFile(tmp_path / "responses.db")
+    store, run, counts = SqliteDocuments(file, clock=clock), file.run, list[int]()
+    await store.put(one)
+    await store.add_pieces(one.name, [ContentPiece(number, 0, b"x" * 5000) for number in range(100)])
+
+    async def counted(work: Any, **options: Any) -> Any:
+        def count(db: sqlite3.Connection) -> Any:
+            before = db.execute("SELECT count(*) FROM pieces").fetchone()[0]
+            answer = work(db)
+            counts.append(before - db.execute("SELECT count(*) FROM pieces").fetchone()[0])
+            return answer
+
+        return await run(count, **options)
+
+    monkeypatch.setattr(file, "run", counted)
+    if how == "expired":
+        clock.now_s = one.expires_s
+        await store.purge()
+    elif how == "deleted":
+        assert await store.delete(one.name)
+    else:
+        await store.drop_pieces(one.name)
+    assert (sum(counts), max(counts)) == (100, 16)
+    assert (await store.get(one.name) is None) == (how != "dropped")
+    assert await store.put(one) == (how != "dropped")
+    await file.close()

@@ -133,6 +133,33 @@ def test_requests_at_a_time(rig: Rig) -> None:
         rig.enter(key)
 
 
+@pytest.mark.parametrize(
+    ("quota", "num_tokens", "offline", "online"),
+    [
+        ({"max_requests": 3}, 1, [True, True, False], [True, False]),
+        ({"max_requests": 1}, 1, [True, False], [False]),
+        ({"max_tokens_in_flight": 100}, 30, [True, False], [True, True, False]),
+        ({"max_tokens_in_flight": 100}, 60, [True, False], [False]),
+        ({"tokens_per_minute": 600}, 200, [True, True, False], [True, False]),
+    ],
+)
+def test_offline_requests_leave_half_of_each_quota(
+    rig: Rig, quota: dict[str, int], num_tokens: int, offline: list[bool], online: list[bool]
+) -> None:
+    """An offline request that is larger than half of a quota runs alone."""
+    key = make(**quota)
+
+    def charge(is_offline: bool) -> bool:
+        try:
+            rig.quotas.charge(key, num_sequences=1, prompt=num_tokens, output=1, offline=is_offline)
+        except ApiError:
+            return False
+        return True
+
+    assert [charge(True) for _ in offline] == offline
+    assert [charge(False) for _ in online] == online
+
+
 def test_retried_requests_cannot_take_all_places_of_the_parser(rig: Rig) -> None:
     key = make(max_requests=1)
     with rig.quotas.entering(key, new=False), pytest.raises(ApiError, match="max_requests"):
