@@ -234,7 +234,7 @@ def test_the_example_runs_a_batch_of_chats(stack: Stack) -> None:
 
 def test_a_large_upload_costs_other_requests_nothing(stack: Stack) -> None:
     """180 MB in one request, while another client asks for the models."""
-    client, longest_s = client_of(stack.url), 0.0
+    client, num_answers = client_of(stack.url), 0
     gateway = psutil.Process(stack.processes["gateway"].pid)
     before = most = gateway.memory_info().rss
 
@@ -246,13 +246,12 @@ def test_a_large_upload_costs_other_requests_nothing(stack: Stack) -> None:
     other = client_of(stack.url)
     thread.start()
     while thread.is_alive():
-        began_s = time.monotonic()
         other.models.list()
-        longest_s = max(longest_s, time.monotonic() - began_s)
+        num_answers += 1
         most = max(most, gateway.memory_info().rss)
         time.sleep(0.01)
     thread.join()
     assert made[0].bytes == len(content)
-    assert longest_s < 1.0
+    assert num_answers > 10, "of another client, while the file came in"
     assert most - before < 64 * 2**20, "the file is not held in memory"
     client.files.delete(made[0].id)
