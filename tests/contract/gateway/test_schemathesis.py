@@ -21,7 +21,7 @@ from schemathesis import GenerationMode
 from tests.contract.gateway.conftest import MODEL, Running
 
 OPENAI = Path(__file__).parents[2] / "support" / "openai-subset.json.gz"
-EXAMPLES = 25  # legal ones for each operation, and as many broken ones
+EXAMPLES = 15  # legal ones for each operation, and as many broken ones
 OPTIONS: dict[str, Any] = {
     "deadline": None,
     "database": None,
