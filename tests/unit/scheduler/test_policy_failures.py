@@ -235,3 +235,26 @@ def test_a_batch_policy_that_spends_more_than_the_budget_fails_and_no_request() 
     system.run()
     assert client.tokens[1] == expected_output(prompt, PARAMS)
     assert any("100 tokens, with 64 left in the budget" in str(error) for error in errors)
+
+
+class RunsMoreThanRemains(BatchPolicy):
+    def schedule(self, step: Step) -> None:
+        step.run_decodes()
+        for sequence in step.running:
+            if not sequence.is_decoding:
+                step.run(sequence, sequence.remaining_tokens + 1)
+        for request in step.waiting():
+            step.admit(request, 8)
+
+
+def test_a_batch_policy_that_runs_more_tokens_than_remain_fails_and_no_request() -> None:
+    errors: list[Exception] = []
+    policies = dataclasses.replace(build(choose()), batch=RunsMoreThanRemains())
+    system = LocalSystem(policies=policies, on_policy_error=errors.append)
+    client = system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
+    prompt = list(range(7, 31))
+    system.submit("s", 1, prompt, PARAMS)
+    system.run()
+    assert client.tokens[1] == expected_output(prompt, PARAMS)
+    assert "17 tokens of 16 that remain" in str(errors[0])
