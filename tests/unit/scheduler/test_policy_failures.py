@@ -224,19 +224,6 @@ class Overspends(BatchPolicy):
             step.admit(request, step.uncached_tokens(request))
 
 
-def test_a_batch_policy_that_spends_more_than_the_budget_fails_and_no_request() -> None:
-    errors: list[Exception] = []
-    policies = dataclasses.replace(build(choose()), batch=Overspends())
-    system = LocalSystem(policies=policies, on_policy_error=errors.append)
-    client = system.open("s")
-    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
-    prompt = list(range(7, 107))
-    system.submit("s", 1, prompt, PARAMS)
-    system.run()
-    assert client.tokens[1] == expected_output(prompt, PARAMS)
-    assert any("100 tokens, with 64 left in the budget" in str(error) for error in errors)
-
-
 class RunsMoreThanRemains(BatchPolicy):
     def schedule(self, step: Step) -> None:
         step.run_decodes()
@@ -247,14 +234,24 @@ class RunsMoreThanRemains(BatchPolicy):
             step.admit(request, 8)
 
 
-def test_a_batch_policy_that_runs_more_tokens_than_remain_fails_and_no_request() -> None:
+def errors_beside_right_output(batch: BatchPolicy, prompt: list[int]) -> list[str]:
+    """What the policy's failures say. The request gets the right tokens all the same."""
     errors: list[Exception] = []
-    policies = dataclasses.replace(build(choose()), batch=RunsMoreThanRemains())
+    policies = dataclasses.replace(build(choose()), batch=batch)
     system = LocalSystem(policies=policies, on_policy_error=errors.append)
     client = system.open("s")
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
-    prompt = list(range(7, 31))
     system.submit("s", 1, prompt, PARAMS)
     system.run()
     assert client.tokens[1] == expected_output(prompt, PARAMS)
-    assert "17 tokens of 16 that remain" in str(errors[0])
+    return [str(error) for error in errors]
+
+
+def test_a_batch_policy_that_spends_more_than_the_budget_fails_and_no_request() -> None:
+    errors = errors_beside_right_output(Overspends(), list(range(7, 107)))
+    assert any("100 tokens, with 64 left in the budget" in error for error in errors)
+
+
+def test_a_batch_policy_that_runs_more_tokens_than_remain_fails_and_no_request() -> None:
+    errors = errors_beside_right_output(RunsMoreThanRemains(), list(range(7, 31)))
+    assert "17 tokens of 16 that remain" in errors[0]
