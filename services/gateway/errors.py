@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 
 CLIENT_CLOSED_REQUEST = 499  # the client has gone, or has aborted the request
+# An error names at most this many wrong fields, as vLLM's, and this much of a path, which may have the client's names.
+MAX_NAMED_FIELDS = 10
+MAX_PATH_CHARS = 100
 _GRPC_CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -115,6 +118,12 @@ class Gone(Exception):
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unknown_parameter(path: str) -> ApiError:
+    """A 400 for a field that the API does not have, in OpenAI's words. `path`: of the client's making."""
+    path = path[:MAX_PATH_CHARS]
+    return invalid(path, f"Unknown parameter: '{path}'", code="unknown_parameter")
 
 
 def _phrase(status: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.logprobs import ScoredToken, scored
 from services.gateway.engine.sequence_run import FINISH_NAMES, SequenceRun, scheduler_error
+from services.gateway.parsing.reasoning import ReasoningCounter
 from services.gateway.text.detokenizer import TextStream
 
 # After a stop string, the answer waits this long for the scheduler's Ending, which has the count of cached tokens.
@@ -45,6 +46,7 @@ class Generation:
         "_interrupt",
         "_live",
         "_loop",
+        "_reasoning",
         "_taken",
         "cached_tokens",
         "finish_reason",
@@ -70,6 +72,8 @@ class Generation:
         # The hypotheses of a beam search, after its end.
         self.hypotheses: list[Found] = []
         self.run = run
+        thinking = job.reply.thinking if job.reply is not None else None
+        self._reasoning = ReasoningCounter(thinking) if thinking is not None else None
         self._live = run.live
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[None] | None = None
@@ -83,6 +87,11 @@ class Generation:
         if self.job.echo is not None and self.job.echo.alone:
             return 0
         return self.text_stream.num_tokens + sum(len(found.token_ids) for found in self.hypotheses)
+
+    @property
+    def num_reasoning(self) -> int | None:
+        """Tokens of the reasoning so far; None if the model marks none, or for a beam search."""
+        return None if self._reasoning is None or self.job.beam is not None else self._reasoning.num_tokens
 
     @property
     def mean_logprob(self) -> float:
@@ -134,7 +143,7 @@ class Generation:
         self._begun, self._taken = begun, begun + len(tokens)
         stream = self.text_stream
         before = stream.num_tokens
-        text = stream.push(tokens)
+        text = self._push(tokens)
         if tokens:
             self.run.count(self._taken)
         if stream.stopped:
@@ -176,6 +185,20 @@ class Generation:
         future = self._future
         if future is not None and not future.done():
             future.set_result(None)
+
+    def _push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        stream, reasoning = self.text_stream, self._reasoning
+        if reasoning is None or reasoning.is_over:
+            return stream.push(tokens)
+        parts = []
+        for token in tokens:  # one by one: the count must not depend on which tokens come as one piece
+            text = stream.push([token])
+            parts.append(text)
+            reasoning.push(text, stream.num_tokens)
+            if stream.stopped:
+                break
+        return "".join(parts)
 
     async def _stop_here(self) -> None:
         """A stop string is complete. Later tokens do not count, so the engine need not continue."""

@@ -1,7 +1,8 @@
-"""Fields of OpenAI, vLLM and other servers that are not served here: refused by name, or ignored on purpose.
+"""Fields of OpenAI, vLLM and other servers that are not served here: refused by name, or ignored on purpose. A field in
+no table is refused as OpenAI refuses it: a misspelled one shall not pass unread.
 
-Tests compare the tables with vLLM's request classes, so that no field of theirs passes unread, and with
-docs/openai-api.md, which shows them.
+Tests compare the tables with vLLM's request classes and OpenAI's specification, so that all of their fields are known,
+and with docs/openai-api.md, which shows them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import MAX_NAMED_FIELDS, ApiError, invalid, unknown_parameter
 
 # Unsupported fields that would change the result, with the values that change nothing (null is always such a value).
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -27,6 +28,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "prompt_embeds": (),
     "repetition_detection": (),
@@ -38,6 +40,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "watermarking": (False,),
     "web_search_options": (),
@@ -55,47 +58,61 @@ RENAMED: dict[str, str] = {
 }
 # Fields that change nothing here, whatever their value, and why.
 IGNORED: dict[str, str] = {
+    "metadata": "for chats that OpenAI stores; none are stored here",
     "mm_payload": "of vLLM's render endpoints; vLLM ignores it when it generates",
+    "prompt_cache_key": "the prefix cache finds a conversation by its tokens",
+    "prompt_cache_options": "the prefix cache finds a conversation by its tokens",
+    "prompt_cache_retention": "the prefix cache finds a conversation by its tokens",
     "return_mm_kwargs": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "return_token_offsets": "of vLLM's render endpoints; vLLM ignores it when it generates",
+    "safety_identifier": "names an end user for OpenAI's abuse detection",
+    "service_tier": "one tier is served; `priority` is the field for more",
     "session_id": "groups requests for vLLM's KV connectors; the prefix cache finds a conversation by its tokens",
+    "store": "chats are not stored; responses are",
 }
-# The same for objects inside a request, by their paths. structured_outputs refuses all names but its own.
+# The same for objects inside a request, by their paths.
 REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
 IGNORED_INSIDE: dict[str, str] = {
     "messages.refusal": "says why the assistant refused; no template shows it",
     "response_format.json_schema.description": "is for a model that sees it; templates get no schema",
     "response_format.json_schema.name": "is for a model that sees it; templates get no schema",
     "response_format.json_schema.strict": "the output always follows the schema",
+    "stream_options.include_obfuscation": "adds random text for padding, and events here have none",
 }
 
 
 def refuse_unserved(
-    served: Set[str], body: Mapping[str, Any], where: str = "", refused: Mapping[str, tuple[Any, ...]] = REFUSED
+    served: Set[str],
+    body: Mapping[str, Any],
+    *,
+    refused: Mapping[str, tuple[Any, ...]] = REFUSED,
+    ignored: Mapping[str, str] = IGNORED,
 ) -> None:
-    """Refuse every unsupported field, by name. `served`: the names of the fields that are served. `where`: the path of
-    the object `body`. `refused`: as REFUSED. Raises ApiError 400."""
+    """Refuse every field that is not served, by name. `served`: the names of the fields that are served. `refused` and
+    `ignored`: as REFUSED and IGNORED. Raises ApiError 400."""
     unserved = body.keys() - served
     if not unserved:  # nearly every request
         return
-    named = [name for name in body if name in unserved]  # in the client's order
-    errors = [error for name in named if (error := _refusal(name, body[name], where, refused)) is not None]
+    named = [name for name in body if name in unserved and name not in ignored]  # in the client's order
+    errors = [error for name in named if (error := _refusal(name, body[name], refused)) is not None]
     if not errors:
         return
-    message = errors[0].message if len(errors) == 1 else "; ".join(error.message for error in errors)
-    raise invalid(errors[0].param, message, code="unsupported_value")
+    message = "; ".join(error.message for error in errors[:MAX_NAMED_FIELDS])
+    if len(errors) > MAX_NAMED_FIELDS:
+        message += f"; and {len(errors) - MAX_NAMED_FIELDS} more"
+    raise invalid(errors[0].param, message, code=errors[0].code)
 
 
-def _refusal(name: str, value: Any, where: str, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
+def _refusal(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
     if value is None:
         return None
     if name in RENAMED:
-        return invalid(where + name, f"{where}{name} is called {RENAMED[name]} here")
+        return invalid(name, f"{name} is called {RENAMED[name]} here", code="unsupported_value")
     if name not in refused:
-        return None
+        return unknown_parameter(name)
     # In Python a bool is an int. Here the two types differ.
     neutral = refused[name]
     if any(type(value) is type(other) and value == other for other in neutral):
         return None
     wanted = ", ".join(json.dumps(other) for other in neutral[:1]) or "null"
-    return invalid(where + name, f"{where}{name} is not supported yet (leave it out, or {wanted})")
+    return invalid(name, f"{name} is not supported yet (leave it out, or {wanted})", code="unsupported_value")

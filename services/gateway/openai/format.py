@@ -24,7 +24,8 @@ DONE = b"data: [DONE]\n\n"
 def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> dict[str, Any]:
     """OpenAI's usage object over all choices. `num_tokens`: output tokens sent, if fewer than have arrived.
 
-    `cached_tokens` is missing until the scheduler has reported it with a request's ending.
+    `cached_tokens` is missing until the scheduler has reported it with a request's ending; `reasoning_tokens` if the
+    model marks no reasoning.
     """
     prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt share it
     prompt = sum(len(g.job.prompt_ids) for g in prompts)
@@ -37,6 +38,9 @@ def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> d
     cached = [g.cached_tokens for g in prompts if g.cached_tokens is not None]
     if len(cached) == len(prompts):
         value["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    reasoning = [g.num_reasoning for g in generations if g.num_reasoning is not None]
+    if reasoning:
+        value["completion_tokens_details"] = {"reasoning_tokens": min(sum(reasoning), completion)}
     return value
 
 

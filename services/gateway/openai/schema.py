@@ -1,5 +1,5 @@
-"""The supported OpenAI requests. Types are strict, but for numbers that vLLM reads too ("8", 8.0). A field that would
-change the result and is not supported is refused by name."""
+"""The supported OpenAI requests. Types are strict, but for numbers that vLLM reads too ("8", 8.0). A field that is
+not served is refused by name, or ignored on purpose."""
 
 from __future__ import annotations
 
@@ -82,9 +82,12 @@ class StreamOptions(RequestBody):
     """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
     the stream can be resumed."""
 
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
     include_event_ids: Flag | None = None
+    include_obfuscation: Flag | None = None
 
 
 def _described_limits(field: SamplingParam | MetadataField) -> dict[str, Any]:
@@ -384,9 +387,5 @@ def _both(refusal: ApiError | None, wrong: ApiError) -> ApiError:
 def _check_logprobs(request: SamplingFields, body: Mapping[str, Any]) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not possible with stream: true")
-    if not body.get("top_logprobs"):
-        return
-    if isinstance(request, CompletionRequest):
-        raise invalid("top_logprobs", "top_logprobs is for chats; here logprobs says how many")
-    if not body.get("logprobs"):
+    if body.get("top_logprobs") and not body.get("logprobs"):
         raise invalid("top_logprobs", "top_logprobs is only possible with logprobs: true")

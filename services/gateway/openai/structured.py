@@ -18,12 +18,15 @@ def _no_bare_schema(value: Any) -> None:
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 class JsonSchema(_Part):
     """A JSON Schema. Its name, description and `strict` have no effect: the schema is always strict."""
 
+    name: Any = None
+    description: Any = None
+    strict: Any = None
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -50,8 +53,6 @@ class ResponseFormat(_Part):
 
 class StructuredOutputs(_Part):
     """vLLM's `structured_outputs`: exactly one of five kinds of structure."""
-
-    model_config = ConfigDict(extra="forbid")
 
     json_: Any = Field(None, alias="json")  # a JSON Schema, as an object or as text
     json_object: bool | None = None

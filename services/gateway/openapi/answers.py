@@ -31,6 +31,10 @@ class CachedTokens(_Answer):
     cached_tokens: int
 
 
+class ReasoningTokens(_Answer):
+    reasoning_tokens: int
+
+
 class TokenUsage(_Answer):
     """Tokens over all choices."""
 
@@ -38,6 +42,7 @@ class TokenUsage(_Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class Timings(_Answer):

@@ -49,6 +49,11 @@ class ReasoningParser:
         self._held = ""
         self._is_empty = True  # no reasoning was shown
 
+    @property
+    def is_over(self) -> bool:
+        """What comes is all of the answer."""
+        return self._phase is _Phase.ANSWER
+
     def push(self, text: str, out: MessageDelta) -> str:
         """Read on: add the reasoning to `out`, and return the text of the answer."""
         if self._phase is _Phase.ANSWER:
@@ -97,3 +102,24 @@ class ReasoningParser:
             text = text.lstrip()
         self._is_empty = self._is_empty and not text
         out.reasoning += text
+
+
+class ReasoningCounter:
+    """Counts the tokens up to the last one that added to the reasoning: those of the opening tag count, those of the
+    closing one do not."""
+
+    def __init__(self, begins: ThinkingAt) -> None:
+        self._parser = ReasoningParser(begins)
+        self.num_tokens = 0
+
+    @property
+    def is_over(self) -> bool:
+        """No later token counts."""
+        return self._parser.is_over
+
+    def push(self, text: str, num_tokens: int) -> None:
+        """Read on. `num_tokens`: of the output so far."""
+        out = MessageDelta()
+        self._parser.push(text, out)
+        if out.reasoning:
+            self.num_tokens = num_tokens

@@ -65,7 +65,6 @@ class PieceReader:
         self._format = LogprobFormat(True, job.token_bytes, job.shown_bytes) if job.logprobs else None
         self._scored: list[ScoredToken] = []  # of tokens that no text has shown yet
         self._num_tokens = 0
-        self._num_reasoning = 0  # tokens up to the last one that showed reasoning
 
     async def read(self) -> bool:
         """Read one token. False: the output is over, and `outcome` says how. Raises what Generation.next raises."""
@@ -79,8 +78,6 @@ class PieceReader:
             delta = MessageDelta(text)
         else:
             delta = self._parser.push_last(text) if is_over else self._parser.push(text)
-        if delta.reasoning:
-            self._num_reasoning = self._num_tokens
         self._add(delta)
         if self._num_tokens % _TURN == 0:
             await asyncio.sleep(0)
@@ -95,7 +92,7 @@ class PieceReader:
             "input_tokens": of_chat["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": of_chat["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": min(self._num_reasoning, of_chat["completion_tokens"])},
+            "output_tokens_details": of_chat.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": of_chat["total_tokens"],
         }
         took = timings([self._generation])

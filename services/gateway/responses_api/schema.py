@@ -1,5 +1,4 @@
-"""The request of POST /v1/responses. A field that would change the result and is not supported is refused by name; an
-unknown field too, as OpenAI does."""
+"""The request of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from services.gateway.errors import invalid
 from services.gateway.fields.numbers import Flag, Integer
+from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.openai.schema import PlainFields
 from services.gateway.openai.values import Seed, Stop, Variables
 from services.gateway.responses_api.items import Item, input_items
@@ -160,12 +160,6 @@ class ResponsesRequest(PlainFields):
 
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
-        for name, value in body.items():
-            if name in cls.model_fields or name in IGNORED or value is None:
-                continue
-            if name not in REFUSED:
-                raise invalid(name[:100], f"{name[:100]} is not a field of this request", code="unknown_parameter")
-            if not any(type(value) is type(other) and value == other for other in REFUSED[name]):
-                raise invalid(name, f"{name} is not supported yet (leave it out, or null)", code="unsupported_value")
+        refuse_unserved(cls.model_fields.keys(), body, refused=REFUSED, ignored=IGNORED)
         if body.get("background") and body.get("store") is False:
             raise invalid("store", "background can only be used when `store` is true: it is read from the store")

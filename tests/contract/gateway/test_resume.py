@@ -59,6 +59,7 @@ async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n
     first, second = await start(step_s=0.002), await start(step_s=0.001, tokens_per_step=3)
     request = body(n=n, max_tokens=400)  # so that there is a rest, however many tokens come in one event
     if path != PATH:
+        del request["prompt"]
         request["messages"] = [{"role": "user", "content": "hello"}]
     undisturbed = await events(second, request, {"Idempotency-Key": "k"} | {"X-Request-ID": "a"}, path=path)
     third = await start(tokens_per_step=5)
@@ -172,7 +173,7 @@ async def test_a_key_of_another_request(start: Start) -> None:
     status, param, message = await refused(running, KEY, max_tokens=61)
     assert (status, param) == (422, "Idempotency-Key")
     assert "another request" in message
-    chat = body(messages=[{"role": "user", "content": "x"}])
+    chat = {"messages": [{"role": "user", "content": "x"}]}
     assert (await running.http.post("/v1/chat/completions", json=chat, headers=KEY)).status_code == 422
     # Tenants have keys of their own.
     assert told(await events(running, body(max_tokens=61, tenant="t"), KEY)).reasons == {0: ["length"]}
@@ -180,9 +181,9 @@ async def test_a_key_of_another_request(start: Start) -> None:
 
 
 async def test_a_body_that_is_read_but_not_written(start: Start) -> None:
-    """Deep in an unknown field."""
+    """Deep in a field that is not read."""
     running = await start()
-    content = json.dumps(body())[:-1] + ', "unknown": ' + "[" * 400 + "]" * 400 + "}"
+    content = json.dumps(body())[:-1] + ', "metadata": ' + "[" * 400 + "]" * 400 + "}"
     headers = {"content-type": "application/json"}
     assert (await running.http.post(PATH, content=content, headers=headers)).status_code == 200
     answer = await running.http.post(PATH, content=content, headers=headers | KEY)
@@ -233,9 +234,10 @@ async def test_only_a_stream_whose_request_asks_for_ids_has_them(running: Runnin
         ({}, {"stream_options": {"include_event_ids": True}}),
     ]
     for path in (PATH, "/v1/chat/completions"):
-        request = body(max_tokens=3, n=2) | {"messages": [{"role": "user", "content": "a"}]}
+        request = body(max_tokens=3, n=2)
         if path != PATH:
             del request["prompt"]
+            request["messages"] = [{"role": "user", "content": "a"}]
         plain = (await running.http.post(path, json=request)).text
         assert all(line.startswith("data: ") for line in plain.splitlines() if line)
         for given, options in asking:

@@ -226,6 +226,27 @@ async def test_reasoning_is_apart_from_the_answer(start: Start) -> None:
     assert choice["message"] == {"role": "assistant", "content": "<think>a</think>b", "refusal": None}
 
 
+async def test_usage_counts_the_tokens_of_the_reasoning(start: Start) -> None:
+    thoughts = TOKENIZER.encode("<think>\nHm, Paris.", add_special_tokens=False)
+    end = TOKENIZER.encode("<think>\nHm, Paris.\n</think>", add_special_tokens=False)
+    for tokens_per_step in (1, 3, 50):
+        running = await start(settings={"chat_template": THINKS}, tokens_per_step=tokens_per_step, **says(THOUGHTS))
+        body = {"messages": CHAT, "tools": TOOLS}
+        for options in ({}, {"include_reasoning": False}, {"n": 2, "temperature": 0}):
+            usage = (await running.http.post(PATH, json=body | options)).json()["usage"]
+            counted = usage["completion_tokens_details"]["reasoning_tokens"] / options.get("n", 1)
+            assert len(thoughts) - 1 <= counted < len(end), (tokens_per_step, options)
+        asked: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        *chunks, total, _ = [event.data for event in await events(running, {}, **asked)]
+        shown = [json.loads(chunk)["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+        assert shown == sorted(shown)
+        assert json.loads(total)["usage"]["completion_tokens_details"]["reasoning_tokens"] == counted == shown[-1]
+    off = await running.http.post(PATH, json=body | {"chat_template_kwargs": {"enable_thinking": False}})
+    assert off.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    plain = await start()
+    assert "completion_tokens_details" not in (await plain.http.post(PATH, json={"messages": CHAT})).json()["usage"]
+
+
 async def test_a_reasoning_model_may_think_before_its_form(start: Start) -> None:
     running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says('so</think>{"a": 1}'))
     [choice] = await answer(running, tools=[], response_format={"type": "json_object"})

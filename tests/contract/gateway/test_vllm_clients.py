@@ -115,8 +115,8 @@ async def test_events_of_at_least_some_tokens(start: Start) -> None:
 
 
 async def test_the_id_of_an_answer_is_the_requests(running: Running) -> None:
-    for path, prefix in ((COMPLETIONS, "cmpl-"), (CHATS, "chatcmpl-")):
-        body = {"prompt": "x", "messages": CHAT, "max_tokens": 1}
+    for path, prefix, of_kind in ((COMPLETIONS, "cmpl-", {"prompt": "x"}), (CHATS, "chatcmpl-", {"messages": CHAT})):
+        body = {**of_kind, "max_tokens": 1}
 
         async def answer_id(headers: dict[str, str], given: dict[str, Any] = body, path: str = path) -> str:
             answer = await running.http.post(path, json=given, headers=headers)

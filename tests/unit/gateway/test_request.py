@@ -382,9 +382,9 @@ def test_a_body_is_an_object(body: Any) -> None:
 
 def test_values_that_change_nothing_are_fine() -> None:
     neutral = {
-        "n": 1, "best_of": 1, "logprobs": False, "top_logprobs": 0, "bad_words": [], "min_p": 0, "typical_p": 1,
+        "n": 1, "best_of": 1, "logprobs": False, "bad_words": [], "min_p": 0, "typical_p": 1,
         "echo": False, "suffix": None, "presence_penalty": 0, "allowed_token_ids": None, "prompt_logprobs": None,
-        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": {"a": [1]},
+        "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": None,
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
     }  # fmt: skip
     assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().numbers["temperature"] == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.embeddings.schema import EmbeddingRequest
 from services.gateway.errors import ApiError
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.fields.other_servers import IGNORED, IGNORED_INSIDE, REFUSED, REFUSED_IN_MESSAGES, RENAMED
@@ -40,6 +42,54 @@ def test_no_field_of_vllm_passes_unread(theirs: str, ours: Any, path: str) -> No
     known |= set(REFUSED_IN_MESSAGES) if path == "messages." else set()
     known |= {name.removeprefix(path) for name in IGNORED_INSIDE if path and name.startswith(path)}
     assert set(THEIRS[theirs]) <= served | known
+
+
+def openai_fields(name: str) -> set[str]:
+    """Of a schema in OpenAI's specification, with those of the schemas that it includes."""
+    schemas = json.loads(gzip.decompress((ROOT / "tests/support/openai-subset.json.gz").read_bytes()))["components"]
+
+    def fields(part: dict[str, Any]) -> set[str]:
+        if "$ref" in part:
+            part = schemas["schemas"][part["$ref"].rpartition("/")[2]]
+        return set(part.get("properties", ())).union(*(fields(one) for one in part.get("allOf", part.get("anyOf", ()))))
+
+    return fields(schemas["schemas"][name])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("CreateChatCompletionRequest", schema.ChatRequest),
+        ("CreateCompletionRequest", schema.CompletionRequest),
+        ("CreateEmbeddingRequest", EmbeddingRequest),
+        ("ChatCompletionStreamOptions", schema.StreamOptions),
+    ],
+)
+def test_every_field_of_openai_is_known(theirs: str, ours: Any) -> None:
+    known = openai_fields(theirs)
+    assert len(known) > 1
+    assert known <= set(ours.model_fields) | {*REFUSED, *IGNORED}
+
+
+@pytest.mark.parametrize("path", ["temperatur", "stream_options.usage", "response_format.strict"])
+def test_a_field_that_no_server_has_is_refused_as_by_openai(path: str) -> None:
+    name, _, inner = path.partition(".")
+    value: Any = {inner: 1, **({"type": "text"} if name == "response_format" else {})} if inner else 0.5
+    for of, body in ((schema.CompletionRequest, COMPLETION), (schema.ChatRequest, CHAT)):
+        with pytest.raises(ApiError) as caught:
+            schema.parse(of, body | {"stream": True, name: value}, 99)
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "unknown_parameter")
+        assert caught.value.message == f"Unknown parameter: '{path}'"
+        schema.parse(of, body | {name: None}, 99)
+    for other, needed in ((schema.TokenizeRequest, "prompt"), (EmbeddingRequest, "input")):
+        with pytest.raises(ApiError, match="Unknown parameter: 'temperatur'"):
+            schema.parse(other, {needed: "x", "temperatur": 1}, 99)
+
+
+def test_an_error_names_at_most_ten_fields() -> None:
+    unknown = {f"f{n}" + "x" * 200: 1 for n in range(12)}
+    with pytest.raises(ApiError, match=r"'f9x{98}'; and 2 more$"):
+        schema.parse(schema.ChatRequest, CHAT | unknown, 99)
 
 
 def test_structured_outputs_refuse_every_name_but_theirs() -> None:
