@@ -2,7 +2,7 @@
 no table is refused as OpenAI refuses it: a misspelled one shall not pass unread.
 
 Tests compare the tables with vLLM's request classes and OpenAI's specification, so that all of their fields are known,
-and with docs/openai-api.md, which shows them.
+and with docs/unserved-fields.md, which shows them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.unit.gateway.test_request import CHAT, COMPLETION
 ROOT = Path(__file__).parents[3]
 # Of vLLM 0.32.0. tests/peer/test_vllm_fields.py compares the file with vLLM.
 THEIRS: dict[str, list[str]] = json.loads((ROOT / "tests" / "support" / "vllm_fields.json").read_text())
-DOCS = (ROOT / "docs" / "openai-api.md").read_text()
+DOCS = (ROOT / "docs" / "unserved-fields.md").read_text()
 OURS: list[tuple[str, Any, str]] = [
     ("ChatCompletionRequest", schema.ChatRequest, ""),
     ("CompletionRequest", schema.CompletionRequest, ""),
