@@ -112,7 +112,7 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
             assert (got.errors, got.text) == ([], undisturbed.text)
 
 
-async def test_a_long_prefill_is_none(stack: Stack, tmp_path: Path) -> None:
+async def test_a_long_prefill_is_not_taken_for_a_hang(stack: Stack, tmp_path: Path) -> None:
     """Longer than anybody may be silent; before the worker knows its pace, and after."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     stack.model = str(tmp_path)

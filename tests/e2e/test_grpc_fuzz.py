@@ -239,7 +239,7 @@ def resident(stack: Stack) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
+async def test_random_messages_to_every_method_do_no_harm(stack: Stack, server: str) -> None:
     right, before = await tokens(stack), resident(stack)
     info = await model(stack)
     async with open_channel(target(stack, server)) as channel:
@@ -260,7 +260,7 @@ async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_what_no_method_takes(stack: Stack, server: str) -> None:
+async def test_calls_that_no_method_accepts_get_their_status(stack: Stack, server: str) -> None:
     """A method that is none, metadata without end, a deadline that is past or far off, a message beyond the limit."""
     right = await tokens(stack)
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:

@@ -84,7 +84,7 @@ def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
     assert "".join(piece.text for piece in pieces) in (expected, "no")
 
 
-def test_samples_are_all_of_the_form(stack: Stack) -> None:
+def test_all_samples_match_the_schema(stack: Stack) -> None:
     with openai(stack) as client:
         answer = client.chat.completions.create(
             model=MODEL, messages=CHAT, max_tokens=60, temperature=1.5, seed=1, n=16, logprobs=True,
@@ -96,7 +96,7 @@ def test_samples_are_all_of_the_form(stack: Stack) -> None:
     assert len(set(texts)) > 8
 
 
-def test_log_probabilities_are_shared_among_the_tokens_of_the_form(stack: Stack) -> None:
+def test_log_probabilities_are_normalized_over_the_allowed_tokens(stack: Stack) -> None:
     """The likeliest 20 tokens of the whole vocabulary would share far less at the unlikely text."""
     body = {
         "prompt": STORY,

@@ -39,7 +39,7 @@ def test_float32_on_torch_is_transformers_token_for_token(family: str, checkpoin
     assert [s.output for s in sequences] == [reference.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-def test_forms_of_texts_are_kept_token_for_token() -> None:
+def test_structured_outputs_equal_transformers_token_for_token() -> None:
     """Where a row has one, the token before it is waited for."""
     ids = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
     driver = Driver(gpu_runner(CHECKPOINT, dtype="float32"))
@@ -160,7 +160,7 @@ def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
     assert replayed >= 20
 
 
-def test_it_is_reproducible(checkpoint: Checkpoints) -> None:
+def test_a_model_on_a_gpu_is_reproducible(checkpoint: Checkpoints) -> None:
     outputs = []
     for _ in range(2):
         driver = Driver(gpu_runner(checkpoint("mistral").folder), chunk_tokens=50)

@@ -46,7 +46,7 @@ def test_one_slot_and_light_traffic() -> None:
     assert outcome.generated_tokens["big"] == 3
 
 
-def test_always_a_prompt_to_compute() -> None:
+def test_a_request_that_would_be_late_is_given_up_while_prompts_always_wait() -> None:
     """A hundred tokens a second, so that a prompt of 1,500 takes fifteen; at best two of 130 have begun in a second."""
     requests = [{"id": f"s{i}", "prompt_len": 130, "max_new_tokens": 1} for i in range(40)]
     requests += [{"id": name, "arrive": 10, "prompt_len": 1500, "max_new_tokens": 1} for name in ("late", "in_time")]

@@ -90,7 +90,7 @@ async def test_pin_list_unpin_reset(cache: Running, link: grpc.aio.StreamStreamC
     assert (pool.free_blocks, pool.cached_blocks, pool.used_blocks) == (6, 2, 0)
 
 
-async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
+async def test_a_pin_ends_with_its_time_and_the_next_exchange_reports_its_end(
     cache: Running, link: grpc.aio.StreamStreamCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = 1_000_000

@@ -170,7 +170,7 @@ async def test_deleted_work_waits_no_longer(stores: Stores, one: Document) -> No
     assert not await first.claim(one.name, LEASE_S)
 
 
-async def test_of_each_owner_the_work_that_waits_longest_is_next(stores: Stores, one: Document, clock: Clock) -> None:
+async def test_the_longest_waiting_work_of_each_owner_is_next(stores: Stores, one: Document, clock: Clock) -> None:
     first, second = stores
     kind, owner, _ = one.name
     names = [DocumentName(kind, f"{key}-{owner}", f"batch_{i}") for i, key in enumerate(["ann", "ann", "bob", "ann"])]

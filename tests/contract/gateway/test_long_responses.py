@@ -122,7 +122,7 @@ async def test_log_probabilities_of_a_stored_response_have_a_limit(
     assert (await running.http.post(PATH, json={"input": "x", "max_output_tokens": 101})).status_code == 200
 
 
-async def test_what_a_stream_shows_of_a_cancelled_response_is_stored(
+async def test_a_cancelled_response_is_stored_with_all_that_its_stream_showed(
     start: Start, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens go on coming while the store writes."""

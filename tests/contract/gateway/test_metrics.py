@@ -210,7 +210,7 @@ async def test_a_request_with_a_client_that_came_back_is_one_line(start: Start, 
     assert {taken_up["id"], finished["id"]} == answer_ids
 
 
-async def test_over_grpc_as_well(start: Start, lines: Lines) -> None:
+async def test_finished_and_refused_grpc_requests_have_a_log_line(start: Start, lines: Lines) -> None:
     running = await start()
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

@@ -96,7 +96,7 @@ async def test_errors_have_the_shape_of_the_document(running: Running) -> None:
         validator(api, described["content"]["application/json"]["schema"]).validate(refused.json())
 
 
-async def test_refusals_before_the_path_are_in_the_document(running: Running) -> None:
+async def test_refusals_before_routing_are_in_the_document(running: Running) -> None:
     api = await document(running)
     for path, each in api["paths"].items():
         for method, operation in each.items():
@@ -128,7 +128,7 @@ async def test_queries_and_streams_of_responses_are_in_the_document(running: Run
             assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_with_keys_the_document_says_how_to_show_one(start: Start, tmp_path: Any) -> None:
+async def test_with_keys_the_document_says_how_to_send_a_key(start: Start, tmp_path: Any) -> None:
     keys = Keys(tmp_path / "keys.toml")
     secret = keys.add("a")
     running = await start(settings={"keys_file": str(keys.path)})

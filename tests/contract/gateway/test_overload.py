@@ -110,7 +110,7 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
     await until_status(running, 200)
 
 
-async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
+async def test_simultaneous_requests_take_no_more_than_the_free_queue_positions(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are, and although the scheduler has not yet told that it is full."""
@@ -131,7 +131,7 @@ async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
         connection.close()
 
 
-async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others(
+async def test_a_cancelled_or_invalid_request_frees_its_queue_position(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await start()
@@ -152,7 +152,9 @@ async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others
         assert (await running.http.post("/v1/completions", content=b"{}", headers=headers)).status_code == 415
 
 
-async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_frees_its_queue_position(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = await start()
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
@@ -187,7 +189,7 @@ async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monke
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_a_refused_client_is_told_on_a_connection_that_ends_as_it_asked(start: Start, version: bytes) -> None:
+async def test_a_refused_request_with_connection_close_gets_its_429(start: Start, version: bytes) -> None:
     running = await start()
     await full(running)
     head = b"POST /v1/completions HTTP/%s\r\nconnection: close\r\nx-request-id: a b\r\ncontent-length: 4\r\n\r\n"
@@ -238,7 +240,7 @@ async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start
         assert (await running.http.get("/health")).status_code == 200
 
 
-async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(start: Start, encoded: list[str]) -> None:
+async def test_a_full_queue_does_not_refuse_a_known_idempotency_key(start: Start, encoded: list[str]) -> None:
     running = await start()
     key = {"idempotency-key": "a", "x-request-id": "first"}
     first = await running.http.post("/v1/completions", json=BODY, headers=key)
@@ -299,7 +301,7 @@ async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_s
     await until_metrics(running, "paceline_gateway_live_requests 0.0")
 
 
-async def test_the_gateways_own_429_says_when_a_place_will_be_free(start: Start) -> None:
+async def test_the_gateways_own_429_says_when_a_position_will_be_free(start: Start) -> None:
     running = await start(settings={"max_live_requests": 2})
     async with asyncio.timeout(60):  # two a second leave, or so
         for _ in range(4):
@@ -325,7 +327,7 @@ async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: S
     await until_status(running, 200, user="x" * 3000)
 
 
-async def test_of_the_bodies_that_do_not_end_the_largest_gives_way(start: Start) -> None:
+async def test_the_largest_unfinished_body_is_refused_first(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 4096})
     slow = [connect(running, HEAD % 9000 + b"x" * num_bytes) for num_bytes in (700, 1900, 1400)]
     await asyncio.sleep(0.2)

@@ -74,7 +74,7 @@ async def test_a_client_that_goes_before_its_turn_leaves_nothing_with_another_re
 
 
 @pytest.mark.parametrize("broken", [BROKEN, HEALTH + BROKEN, HEALTH + b"\0\0\0"], ids=["body", "third", "garbage"])
-async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_it(start: Start, broken: bytes) -> None:
+async def test_a_broken_request_behind_a_stream_is_not_answered_inside_the_stream(start: Start, broken: bytes) -> None:
     running = await start(step_s=0.1, settings={"head_timeout_s": 0.5})
     reader, writer = await connect(running)
     writer.write(completion(max_tokens=10, stream=True))
@@ -87,7 +87,7 @@ async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_
     writer.close()
 
 
-async def test_what_is_broken_behind_a_request_without_an_answer_yet(
+async def test_broken_data_behind_an_unanswered_request_gets_400(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Broken data behind a request gets its 400 after the answer. A broken body gets it at once."""

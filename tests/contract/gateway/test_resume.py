@@ -226,7 +226,7 @@ async def test_without_a_key_what_is_seeded_or_greedy_can_be_resumed(start: Star
         assert told([*got, *rest]).texts == told(await events(running, request, {})).texts
 
 
-async def test_only_a_stream_whose_request_asks_for_ids_has_them(running: Running) -> None:
+async def test_only_a_request_that_asks_for_event_ids_gets_them(running: Running) -> None:
     """The benchmark clients of vLLM and SGLang, and llmperf, fail at a line that does not begin with `data:`."""
     asking: list[tuple[dict[str, str], dict[str, Any]]] = [
         ({"Idempotency-Key": "new"}, {}),

@@ -68,7 +68,9 @@ async def test_the_scheduler_gets_a_grammar(running: Running, asked: dict[str, A
 
 
 @pytest.mark.parametrize(("options", "body"), GRPC)
-async def test_both_fronts_make_the_same_of_it(running: Running, options: dict[str, Any], body: dict[str, Any]) -> None:
+async def test_http_and_grpc_give_the_same_grammar(
+    running: Running, options: dict[str, Any], body: dict[str, Any]
+) -> None:
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         await client.generate("a", max_tokens=1, **options)
     await running.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1, **body})
@@ -91,7 +93,9 @@ async def test_both_fronts_make_the_same_of_it(running: Running, options: dict[s
         ({"regex": "a", "choice": ["b"]}, "sampling.choice"),
     ],
 )
-async def test_what_is_no_form_is_refused_over_grpc(running: Running, options: dict[str, Any], field: str) -> None:
+async def test_wrong_structured_outputs_are_refused_over_grpc(
+    running: Running, options: dict[str, Any], field: str
+) -> None:
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate("a", **options)
@@ -100,13 +104,13 @@ async def test_what_is_no_form_is_refused_over_grpc(running: Running, options: d
     assert running.scheduler.submissions == []
 
 
-async def test_a_search_keeps_to_no_form(running: Running) -> None:
+async def test_beam_search_with_structured_outputs_is_refused(running: Running) -> None:
     body = {"model": MODEL, "prompt": "a", "use_beam_search": True, "best_of": 2, "structured_outputs": {"regex": "a"}}
     answer = await running.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "use_beam_search")
 
 
-async def test_a_model_without_a_tokenizer_writes_no_forms() -> None:
+async def test_structured_outputs_are_refused_without_a_tokenizer() -> None:
     bare = RequestBuilder(IdTokenizer(50), ModelFiles(CHECKPOINT, 50, 50, frozenset()))
     assert await bare.grammar(None) == ""
     with pytest.raises(ApiError, match="no tokenizer") as caught:
@@ -142,7 +146,7 @@ async def test_a_grammar_above_a_limit_is_refused_alone(
     assert len(running.scheduler.submissions) == 1
 
 
-def test_every_form_of_the_protocol_is_read() -> None:
+def test_every_kind_of_structure_in_the_protocol_is_read() -> None:
     assert _structure(inference_pb2.SamplingOptions()) is None
     names = [field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if 23 <= field.number <= 26]
     for name in names:

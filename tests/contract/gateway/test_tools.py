@@ -119,7 +119,7 @@ async def test_the_first_delta_of_a_call_has_its_name(start: Start) -> None:
     assert first["stop_reason"] is None
 
 
-async def test_one_call_at_most_without_parallel_calls(start: Start) -> None:
+async def test_without_parallel_calls_an_answer_has_one_call(start: Start) -> None:
     running = await start(settings={"chat_template": HERMES}, **says(TWO_CALLS))
     [choice] = await answer(running, parallel_tool_calls=False)
     assert len(choice["message"]["tool_calls"]) == 1
@@ -147,7 +147,7 @@ async def test_without_a_call_the_text_is_the_answer(start: Start) -> None:
         ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', 9),
     ],
 )
-async def test_the_flag_names_the_format(start: Start, parser: str, text: str, size: int) -> None:
+async def test_the_tool_call_parser_flag_chooses_the_format(start: Start, parser: str, text: str, size: int) -> None:
     running = await start(settings={"tool_call_parser": parser, "chat_template": TEMPLATE}, **says(text))
     [choice] = await answer(running)
     [call] = choice["message"]["tool_calls"]
@@ -164,7 +164,7 @@ async def test_the_template_gets_the_tools_as_they_were_sent(start: Start) -> No
     assert text == json.dumps([odd]) + "Weather in Paris?"
 
 
-async def test_forced_calls_bring_a_grammar_and_other_requests_none(start: Start) -> None:
+async def test_forced_and_strict_calls_have_a_grammar_and_other_requests_none(start: Start) -> None:
     running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's template shows no tools
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[1, 5])
     for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
@@ -184,7 +184,7 @@ async def test_forced_calls_bring_a_grammar_and_other_requests_none(start: Start
     assert hermes.scheduler.submissions[-1].sampling.grammar
 
 
-async def test_what_is_wrong_is_named(start: Start) -> None:
+async def test_wrong_tools_are_refused_by_name(start: Start) -> None:
     running = await start(settings={"chat_template": TEMPLATE})  # it shows no format of calls
     assert await refused(running) == ("tools", (await refused(running))[1])
     assert "--tool-call-parser" in (await refused(running))[1]
@@ -247,7 +247,7 @@ async def test_usage_counts_the_tokens_of_the_reasoning(start: Start) -> None:
     assert "completion_tokens_details" not in (await plain.http.post(PATH, json={"messages": CHAT})).json()["usage"]
 
 
-async def test_a_reasoning_model_may_think_before_its_form(start: Start) -> None:
+async def test_a_reasoning_model_may_think_before_its_structured_output(start: Start) -> None:
     running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says('so</think>{"a": 1}'))
     [choice] = await answer(running, tools=[], response_format={"type": "json_object"})
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("so", '{"a": 1}')
@@ -278,7 +278,7 @@ async def test_another_gateway_resumes_at_every_event(start: Start, n: int, inte
     await until(lambda: second.scheduler.num_running == 0)
 
 
-async def test_a_whole_answer_is_what_its_stream_has_told(start: Start) -> None:
+async def test_a_whole_answer_equals_its_joined_stream(start: Start) -> None:
     running = await start(settings={"chat_template": THINKS}, tokens_per_step=2, **says(THOUGHTS))
     key = {"Idempotency-Key": "k"}
     for choice, streamed in zip(

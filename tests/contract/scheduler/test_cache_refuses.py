@@ -37,7 +37,7 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
             yield cache_pb2.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange, results=results)
 
 
-async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_refusal_of_the_cache_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     cache, server = Cache(), grpc.aio.server()
     cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -55,7 +55,7 @@ def test_a_pinned_block_is_not_evicted(link: d.Driver) -> None:
     assert link.probe(A) == {}
 
 
-def test_the_scheduler_hears_of_it_with_the_next_exchange(link: d.Driver) -> None:
+def test_the_next_exchange_reports_pinned_blocks(link: d.Driver) -> None:
     link.run(1, A)
     assert link.pools[0][:3] == (12, 4, 0)
     pin(link, "system", A[:10])

@@ -84,7 +84,7 @@ def test_a_refused_operation_changes_nothing_and_others_succeed(name: str) -> No
 
 
 @pytest.mark.parametrize(("count", "more"), [(8, ""), (9, " and 1 more"), (1000, " and 992 more")])
-def test_of_many_unknown_sequences_the_first_are_named_and_the_others_counted(count: int, more: str) -> None:
+def test_an_error_names_the_first_unknown_sequences_and_counts_the_others(count: int, more: str) -> None:
     link = Driver()
     with pytest.raises(Refused) as refused:
         link.free(*range(count))

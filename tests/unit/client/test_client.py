@@ -150,7 +150,7 @@ def test_a_stop_string_is_one_and_not_its_letters() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(Options.__annotations__))
-def test_none_is_left_out(name: str) -> None:
+def test_options_that_are_none_are_left_out(name: str) -> None:
     options: Any = {name: None}
     assert make_request("hi", None, None, "", options) == make_request("hi", None, None, "", {})
 

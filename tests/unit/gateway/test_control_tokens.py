@@ -117,7 +117,7 @@ def test_no_variable_writes_a_control_token(attack: str) -> None:
         ("{{ a | upper }}", {"a": "[inst]"}),
     ],
 )
-def test_no_control_token_is_joined_from_texts(template: str, variables: dict[str, str]) -> None:
+def test_a_template_cannot_make_a_control_token_from_texts(template: str, variables: dict[str, str]) -> None:
     tokenizer = tokenizer_with(f"<|im_start|>{template}<|im_end|>")
     assert controls(tokenizer, [], **variables) == ["<|im_start|>", "<|im_end|>"]
 
@@ -127,7 +127,7 @@ def test_no_control_token_is_joined_from_texts(template: str, variables: dict[st
         st.text(st.sampled_from("<|im_endx>/s[INST]"), max_size=12) | st.sampled_from(ATTACKS), min_size=4, max_size=4
     )
 )
-def test_whatever_is_written_the_control_tokens_are_those_of_harmless_texts(texts: list[str]) -> None:
+def test_random_texts_add_no_control_token(texts: list[str]) -> None:
     a, b, c, content = texts
     tokenizer = tokenizer_with(
         "<|im_start|>{{ a }}\n{{ b }}\n{{ c }}\n{{ messages[0].content }}<|im_end|>{{ a ~ '-' ~ b }}"
@@ -137,7 +137,7 @@ def test_whatever_is_written_the_control_tokens_are_those_of_harmless_texts(text
 
 
 @given(st.lists(st.text(st.sampled_from("<|/[ab] \n"), max_size=6), min_size=3, max_size=3))
-def test_texts_without_a_control_token_are_tokenized_as_one(texts: list[str]) -> None:
+def test_a_prompt_without_control_tokens_in_its_texts_is_tokenized_whole(texts: list[str]) -> None:
     """Signs of control tokens alone change nothing: the whole is tokenized in one piece, as transformers does."""
     variables = dict(zip("abc", texts, strict=True))
     tokenizer = tokenizer_with(WILD)
@@ -148,7 +148,7 @@ def test_texts_without_a_control_token_are_tokenized_as_one(texts: list[str]) ->
 @pytest.mark.parametrize(
     "content", ["a < b | c > d", "|x|y|\n|-|-|\n", "<b>", "ends with <", "<|", "[INS", "1 <|> 2", "|> map f"]
 )
-def test_signs_of_control_tokens_alone_are_tokenized_as_transformers_does(content: str) -> None:
+def test_single_characters_of_control_tokens_are_tokenized_as_in_transformers(content: str) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     chat = [{"role": "user", "content": content}]
@@ -156,7 +156,7 @@ def test_signs_of_control_tokens_alone_are_tokenized_as_transformers_does(conten
     assert TextTokenizer.from_folder(CHECKPOINT).encode_chat(chat) == expected
 
 
-def test_what_counts_as_a_part() -> None:
+def test_parts_of_control_tokens_are_found_in_texts() -> None:
     tokens = ControlTokens(CONTROL)
     for text in ("<|", "a|>", "b|u", "</", "R|>", "x[i", "t]", "ends <", "ends |", "ends /"):
         assert tokens.has_parts([text]), text
@@ -177,7 +177,7 @@ def test_nested_values_keep_their_shape() -> None:
     assert sorted(strings(value)) == ["<s>", "<s>", "a<s>", "x", "y"]
 
 
-def test_a_refusal_of_the_template_is_said_once() -> None:
+def test_an_error_of_the_template_is_not_wrapped_twice() -> None:
     tokenizer = tokenizer_with("{{ raise_exception('no ' + messages[0].content) }}")
     with pytest.raises(Exception, match=re.escape("refuses these messages: no ")):
         tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])

@@ -109,7 +109,7 @@ def test_fields_of_messages_that_would_change_the_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_refused_is_refused_by_name(name: str) -> None:
+def test_refused_fields_are_named(name: str) -> None:
     of = schema.ChatRequest if name in schema.CompletionRequest.model_fields else schema.CompletionRequest
     if name in of.model_fields:
         pytest.skip("both requests serve it")

@@ -145,7 +145,7 @@ def test_a_row_without_an_allowed_token_fails_alone(build: Callable[..., BuiltWo
     assert set(text(late.output)) <= {"x"}
 
 
-def test_a_model_without_a_tokenizer_has_no_forms(
+def test_a_grammar_is_refused_without_a_tokenizer(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     driver = Driver(build(reference("qwen2").folder).runner)

@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_head_generates_unless_pooling_says_otherwise(refere
         (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": true}'), "max_seq_length"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused_at_load(
+def test_a_checkpoint_without_pooling_support_is_refused_at_load(
     change: Callable[[Path], object], why: str, tmp_path: Path, build: Build
 ) -> None:
     folder = checkpoints.make("llama", tmp_path, "last")

@@ -287,7 +287,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
 
 
 @pytest.mark.parametrize("case", VIOLATIONS)
-def test_violation(case: str, table: SlotBuffers) -> None:
+def test_a_plan_against_the_protocol_is_refused(case: str, table: SlotBuffers) -> None:
     plan, message = VIOLATIONS[case]
     with pytest.raises(ProtocolViolation, match=message):
         table.apply(plan())
