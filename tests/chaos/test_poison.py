@@ -59,8 +59,8 @@ async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack
             await asyncio.sleep(0.05)
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
     assert not [one.errors for one in got[:4] if one.errors]
-    for (fault, (why, what)), guilty in zip(faults.items(), got[4:], strict=True):
-        [error] = guilty.errors
+    for (fault, (why, what)), failed in zip(faults.items(), got[4:], strict=True):
+        [error] = failed.errors
         assert why in error, fault
         assert what in error, fault
     assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3

@@ -1,4 +1,4 @@
-"""Real processes in a pool that is too small: what was in host memory goes on with the right tokens."""
+"""Real processes with a small KV pool: a request that was swapped to host memory continues with the right tokens."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ async def test_swapped_streams_give_the_text_of_undisturbed_streams(stack: Stack
 def test_samples_of_one_prompt_are_the_same_in_a_tiny_pool(stack: Stack, tiny: Stack) -> None:
     body = {"prompt": list(range(8, 40)), "max_tokens": 50, "n": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     answers = [httpx.post(f"{each.url}/v1/completions", json=body, timeout=200).json() for each in (stack, tiny)]
-    roomy, squeezed = ([choice["text"] for choice in answer["choices"]] for answer in answers)
-    assert squeezed == roomy
+    right, swapped = ([choice["text"] for choice in answer["choices"]] for answer in answers)
+    assert swapped == right

@@ -18,7 +18,7 @@ from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import FAMILIES, VOCAB, Checkpoint, check_near, gpu_runner
 from tests.support import reference
-from tests.support.forms import FORMS, Follows
+from tests.support.grammars import GRAMMARS, Follows
 from tests.unit.worker.driver import Driver
 
 pytestmark = pytest.mark.gpu
@@ -40,16 +40,18 @@ def test_float32_on_torch_is_transformers_token_for_token(family: str, checkpoin
 
 
 def test_structured_outputs_equal_transformers_token_for_token() -> None:
-    """Where a row has one, the token before it is waited for."""
+    """A row with a grammar waits for the previous token."""
     ids = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
     driver = Driver(gpu_runner(CHECKPOINT, dtype="float32"))
     plain = driver.add(ids, NEW_TOKENS)
-    asked = {name: SamplingParams(top_p=1, max_tokens=NEW_TOKENS, grammar=grammar) for name, grammar in FORMS.items()}
-    formed = {name: driver.add(ids, NEW_TOKENS, sampling) for name, sampling in asked.items()}
+    asked = {
+        name: SamplingParams(top_p=1, max_tokens=NEW_TOKENS, grammar=grammar) for name, grammar in GRAMMARS.items()
+    }
+    constrained = {name: driver.add(ids, NEW_TOKENS, sampling) for name, sampling in asked.items()}
     driver.run()
     assert plain.output == reference.greedy(CHECKPOINT, ids, NEW_TOKENS)
-    for name, sequence in formed.items():
-        processor = LogitsProcessorList([Follows(FORMS[name], len(ids))])
+    for name, sequence in constrained.items():
+        processor = LogitsProcessorList([Follows(GRAMMARS[name], len(ids))])
         expected = reference.processed(CHECKPOINT, ids, NEW_TOKENS, logits_processor=processor)
         assert sequence.output == expected, name
 

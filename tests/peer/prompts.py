@@ -1,4 +1,4 @@
-"""The prompts of a scenario. The drivers find it beside them; in the peers' environments there is nothing of ours."""
+"""The prompts of a scenario. The drivers find it beside them; the peers' environments do not have Paceline."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def toy() -> ToyWorker:
         (0, packed(1, 3), "block 1 is written again, at place 0"),
         (4, packed(1, 2), "block 2 is written again, at place 0"),
     ],
-    ids=["a block that is full", "the places of a last block that are taken"],
+    ids=["a block that is full", "the filled positions of a partial block"],
 )
 def test_a_worker_notices_a_write_to_a_block_of_another_sequence(
     toy: ToyWorker, cached: int, table: bytes, written: str

@@ -134,7 +134,7 @@ def test_presets(models: dict[str, Path], preset: str) -> None:
 
 
 def test_a_scored_prompt_in_a_tiny_pool(models: dict[str, Path]) -> None:
-    """Prefilled in chunks, preempted, cached: each place is scored as transformers scores it."""
+    """Prefilled in chunks, preempted, cached: each position gets the score of transformers."""
     asked = prompts(4, [9, 10, 11, 12, 30])
     asked.append(asked[-1])
     system = LocalSystem()

@@ -127,7 +127,7 @@ async def test_a_stream(start: Start) -> None:
     assert len(texts) > 2
     assert "".join(texts) == "Sunny, and warm."
     assert content(final) == content(whole)
-    # The client takes these from the last delta, but not the parts by ttl.
+    # The client copies these counts from the last delta, except `cache_creation`, the counts by TTL.
     assert final.usage.to_dict() | {"cache_creation": None} == whole.usage.to_dict() | {"cache_creation": None}
     assert final.stop_reason == "end_turn"
 
@@ -199,7 +199,7 @@ async def test_tool_calls(start: Start) -> None:
 
 
 async def test_a_tool_round_trip(start: Start) -> None:
-    """The client's own helper runs the tools and sends the results."""
+    """A client sends the results of the calls. The prompt has the calls and the results."""
     running = await start(settings={"chat_template": HERMES}, **says(TWO_CALLS))
     async with client(running) as asked:
         first = await asked.messages.create(**ASKED, tools=TOOLS)
@@ -379,7 +379,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(start: Start) -> Non
     assert failed.value.type == "overloaded_error"
     assert "message_stop" not in got
     del failed
-    gc.collect()  # the client leaves a generator of its HTTP library open, which warns in any later test
+    gc.collect()  # the client leaves a generator of its HTTP library open, which would warn in a later test
 
 
 async def test_a_quiet_stream_gets_pings(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What waits inside a gateway, behind its front doors, has bounds too."""
+"""The queues inside a gateway have limits, too."""
 
 from __future__ import annotations
 

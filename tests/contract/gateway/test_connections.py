@@ -264,7 +264,7 @@ async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
 async def test_a_process_with_a_low_file_limit_accepts_connections(
     monkeypatch: pytest.MonkeyPatch, open_files: int, most: int
 ) -> None:
-    """A quarter of the files is for gRPC. 256 files are for other uses, but never all."""
+    """A quarter of the files is for gRPC. A quarter, but at most 256 files, is for other uses."""
     monkeypatch.setattr(http_server, "max_open_files", lambda: open_files)
     edge = HttpServer(lambda *_: asyncio.sleep(0), "127.0.0.1", 0, other_connections=open_files // 4)
     assert edge.connections.most == most

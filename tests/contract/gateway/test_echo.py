@@ -50,7 +50,7 @@ async def test_special_tokens_of_a_prompt_are_shown(running: Running, skip: bool
 
 
 async def test_text_offsets_in_a_text_prompt(running: Running) -> None:
-    """Special tokens that it spells are in it; what the tokenizer puts in front is not."""
+    """Special tokens that the prompt spells have an offset in it. The tokenizer's BOS token adds no offset."""
     text = "<|user|>Öl two<|end|>"
     [choice] = (await completion(running, prompt=text, echo=True, max_tokens=1, logprobs=0))["choices"]
     scores = choice["logprobs"]
@@ -94,7 +94,7 @@ async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
     offsets = output["text_offset"]
     assert mine["text_offset"] == offsets + [len("one two three") + offset for offset in offsets]
     assert echoed["prompt_logprobs"] is None
-    # Each sample shows what the first one was told.
+    # Each sample shows the prompt log probabilities of the first sample.
     both = (await completion(running, **options, echo=True, n=2))["choices"]
     assert [choice["logprobs"]["token_logprobs"][:count] for choice in both] == [mine["token_logprobs"][:count]] * 2
     assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions[-2:]] == [True, False]

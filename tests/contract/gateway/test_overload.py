@@ -32,7 +32,7 @@ def completion(**options: Any) -> bytes:
 
 
 def connect(running: Running, data: bytes = b"") -> socket.socket:
-    """In the kernel's queue, as the gateway's loop is ours."""
+    """Connects through the kernel's queue. The gateway runs in this event loop, so it accepts only at an await."""
     assert running.addresses.http is not None
     host, port = running.addresses.http.split(":")
     connection = socket.create_connection((host, int(port)))
@@ -113,12 +113,14 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
 async def test_simultaneous_requests_take_no_more_than_the_free_queue_positions(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are, and although the scheduler has not yet told that it is full."""
+    """40 requests come before the scheduler reports that its queue is full."""
     running = await start()
     # Else the scheduler is asked again if it reports nothing for a while.
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
-    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200  # now it has told
+    assert (
+        await running.http.post("/v1/completions", json=BODY)
+    ).status_code == 200  # now the gateway knows the number
     running.scheduler.paused = True
     connections = [connect(running, completion()) for _ in range(40)]
     first = [asyncio.create_task(answer(connection)) for connection in connections]
@@ -142,7 +144,7 @@ async def test_a_cancelled_or_invalid_request_frees_its_queue_position(
         waits = connect(running, HEALTH)
         assert (await answer(waits)).startswith(b"HTTP/1.1 200 ")
         waits.sendall(HEAD % 30 + b"{")
-        for _ in range(20):  # turns of the gateway's loop, which is ours: it has read that
+        for _ in range(20):  # the gateway runs in this event loop and reads the body meanwhile
             await asyncio.sleep(0.001)
         await until_status(running, 429)
         waits.close()
@@ -256,7 +258,7 @@ async def test_a_full_queue_does_not_refuse_a_known_idempotency_key(start: Start
 async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_become_full(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They had come in before the scheduler told so: all at once, as the loop did not run."""
+    """All requests had been accepted before the scheduler reported the full queue."""
     running = await start()
     turn = Gateway.wait_to_parse
 
@@ -277,7 +279,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
 @pytest.mark.parametrize("before", [b"", HEALTH])
-async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_submission(
+async def test_a_client_that_disconnects_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
     """On a connection that is new, or one that is there already."""

@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from API descriptions, ours and OpenAI's, get no answer of 500 or above.
+"""Requests that schemathesis makes from the gateway's and OpenAI's API descriptions get no answer of 500 or above.
 
 Its requests are legal by the description in half of the examples, and broken in one place in the others.
 """

@@ -1,4 +1,4 @@
-"""Forms of texts through both fronts: the grammar that reaches the scheduler, and what is refused."""
+"""Structured outputs over HTTP and gRPC: the grammar that reaches the scheduler, and refused requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENIZER = LLTokenizer(str(CHECKPOINT / "tokenizer.json"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OPENAI_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 GBNF = 'root ::= "a" [0-9]+'
-# How a front says it; a text that has the form, and one that has not.
+# Fields of an HTTP request, a text that the grammar accepts, and a text that it refuses.
 HTTP: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"x": [1, {}]}', "[1]"),
     ({"response_format": OPENAI_SCHEMA}, '{\n  "a": 5\n}', '{"a": 5, "b": 6}'),
@@ -130,7 +130,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 async def test_a_grammar_above_a_limit_is_refused_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], limit: str
 ) -> None:
-    """While its trial runs, other requests are served: one of them ends first."""
+    """While the gateway tries the grammar, it serves other requests: one of them ends first."""
     # Otherwise the machine's speed decides whether the limit of memory comes first; test_grammar_checks.py has that.
     plenty = TrialLimits(memory_bytes=2**32)
     monkeypatch.setattr(request, "GrammarChecks", partial(GrammarChecks, limits=plenty))

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: scripted outputs in the formats of models, read by OpenAI's client and as events."""
+"""Tool calls and reasoning over HTTP: OpenAI's client and an event parser read scripted outputs of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMED: Any = {"type": "function", "function": {"name": "now"}}
 
 
 def says(text: str) -> dict[str, Any]:
-    """The scheduler's option: its model says this."""
+    """The option of the fake scheduler that makes its model generate this text."""
     return {"next_token": scripted([*TOKENIZER.encode(text, add_special_tokens=False), _END])}
 
 
@@ -170,7 +170,7 @@ async def test_forced_and_strict_calls_have_a_grammar_and_other_requests_none(st
     for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
         running.scheduler.submissions.clear()
         [found] = await answer(running, tool_choice=choice)
-        assert found["finish_reason"] == finish  # as OpenAI's and vLLM's, for a named function too
+        assert found["finish_reason"] == finish  # OpenAI and vLLM also report "stop" for a named function
         [submission] = running.scheduler.submissions
         matcher = LLMatcher(tokenizer, submission.sampling.grammar, log_level=0)
         call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -185,7 +185,7 @@ async def test_forced_and_strict_calls_have_a_grammar_and_other_requests_none(st
 
 
 async def test_wrong_tools_are_refused_by_name(start: Start) -> None:
-    running = await start(settings={"chat_template": TEMPLATE})  # it shows no format of calls
+    running = await start(settings={"chat_template": TEMPLATE})  # this template shows no format of tool calls
     assert await refused(running) == ("tools", (await refused(running))[1])
     assert "--tool-call-parser" in (await refused(running))[1]
     assert (await refused(running, tool_choice="any"))[0] == "tool_choice"
@@ -262,7 +262,7 @@ async def test_a_reasoning_model_may_think_before_its_structured_output(start: S
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("interval", [None, 4])
 async def test_another_gateway_resumes_at_every_event(start: Start, n: int, interval: int | None) -> None:
-    """Also in the middle of a name, of arguments and of reasoning."""
+    """An event may end in the middle of a name, of arguments or of reasoning."""
     settings = {"chat_template": THINKS}
     first = await start(settings=settings, **says(THOUGHTS))
     second = await start(settings=settings, tokens_per_step=3, **says(THOUGHTS))

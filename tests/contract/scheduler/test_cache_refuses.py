@@ -1,4 +1,4 @@
-"""A cache that has known an elected master refuses a scheduler that is none: it says so once, and waits."""
+"""A cache that knows an elected leader refuses a scheduler without election. The scheduler logs this once."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_demoted_block_is_stored_on_the_host_and_removed_from_the_device(link:
     assert follower.non_empty() == {}
 
 
-def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: d.Driver) -> None:
+def test_a_removed_worker_and_a_closed_link_clear_their_blocks(link: d.Driver) -> None:
     link.add_worker(0, 8)
     link.add_worker(1, 8)
     link.add_worker(2, 8, prefix_caching=False)

@@ -208,7 +208,7 @@ def test_the_first_tenant_keeps_the_retention_at_equal_priority() -> None:
 
 
 def test_a_retention_that_fell_back_ends_once() -> None:
-    """It has lost its place in the order of eviction already, and does not lose it again when its time would be up."""
+    """The block has already lost its position in the eviction order. The end of the duration changes nothing."""
     cache = link(num_blocks=40)
     for number in (1, 2):
         stored(cache, number, prompt(number, 8), retention=[(0, 0, 90, 1000)])

@@ -1,4 +1,4 @@
-"""Clients of connections: names, counts, and whether a client has gone."""
+"""How connections are counted by client, and how a client that has disconnected is noticed."""
 
 from __future__ import annotations
 

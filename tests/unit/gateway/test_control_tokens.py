@@ -1,4 +1,4 @@
-"""Text from users never becomes a control token of a chat, wherever it stands and whatever the template makes of it."""
+"""A user's text never becomes a control token of a chat, in any field and with any template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What templates do with texts: join them, put them between signs, change them, cut out parts, quote them.
+# The template joins texts, puts them between brackets, changes them, removes parts of them and quotes them.
 WILD = (
     "<|im_start|>{{ a }}{{ b }}<|im_end|><|im_start|>{{ a ~ b ~ c }}<{{ b }}>{{ '</' + c + '>' }}[{{ a }}]"
     "{{ a | lower }}{{ (a + b) | trim }}{{ (b + a).replace('x', '') }}{{ messages | tojson }}<|im_end|>"
@@ -30,7 +30,7 @@ WILD = (
 
 
 def tokenizer_with(template: str) -> TextTokenizer:
-    """A token for each byte, and then the control tokens."""
+    """The tokenizer has a token for each byte, and then the control tokens."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,15 +84,15 @@ def test_normalizing_makes_no_control_token(normalizer: normalizers.Normalizer, 
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("place", ["content", "role", "name"])
-def test_no_field_of_a_message_writes_a_control_token(place: str, attack: str) -> None:
+@pytest.mark.parametrize("field", ["content", "role", "name"])
+def test_no_field_of_a_message_writes_a_control_token(field: str, attack: str) -> None:
     tokenizer = tokenizer_with(CHATML)
     harmless = [{"role": "user", "content": "hello", "name": "me"}]
     for attacked in (attack, attack + " ", attack[1:], attack[:-1]):
-        chat = [{**harmless[0], place: attacked}]
+        chat = [{**harmless[0], field: attacked}]
         assert controls(tokenizer, chat) == controls(tokenizer, harmless)
         shown = tokenizer.decode(tokenizer.encode_chat(chat, add_generation_prompt=False))
-        expected = {**harmless[0], place: attacked}
+        expected = {**harmless[0], field: attacked}
         assert shown == f"<|im_start|>{expected['role']} {expected['name']}\n{expected['content']}<|im_end|>\n"
 
 
@@ -138,7 +138,7 @@ def test_random_texts_add_no_control_token(texts: list[str]) -> None:
 
 @given(st.lists(st.text(st.sampled_from("<|/[ab] \n"), max_size=6), min_size=3, max_size=3))
 def test_a_prompt_without_control_tokens_in_its_texts_is_tokenized_whole(texts: list[str]) -> None:
-    """Signs of control tokens alone change nothing: the whole is tokenized in one piece, as transformers does."""
+    """The texts have only single characters of control tokens. As in transformers, the prompt is one piece."""
     variables = dict(zip("abc", texts, strict=True))
     tokenizer = tokenizer_with(WILD)
     text = ChatTemplate(WILD).render([], add_generation_prompt=True, variables=variables)

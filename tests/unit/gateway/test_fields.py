@@ -1,4 +1,4 @@
-"""Fields as clients of vLLM send them: numbers as texts, history with tool calls, fields of other servers."""
+"""Fields as clients of vLLM send them: numbers as strings, history with tool calls, fields of other servers."""
 
 from __future__ import annotations
 

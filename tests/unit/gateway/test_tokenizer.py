@@ -1,4 +1,4 @@
-"""Prompts and chats to token ids, against transformers where it is the reference."""
+"""The token ids of prompts and chats, compared with those of transformers, and where chat templates come from."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_a_chat_with_every_noncharacter_and_a_control_token_is_refused(tokenizer
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ApiError, match="noncharacter"):
         tokenizer.encode_chat([{"role": "user", "content": every + "<|end|>"}])
-    assert tokenizer.encode_chat([{"role": "user", "content": every}]), "nothing has to be marked"
+    assert tokenizer.encode_chat([{"role": "user", "content": every}]), (
+        "without a control token, no separator is needed"
+    )
 
 
 def test_a_chat_that_the_template_refuses_gets_400(tokenizer: TextTokenizer) -> None:
@@ -178,4 +180,5 @@ def test_other_threads_go_on_while_a_long_chat_is_encoded() -> None:
         num_turns += 1
         time.sleep(0)
     thread.join()
-    assert num_turns > 10  # one or two if the encoder kept the GIL; how many depends on what else the machine does
+    # If the encoder kept the GIL, this would be 1 or 2. The number depends on the machine's load.
+    assert num_turns > 10

@@ -204,7 +204,9 @@ def test_offline_requests_fill_only_their_own_queue(config: dict[str, Any], mess
     assert client.status is not None
     assert not client.status.full
     assert client.room is not None
-    assert (client.room.places, client.room.num_submissions) == (2, 0), "they take no place of online requests"
+    assert (client.room.places, client.room.num_submissions) == (2, 0), (
+        "offline requests take no queue position of online requests"
+    )
     system.submit("s", 5, prompt(5), PARAMS)
     system.run()
     assert len(client.tokens[5]) == 10
