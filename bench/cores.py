@@ -108,7 +108,7 @@ class Bench:
     # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────
 
     def settle(self) -> None:
-        """Until neither core has anything to say."""
+        """Runs until neither core has a message to send."""
         while True:
             outbox = self.timed("scheduler", self.core.poll, 0.0)
             exchanges = self.timed("wire", self._serialise, outbox)

@@ -45,7 +45,7 @@ class Arrival:
 
 
 def load(rate_per_s: float) -> list[Arrival]:
-    """The same for every preset."""
+    """The arrivals. They are the same for every preset."""
     rng = np.random.default_rng(0)
     systems = [rng.integers(1, 1 << 29, rng.integers(200, 600)) for _ in range(20)]
     times = rng.exponential(1 / rate_per_s, NUM_REQUESTS).cumsum()

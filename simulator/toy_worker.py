@@ -278,7 +278,7 @@ class ToyWorker:
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
         for position in range(start, end):
             block, place = sequence.table[position // self.block_size], position % self.block_size
-            self._expect(place >= filled.get(block, 0), f"block {block} is written again, at place {place}")
+            self._expect(place >= filled.get(block, 0), f"block {block} is written again, at position {place}")
             self.blocks[block][place], filled[block] = sequence.hashes[position], place + 1
         for position in range(end):
             read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]

@@ -118,7 +118,7 @@ class Load:
         return grown
 
     def _chunks(self, budget_tokens: int) -> dict[int, int]:
-        """By slot: the prompt tokens that this step computes."""
+        """The number of prompt tokens that this step computes, by slot."""
         chunks = {}
         for slot, running in self._running.items():
             left = running.request.prompt_tokens - running.computed

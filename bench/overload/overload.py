@@ -126,7 +126,7 @@ def bucket_percentile_ms(before: dict[float, float], after: dict[float, float], 
 
 
 def stolen_by_host_s() -> float:
-    """Of the time of all cores, since the machine started; 0 where the system does not tell: all is quiet there."""
+    """CPU seconds of all cores that the host has taken since boot; 0 where the system does not report them."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 

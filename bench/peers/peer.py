@@ -1,4 +1,4 @@
-"""A peer's benchmark as a process: one job a line in, one result a line out, so that ours and theirs can take turns."""
+"""A peer's benchmark as a process: one job a line in, one result a line out, so that both systems can take turns."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ MOST_STACKS = 5
 
 @dataclass
 class Outcome:
-    """Of a cell: the longest pause of each stream that the fault met, and what went wrong."""
+    """The results of a cell: the longest pause of each stream that the fault met, and the errors."""
 
     cell: Cell
     pauses_s: list[float] = field(default_factory=list)

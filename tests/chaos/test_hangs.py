@@ -51,7 +51,7 @@ LINK_LOST = {
 
 
 async def said(log: Path, words: str) -> None:
-    """Until it is in the log; what was in it before does not count."""
+    """Waits for new lines of the log that contain these words."""
     seen = len(await asyncio.to_thread(log.read_text, errors="replace"))
     while words not in await asyncio.to_thread(lambda: log.read_text(errors="replace")[seen:]):  # noqa: ASYNC110 - another process's
         await asyncio.sleep(0.02)

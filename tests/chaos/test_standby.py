@@ -144,7 +144,7 @@ async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[st
 
 
 def assert_epochs_rise(pair: Pair) -> None:
-    """Of the schedulers that each worker and gateway took orders from."""
+    """The epochs of the schedulers rise in the log of each worker and gateway."""
     for name in ("worker-1", "worker-2", "gateway"):
         lines = [json.loads(line) for line in (pair.folder / f"{name}.log").read_text().splitlines()]
         epochs = [line["epoch"] for line in lines if line["message"] in ("registered", "session open")]

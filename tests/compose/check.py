@@ -41,7 +41,7 @@ class Streams:
                 self._begun[index].set()
 
     def wait_begun(self) -> None:
-        """Until every stream has brought text."""
+        """Waits until every stream has brought text."""
         for event in self._begun:
             assert event.wait(60), "a stream brought no token within 60 s"
 

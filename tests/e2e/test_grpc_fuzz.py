@@ -72,7 +72,7 @@ def target(stack: Stack, server: str) -> str:
 
 
 async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
-    """Of all services that the server says it has."""
+    """The methods of all services that the server's reflection names."""
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     answer = await call.read()
@@ -224,7 +224,7 @@ async def clean_up(stack: Stack) -> None:
 
 
 async def tokens(stack: Stack) -> list[int]:
-    """Of a greedy request, with its prompt half in the cache."""
+    """The tokens of a greedy request with half of its prompt in the cache."""
     async with open_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=PROMPT),

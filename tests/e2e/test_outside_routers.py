@@ -57,7 +57,7 @@ def openai_client(url: str) -> Any:
 
 
 def test_smg_gives_the_answers_of_the_gateway(stack: Stack, smg: Smg, tmp_path: Path) -> None:
-    """By OpenAI's client: whole and streamed, samples with log probabilities, stop strings, structured outputs."""
+    """OpenAI's client asks: whole and streamed, samples with log probabilities, stop strings, structured outputs."""
     client = next(client for client in CLIENTS if client.key == "smg")
     assert_all_worked(client, [sys.executable, str(client.script)], stack, tmp_path / "log", smg.url)
 

@@ -122,7 +122,7 @@ def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypa
 
 @pytest.mark.parametrize("graph_max_seqs", [0, 24])
 def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpoint: Checkpoints) -> None:
-    """The same plans, so the same kernels on the same numbers."""
+    """The plans are equal, so equal kernels compute equal numbers."""
     runner = gpu_runner(checkpoint("llama3").folder, graph_max_seqs=graph_max_seqs)
     rng = np.random.default_rng(1)
     requests = [LoadRequest(int(rng.integers(1, 200)), 0, int(rng.integers(1, 60))) for _ in range(80)]

@@ -1,4 +1,4 @@
-"""Which tests run which lines: so that a mistake is met by the tests that could notice it, the quickest first."""
+"""Records which tests run which lines. A mutation is tried on the tests that could notice it, the quickest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import coverage
 import pytest
 
-# What is mutated: all that decides, and no shell around it.
+# The mutated modules: those that decide, without the gRPC servers around them.
 MODULES = (
     "scheduler_svc/core/**/*.py",
     "scheduler_svc/policies/**/*.py",
@@ -22,7 +22,7 @@ MODULES = (
     "services/gateway/engine/session_core.py",
     "services/client/continuation.py",
 )
-LEFT_OUT = ("invariants.py", "api.py", "__init__.py")  # checks of the debug mode; names that are only passed on
+LEFT_OUT = ("invariants.py", "api.py", "__init__.py")  # checks of the debug mode; re-exports
 TESTS = (
     "tests/unit/scheduler",
     "tests/unit/policies",
@@ -52,7 +52,7 @@ SYSTEM_TESTS = (
 
 
 class Contexts:
-    """A pytest plugin: what runs from now on, runs for this test."""
+    """A pytest plugin that records each line for the test that runs it."""
 
     def __init__(self, measured: coverage.Coverage) -> None:
         self.measured = measured

@@ -116,7 +116,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _changes(site: _Site) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
-    """Of this statement alone, not of those within it: what to replace, and by what."""
+    """The changes of this statement, without those of the statements in it: rule, old node, new node."""
     statement = site.node
     roots: list[ast.AST] = [statement]
     match statement:

@@ -169,7 +169,7 @@ def sample(count: int) -> list[Mutation]:
 
 
 def check_control(mutation: Mutation, batches: Callable[[Mutation], Sequence[Sequence[str]]]) -> None:
-    """The same tests pass with the module as it is. Raises RuntimeError: else every mutation would seem noticed."""
+    """Raises RuntimeError if the tests fail with the unchanged module: then every mutation would seem noticed."""
     tree = ast.parse((ROOT / mutation.path).read_text(encoding="utf-8"))
     tests = batches(mutation)
     pid, reader = in_child(lambda: first_failure(mutation.path, tree, tests))
@@ -220,7 +220,7 @@ def run_sample(count: int, processes: int, record: bool, reuse_lines: bool, quic
 
 
 def read_recorded() -> dict[str, str]:
-    """By a mutation's name, the test that noticed it."""
+    """The test that noticed a mutation, by the mutation's name."""
     recorded: dict[str, str] = json.loads(NOTICED.read_text(encoding="utf-8")) if NOTICED.exists() else {}
     return recorded
 

@@ -83,7 +83,7 @@ class EtcdProcess:
 
     @property
     def is_leader(self) -> bool:
-        """Of the members."""
+        """Whether this member is the leader of the etcd cluster."""
         url = f"{self.url}/v3/maintenance/status"
         with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=5) as answer:
             status = json.load(answer)

@@ -35,7 +35,7 @@ async def cache() -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def link(cache: Running) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    """With A cached on worker 3."""
+    """A link of a scheduler, with prompt A cached on worker 3."""
     call = cache.link()
     await ask(call, 1, d.add_worker_op(3, 8, 4), *run_ops(1, A, 3))
     yield call

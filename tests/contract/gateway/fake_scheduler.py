@@ -30,7 +30,7 @@ def hash_token(low: int, high: int) -> NextToken:
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """The same output for every prompt, over and over."""
+    """The model repeats these tokens, for every prompt."""
     return lambda prompt, position, sampling: tokens[position % len(tokens)]
 
 

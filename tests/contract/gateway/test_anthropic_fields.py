@@ -48,7 +48,7 @@ async def test_count_tokens(start: Start) -> None:
 
 
 async def ranges(running: Running, **options: Any) -> list[tuple[int, int, int]]:
-    """Of the request's prompt: tokens that are kept, from and to, and for how long in seconds."""
+    """The retained ranges of the request's prompt: first token, end, and duration in seconds."""
     await prompt_of(running, **options)
     kept = running.scheduler.submissions[-1].cache_retention
     assert {one.priority for one in kept} <= {70}

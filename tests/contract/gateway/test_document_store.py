@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def owner() -> str:
-    """Of one test, as the tests share a redis-server."""
+    """An owner for one test, because the tests share a redis-server."""
     return f"ann-{uuid4().hex}"
 
 

@@ -160,7 +160,7 @@ async def test_a_cancel_that_the_store_refuses_changes_nothing(
 
 
 async def test_a_response_is_released_though_its_task_is_cancelled_twice(file: Path) -> None:
-    """By its grace and by the end of the gateway, for example."""
+    """For example, the grace period and the end of the gateway both cancel it."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(SqliteStore):

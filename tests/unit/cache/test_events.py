@@ -51,7 +51,7 @@ class EventsMachine(CacheMachine):
         return self.link.core.events
 
     def expected_state(self) -> State:
-        """By the naive model, and by the tree."""
+        """The state by the naive model, which must equal the state of the tree."""
         state: State = {}
         for worker_id, worker in self.model.workers.items():
             if not worker.prefix_caching:

@@ -248,7 +248,7 @@ def test_a_block_that_is_not_full_falls_back_before_the_block_above_it() -> None
 
 @pytest.mark.parametrize("num_host", [0, 32])
 def test_a_retention_may_end_before_its_time(num_host: int) -> None:
-    """Of the whole prefix and the partial block behind it, in every memory; another tenant's retention stays."""
+    """It ends for the whole prefix and its partial block, in every memory. Another tenant's retention stays."""
     cache = Driver(retained=0.5, total_retained=1.0)
     cache.add_worker(0, 64, num_host_blocks=num_host, host_tier=num_host > 0, partial_reuse=True)
     ours, others = prompt(1, 5), prompt(2, 5)

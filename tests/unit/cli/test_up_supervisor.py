@@ -40,7 +40,7 @@ class Shell(Child):
 
 
 class OtherWorkers(GatewayProbe):
-    """Of a gateway that is ready if workers of other machines serve."""
+    """The probe of a gateway that is ready if workers of other machines serve."""
 
     def __init__(self, *, serve: bool) -> None:
         super().__init__("")

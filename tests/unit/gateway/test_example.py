@@ -21,7 +21,7 @@ ANSWER = httpx.Response(200, text='id: 1.2.3\ndata: {"choices": []}\n\ndata: [DO
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
-    """What it answers next, request by request."""
+    """The server's next answers, one for each request."""
     answers: list[httpx.Response] = []
     client = httpx.Client(transport=httpx.MockTransport(lambda _: answers.pop(0)))
 

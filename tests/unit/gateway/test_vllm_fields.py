@@ -45,7 +45,7 @@ def test_no_field_of_vllm_passes_unread(theirs: str, ours: Any, path: str) -> No
 
 
 def openai_fields(name: str) -> set[str]:
-    """Of a schema in OpenAI's specification, with those of the schemas that it includes."""
+    """The fields of a schema in OpenAI's specification and of the schemas that it includes."""
     schemas = json.loads(gzip.decompress((ROOT / "tests/support/openai-subset.json.gz").read_bytes()))["components"]
 
     def fields(part: dict[str, Any]) -> set[str]:
