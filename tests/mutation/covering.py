@@ -37,7 +37,7 @@ TESTS = (
 # Tests that run nearly all lines. They are not measured, and run when no other test notices a mistake.
 SYSTEM_TESTS = (
     *(
-        f"tests/simulation/test_world.py::test_every_stream_is_the_undisturbed_one_although_services_die[{n}]"
+        f"tests/simulation/test_world.py::test_every_stream_equals_its_undisturbed_run_although_services_die[{n}]"
         for n in (0, 50)
     ),
     "tests/simulation/test_hostile_policies.py",

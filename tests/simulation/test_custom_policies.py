@@ -125,7 +125,7 @@ class CustomRun(Run):
         return build(choose(self.rng.choice(["paceline", "vllm-v0"]), {"order": ORDER, "capacity": CAPACITY}, options))
 
 
-def test_every_stream_is_the_undisturbed_one() -> None:
+def test_every_stream_equals_its_undisturbed_run() -> None:
     for seed in range(20):
         run = CustomRun(seed)
         run.play()

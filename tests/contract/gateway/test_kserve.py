@@ -77,7 +77,7 @@ async def test_a_text_prompt_gets_the_tokens_of_the_openai_api(running: Running)
     assert len(outputs(ids)["output_ids"]) == 6
 
 
-async def test_contents_parameters_outputs_and_the_echo(running: Running) -> None:
+async def test_typed_contents_parameters_outputs_and_the_echo_are_honoured(running: Running) -> None:
     typed = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1, 1])
     typed.contents.bytes_contents.append(b"once")
     with_prompt = pb.ModelInferRequest.InferInputTensor(name="exclude_input_in_output", datatype="BOOL", shape=[1])

@@ -131,7 +131,7 @@ async def test_a_grammar_above_a_limit_is_refused_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], limit: str
 ) -> None:
     """While the gateway tries the grammar, it serves other requests: one of them ends first."""
-    # Otherwise the machine's speed decides whether the limit of memory comes first; test_grammar_checks.py has that.
+    # Otherwise a slow machine could reach the memory limit first. test_grammar_checks.py tests that limit.
     plenty = TrialLimits(memory_bytes=2**32)
     monkeypatch.setattr(request, "GrammarChecks", partial(GrammarChecks, limits=plenty))
     running = await start()
