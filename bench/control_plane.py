@@ -3,8 +3,8 @@ workloads in its own environment, in turns with Paceline.
 
 A decode step is all work from a step's result to the next plan: reading the results, sending tokens to the session,
 exchanging commits and extensions with the cache (the cache's time counts), making the next plan, and building all
-protobuf messages. The second column ("with wire") adds serialising and parsing these messages. vLLM's figures do not include
-its serialising (pickle, msgpack).
+protobuf messages. The second column ("with wire") adds serialising and parsing these messages. vLLM's figures do not
+include its serialising (pickle, msgpack).
 """
 
 from __future__ import annotations

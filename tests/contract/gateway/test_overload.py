@@ -1,4 +1,4 @@
-"""What a gateway does for requests that it cannot serve: as little as possible."""
+"""A gateway spends as little as possible on requests that it cannot serve."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connect(running: Running, data: bytes = b"") -> socket.socket:
 
 
 async def answer(connection: socket.socket) -> bytes:
-    """The whole of one, however many pieces it comes in."""
+    """Reads one answer to its end, in any number of pieces."""
     connection.setblocking(False)
     loop, data, missing = asyncio.get_running_loop(), b"", 1
     async with asyncio.timeout(20):
@@ -62,7 +62,7 @@ async def metric(running: Running, name: str) -> float:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was tokenised, without the empty prompts that :func:`full` asks with until it is refused."""
+    """The tokenised prompts, without the empty prompts of :func:`full`."""
     texts: list[str] = []
     encode = TextTokenizer.encode
 
@@ -95,7 +95,7 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"\r\nretry-after: 1\r\n" in refused
     assert b'"code":429,"reason":"rate_limit_exceeded"' in refused
-    connection.sendall(b"{" * 30 + HEALTH)  # that body is skipped, and the connection is of use
+    connection.sendall(b"{" * 30 + HEALTH)  # the gateway skips that body and keeps the connection
     assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
     connection.close()
     broken = await running.http.post("/v1/chat/completions", content=b"no JSON")
@@ -115,7 +115,7 @@ async def test_simultaneous_requests_take_no_more_than_the_free_queue_positions(
 ) -> None:
     """40 requests come before the scheduler reports that its queue is full."""
     running = await start()
-    # Else the scheduler is asked again if it reports nothing for a while.
+    # Otherwise the gateway asks the scheduler again after a while without a report.
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
     assert (
@@ -174,7 +174,9 @@ async def test_a_body_that_does_not_come_frees_its_queue_position(
             connection.close()
 
 
-async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_client_has_a_limited_time_to_send_its_body(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_connection, "_REST_S", 0.5)
     running = await start()
     await full(running)
@@ -186,7 +188,7 @@ async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monke
             connection.sendall(b"x")
             sent += 1
             await asyncio.sleep(0.02)
-    assert sent < 900, "it may go on for ever"
+    assert sent < 900, "the gateway waits for the body for ever"
     connection.close()
 
 
@@ -202,12 +204,12 @@ async def test_a_refused_request_with_connection_close_gets_its_429(start: Start
     assert b"\r\nconnection: close\r\n" in refused
     assert re.search(rb"\r\nretry-after-ms: \d+\r\n", refused)
     async with asyncio.timeout(20):
-        assert not await asyncio.get_running_loop().sock_recv(connection, 1), "the rest is not waited for"
+        assert not await asyncio.get_running_loop().sock_recv(connection, 1), "the gateway waited for the body"
     connection.close()
 
 
-async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(start: Start) -> None:
-    """In one packet; what comes behind them is answered as ever."""
+async def test_pipelined_requests_that_are_refused_are_answered_in_order(start: Start) -> None:
+    """They come in one packet. The request behind them is served."""
     running = await start()
     await full(running)
     connection = connect(running, 3 * completion() + HEALTH)
@@ -220,8 +222,8 @@ async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(star
     connection.close()
 
 
-async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start: Start) -> None:
-    """Else the answers would fill the gateway's memory."""
+async def test_the_gateway_stops_reading_a_client_that_does_not_read_its_refusals(start: Start) -> None:
+    """Otherwise the answers would fill the gateway's memory."""
     running = await start()
     await full(running)
     assert running.addresses.http is not None
@@ -238,7 +240,7 @@ async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start
             except BlockingIOError:
                 idle += 1
             await asyncio.sleep(0.001)
-            assert sent < 64 * 2**20, "it goes on and on"
+            assert sent < 64 * 2**20, "the gateway never stops reading"
         assert (await running.http.get("/health")).status_code == 200
 
 
@@ -282,7 +284,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 async def test_a_client_that_disconnects_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
-    """On a connection that is new, or one that is there already."""
+    """The connection is new, or has served a request before."""
     running = await start()
     connections = [connect(running, before) for _ in range(50)]
     if before:
@@ -305,7 +307,7 @@ async def test_a_client_that_disconnects_before_its_turn_costs_no_tokenisation_a
 
 async def test_the_gateways_own_429_says_when_a_position_will_be_free(start: Start) -> None:
     running = await start(settings={"max_live_requests": 2})
-    async with asyncio.timeout(60):  # two a second leave, or so
+    async with asyncio.timeout(60):  # about two requests a second finish
         for _ in range(4):
             assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
             await asyncio.sleep(0.4)
@@ -315,12 +317,12 @@ async def test_the_gateways_own_429_says_when_a_position_will_be_free(start: Sta
     told = await asyncio.gather(*(running.http.post("/v1/completions", json=BODY) for _ in range(40)))
     assert {response.status_code for response in told} == {429}
     seconds = sorted(int(response.headers["retry-after"]) for response in told)
-    assert seconds[0] < seconds[20] < seconds[39], "one behind the other"
+    assert seconds[0] < seconds[20] < seconds[39], "each later client gets a later time"
     running.scheduler.paused = False
     assert [(await task).status_code for task in tasks] == [200, 200]
 
 
-async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: Start) -> None:
+async def test_the_memory_of_unfinished_bodies_is_limited(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 4096})
     slow = connect(running, HEAD % 9000 + b"x" * 3000)
     await until_status(running, 429, user="x" * 3000)
