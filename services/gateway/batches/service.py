@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import Context
 from typing import NoReturn
 
@@ -53,6 +53,7 @@ class Batches:
             self._context = RunContext(gateway, store, files, endpoints, asyncio.Semaphore(all_lines), lines)
         self.limits = limits
         self._runs: dict[DocumentName, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._changing_leases = asyncio.Lock()
 
     @property
     def files(self) -> Files:
@@ -82,7 +83,7 @@ class Batches:
         name = DocumentName("batch", owner, f"batch_{uuid.uuid4().hex}")
         batch = new_batch(name, self.gateway.model_name, request, time.time(), shared.files.limits.ttl_s)
         await shared.store.put(batch.document(), has_work=True)
-        if len(self._runs) < MAX_RUNS and not self.gateway.draining:
+        if len(self._runs) < MAX_RUNS:
             await self._take(name)
         return batch
 
@@ -93,7 +94,7 @@ class Batches:
             message = f"{param}: there is no batch {batch_id[:120]!r} here"
             raise ApiError(404, message, param=param, code="batch_not_found")
         batch = stored_batch(document)
-        if time.time() >= batch.expires_s and not (batch.has_ended or self.gateway.draining):
+        if time.time() >= batch.expires_s and not batch.has_ended:
             await self._take(batch.name)  # it waits for a run, or for a gateway of its model
         return batch
 
@@ -114,7 +115,7 @@ class Batches:
             if await self._shared.store.replace(cancelled.document()):
                 if (found := self._runs.get(batch.name)) is not None:
                     await found[0].look()
-                elif not self.gateway.draining:
+                else:
                     await self._take(batch.name)  # it waits for a run, or for a gateway of its model
                 return cancelled
 
@@ -142,7 +143,9 @@ class Batches:
         raise AssertionError("the tasks above do not end")
 
     async def _renew(self) -> None:
-        for name in await self._shared.store.renew(list(self._runs), LEASE_S):
+        async with self._changing_leases:
+            lost = await self._shared.store.renew(list(self._runs), LEASE_S)
+        for name in lost:
             if (found := self._runs.get(name)) is not None and not found[0].batch.has_ended:
                 _log.warning("another gateway has taken over a batch", id=name.id)
                 found[1].cancel()
@@ -175,14 +178,24 @@ class Batches:
         _, task = self._runs[name]
         task.cancel()
         await asyncio.wait([task])
-        await self._shared.store.renew([name], 0.0)
+        await self._give_back([name])
         _log.info("a batch waits for one of another key", id=name.id)
         return True
 
+    async def _give_back(self, names: Sequence[DocumentName]) -> None:
+        """Let any gateway take these batches at once. Their tasks must have ended."""
+        async with self._changing_leases:  # a renewal under way would give them a lease again
+            await self._shared.store.renew(names, 0.0)
+
     async def _take(self, name: DocumentName) -> None:
-        """Run a batch, if no other gateway is faster."""
+        """Run a batch, if no other gateway is faster, and this gateway is not draining."""
         store = self._shared.store
-        if name in self._runs or not await store.claim(name, LEASE_S) or (document := await store.get(name)) is None:
+        if name in self._runs or self.gateway.draining or not await store.claim(name, LEASE_S):
+            return
+        if (document := await store.get(name)) is None:
+            return
+        if self.gateway.draining:  # meanwhile: close() has not seen this batch
+            await self._give_back([name])
             return
         run = BatchRun(self._shared, stored_batch(document))
         _log.info("runs a batch", id=name.id, status=run.batch.status)
@@ -201,13 +214,14 @@ class Batches:
             _log.error("a batch failed", id=name.id, exc_info=error)
 
     async def close(self) -> None:
-        """Leave all batches to other gateways, at once."""
+        """Leave all batches to other gateways, at once. Call this when the gateway drains; lines in flight run again
+        elsewhere, because a line may take longer than the drain."""
         runs = dict(self._runs)
         for _, task in runs.values():
             task.cancel()
         await asyncio.gather(*(task for _, task in runs.values()), return_exceptions=True)
         if runs:
             try:
-                await self._shared.store.renew(list(runs), 0.0)
+                await self._give_back(list(runs))
             except ApiError as error:
                 _log.warning("batches were not given back", error=error.message)

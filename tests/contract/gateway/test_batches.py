@@ -14,6 +14,7 @@ from openai.types import Batch
 
 from services.gateway.batches.files import Files
 from services.gateway.errors import ApiError
+from services.gateway.store.periodic import LEASE_S
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -376,6 +377,25 @@ async def test_a_stopped_gateway_leaves_its_batch_to_the_next_one(start: Start, 
     assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
     assert second.scheduler.num_requests < 40, "lines with a result are not run again"
     assert (await results(second, batch["output_file_id"])).keys() == {f"r{i}" for i in range(40)}
+
+
+async def test_a_draining_gateway_hands_its_batches_over_at_once(start: Start, tmp_path: Path) -> None:
+    """While it still serves the streams of its clients."""
+    first = await launch(start, tmp_path, {"batch_lines": 4, "drain_s": 60.0}, step_s=0.2)
+    second = await launch(start, tmp_path)
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with first.http.stream("POST", COMPLETION, json=body) as stream:
+        events = stream.aiter_lines()  # kept, as its end would end the stream
+        await anext(events)
+        batch_id = await begin(first, jsonl(*(line(f"r{i}", max_tokens=400 if i else 1) for i in range(8))))
+        await until(lambda: len(first.scheduler.submissions) == 6 and first.scheduler.num_running == 5)
+        first.stop.set()
+        async with asyncio.timeout(LEASE_S / 2):
+            await until(lambda: bool(second.scheduler.submissions))
+        batch = await until_status(second, batch_id, "completed")
+        assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        assert not first.task.done()
+        assert first.scheduler.num_running == 1, "the stream"
 
 
 async def test_two_gateways_that_take_a_batch_from_each_other_give_each_line_once(
