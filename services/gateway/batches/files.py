@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import ContentPiece, Document, DocumentName, DocumentStore
+from services.gateway.store.documents import ContentPiece, Document, DocumentKind, DocumentName, DocumentStore
 
 PIECE_BYTES = 2**20
 MAX_LINES = 50_000  # OpenAI's limit of a batch
 MAX_FILES = 1000  # of one owner
 MAX_NAME_CHARS = 255
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
+_KINDS: tuple[DocumentKind, ...] = ("file", "batch")  # a batch has the bytes of its results until they are in files
 # The label of a file that is being written. It counts for the owner, is shown to no client, and expires if its gateway
 # dies.
 _WRITING, _WRITING_S = "writing", 3600.0
@@ -167,16 +168,21 @@ class Files:
             yield Line(number, bytes(text))
 
     async def check_usage(self, owner: str, param: str) -> None:
-        """Raises ApiError 413 if the owner's files exceed a limit, also those that are being written."""
-        usage, limits = await self._store.usage("file", owner), self.limits
+        """Raises ApiError 413 if the owner's files exceed a limit, with those that are being written."""
         what = ""
-        if usage.num_documents > MAX_FILES:
-            what = f"{MAX_FILES} files"
-        elif usage.num_bytes > limits.max_owner_bytes:
-            what = f"{limits.max_owner_bytes} bytes (--max-files-bytes)"
+        if (await self._store.usage("file", owner)).num_documents > MAX_FILES:
+            what = f"all your files together may be at most {MAX_FILES} files"
+        elif await self.exceed_bytes(owner):
+            what = "all your files and the results of your running batches together may have at most "
+            what += f"{self.limits.max_owner_bytes} bytes (--max-files-bytes)"
         if what:
-            message = f"{param}: all your files together may have at most {what}; delete files that you do not need"
+            message = f"{param}: {what}; delete files that you do not need"
             raise ApiError(413, message, param=param, code="files_limit_exceeded")
+
+    async def exceed_bytes(self, owner: str) -> bool:
+        """Whether the owner's files and the results of its running batches have more bytes than they may."""
+        sizes = [(await self._store.usage(kind, owner)).num_bytes for kind in _KINDS]
+        return sum(sizes) > self.limits.max_owner_bytes
 
     async def _begin(
         self, name: DocumentName, filename: str, purpose: str, ttl_s: float, num_bytes: int

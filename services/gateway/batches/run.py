@@ -44,11 +44,13 @@ _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 _HELD_BYTES = 32 * 2**20
 _UNKNOWN_ID = ""  # of a line that is larger than this gateway reads; the result's position tells the line
 _WRITTEN = 256  # results of lines that were not run, in one write
+_CHECKED_BYTES = 2**20  # of results, between two checks of the owner's limit: Redis reads all documents for a check
 _EVENTS: dict[Unrun, Event] = {
     "": "run",
     "batch_expired": "expire",
     "api_key_revoked": "run",
     "input_file_lost": "lose",
+    "files_limit_exceeded": "run",
 }
 
 
@@ -77,6 +79,8 @@ class BatchRun:
         self._unrun: Unrun = ""  # why no further lines are run
         self._stopping = asyncio.Event()
         self._marks: Counter[int] = Counter()  # of the lines that have a result
+        self._num_bytes = batch.num_bytes  # of the results
+        self._next_check = 0  # when there are so many bytes
         self._changing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -98,6 +102,15 @@ class BatchRun:
             self._stop("batch_cancelled")
         elif time.time() >= self.batch.expires_s and self.batch.status in ("validating", "in_progress"):
             self._stop("batch_expired")
+        elif self.batch.status == "in_progress":
+            await self._check_room()
+
+    async def _check_room(self) -> None:
+        """Run no further lines if the owner has no room for their results."""
+        if self._num_bytes >= self._next_check:
+            self._next_check = self._num_bytes + _CHECKED_BYTES
+            if await self._files.exceed_bytes(self.batch.name.owner):
+                self._stop("files_limit_exceeded")
 
     def _stop(self, why: Unrun) -> None:
         self._unrun = self._unrun or why
@@ -114,7 +127,7 @@ class BatchRun:
                 if event is not None and not stored.may(event):
                     self.batch = stored
                     return False
-                changed = replace(stored, **{"counts": self._counts(stored), **fields})
+                changed = replace(stored, **{"counts": self._counts(stored), "num_bytes": self._num_bytes, **fields})
                 if event is not None:
                     changed = changed.after(event, time.time())
                 if changed == stored or await self._store.replace(changed.document(), ends_work=changed.has_ended):
@@ -151,6 +164,7 @@ class BatchRun:
     async def _run_lines(self) -> None:
         outcome = dict(self.batch.outcome)
         try:
+            await self._check_room()
             await self._unless_stopped(self._run_each())
         except ApiError as error:
             if error.status != 404:
@@ -234,6 +248,7 @@ class BatchRun:
             try:
                 if await self._store.add_pieces(self.batch.name, [piece]):
                     self._marks[piece.mark] += 1
+                    self._num_bytes += len(piece.data)
                 return
             except ApiError as error:
                 _log.warning("the result of a line has to wait", request=request_id, error=error.message)
@@ -283,6 +298,7 @@ class BatchRun:
                 await self._files.write(name.owner, file_id, f"{name.id}_{what}.jsonl", batch.ttl_s, chunks)
                 if usage is not None:
                     outcome["usage"] = usage.shown()
+        self._num_bytes = 0  # the files count from now on
         if await self._change("finish", outcome=outcome, unrun=unrun):
             await self._store.drop_pieces(name)
 

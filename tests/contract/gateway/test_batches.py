@@ -523,6 +523,34 @@ async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_d
     assert (await running.http.post("/v1/batches", json=body)).status_code == 200
 
 
+async def test_results_of_a_running_batch_count_for_its_key(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Towards the limit of uploads. The batch ends with what it has when the limit is reached."""
+    monkeypatch.setattr("services.gateway.batches.run._CHECKED_BYTES", 1)
+    content = jsonl(*(line(f"r{i}") for i in range(60)))
+    limits = {"max_files_bytes": len(content) + 6000, "batch_lines": 1}
+    running = await launch(start, tmp_path, limits, step_s=0.05)
+    batch_id = await begin(running, content)
+    async with asyncio.timeout(20):
+        while (await batch_of(running, batch_id))["request_counts"]["completed"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    refused = await upload(running, b"x" * 5900)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (413, "files_limit_exceeded")
+    assert "running batches" in refused.json()["error"]["message"]
+    batch = await until_status(running, batch_id, "completed")
+    counts = batch["request_counts"]
+    assert 4 <= counts["completed"] < 60
+    assert counts["completed"] + counts["failed"] == counts["total"] == 60
+    served, failed = [await results(running, batch[name]) for name in ("output_file_id", "error_file_id")]
+    assert served.keys() | failed.keys() == {f"r{i}" for i in range(60)}
+    assert {one["error"]["code"] for one in failed.values()} == {"files_limit_exceeded"}
+    assert running.scheduler.num_running == 0
+    for name in ("output_file_id", "error_file_id"):
+        await running.http.delete(f"/v1/files/{batch[name]}")
+    assert (await upload(running, b"x" * 5900)).status_code == 200, "the results count once"
+
+
 async def test_a_batch_of_many_sequences_refuses_no_online_request(start: Start, tmp_path: Path) -> None:
     running = await launch(start, tmp_path, {"max_live_requests": 6}, step_s=0.02)
     batch_id = await begin(running, jsonl(*(line(f"r{i}", n=3, temperature=1, max_tokens=60) for i in range(6))))
