@@ -82,6 +82,14 @@ class BatchRun:
         self._num_bytes = batch.num_bytes  # of the results
         self._next_check = 0  # when there are so many bytes
         self._changing = asyncio.Lock()
+        self.begun_s = time.monotonic()
+        self._turn_is_over = False
+        self.is_idle = False  # its turn is over, and no line is in flight any more: it waits to be cancelled
+
+    def end_turn(self) -> None:
+        """Begin no further line. Lines in flight end first: a line may take longer than a turn, and would begin again
+        in each one."""
+        self._turn_is_over = True
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises ApiError 503 if the store fails: then it can be begun again."""
@@ -188,6 +196,8 @@ class BatchRun:
 
         try:
             async for line in self._files.lines(await self._input(), self._gateway.max_body_bytes):
+                if self._turn_is_over:
+                    break
                 if line.number in done:
                     continue
                 await turns.take(num_bytes := len(line.text or b""))
@@ -205,6 +215,9 @@ class BatchRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         missing = self.batch.counts.total - len(await self._store.marks(self.batch.name))
+        if missing and self._turn_is_over:
+            self.is_idle = True
+            await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is
         if missing:  # a task has failed, and the log says why
             raise ApiError(503, f"{missing} lines have no result yet")
 
@@ -255,10 +268,16 @@ class BatchRun:
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def _result(self, number: int, line: BatchLine, request_id: str) -> ContentPiece | None:
-        """The result of a line, as soon as the server takes the line. None if the key of the batch was removed."""
+        """The result of a line, as soon as the server takes the line. None if the key of the batch was removed, or if
+        the turn ends first."""
         name = self.batch.name
         while True:
             async with self._throttle.entering(), self._context.slots:
+                # Waits here, because a refusal would write a line into the log and halve the lines in flight.
+                while not (self._turn_is_over or self._has_room()):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+                if self._turn_is_over:
+                    return None
                 caller = self._gateway.access.named(name.owner)
                 if caller is None:
                     self._stop("api_key_revoked")
@@ -273,10 +292,10 @@ class BatchRun:
         endpoint = self.batch.endpoint
         if (call := self._context.endpoints.get(endpoint)) is None:
             return error_answer(ApiError(404, f"this server has no {endpoint}", code="not_found"))
-        # Asked first, because a refusal would write a line into the log and halve the lines in flight.
-        while not self._gateway.ready or self._gateway.refusal_if_full() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
         return await call_endpoint(call, endpoint, line.request, caller, request_id)
+
+    def _has_room(self) -> bool:
+        return self._gateway.ready and self._gateway.refusal_if_full() is None
 
     # -- the end -----------------------------------------------------------------------------------
 

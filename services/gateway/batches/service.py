@@ -28,6 +28,9 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 MAX_RUNS = 8  # batches that a gateway runs at once
+# How long a batch runs before one of a key without a run may take its turn. A turn begins with reading the input file
+# up to the first line without a result: up to 200 MiB.
+TURN_S = 60.0
 _MOST_OWNERS = 64  # of waiting batches, that are looked at each second
 MAX_UNFINISHED = 100  # batches of one owner
 
@@ -158,14 +161,22 @@ class Batches:
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
-        """Take one batch of each owner. An owner without a run goes first."""
+        """Take one batch of each owner. An owner without a run goes first. Owners take turns if they are too many."""
         if not self.gateway.ready:
             return
+        for name in [name for name, (run, _) in self._runs.items() if run.is_idle]:
+            await self._leave(name)
         waiting = await self._shared.store.waiting("batch", self.gateway.model_name, _MOST_OWNERS)
         runs = Counter(name.owner for name in self._runs)
+        num_without = 0
         for name in sorted(waiting, key=lambda name: runs[name.owner]):
             if len(self._runs) < MAX_RUNS or await self._make_room(name.owner):
                 await self._take(name)
+            elif not runs[name.owner]:
+                num_without += 1
+        for run, _ in list(self._runs.values())[:num_without]:  # they have run longest
+            if time.monotonic() - run.begun_s >= TURN_S:
+                run.end_turn()
 
     async def _make_room(self, owner: str) -> bool:
         """Let a batch of an owner with several runs wait, for an owner without any. Its lines in flight will run
@@ -174,13 +185,16 @@ class Batches:
         [(busiest, count)] = runs.most_common(1)
         if runs[owner] or count < 2:
             return False
-        name = next(name for name in reversed(self._runs) if name.owner == busiest)
-        _, task = self._runs[name]
-        task.cancel()
-        await asyncio.wait([task])
+        await self._leave(next(name for name in reversed(self._runs) if name.owner == busiest))
+        return True
+
+    async def _leave(self, name: DocumentName) -> None:
+        """Let a batch wait, behind those that wait already."""
+        if (found := self._runs.get(name)) is not None:
+            found[1].cancel()
+            await asyncio.wait([found[1]])
         await self._give_back([name])
         _log.info("a batch waits for one of another key", id=name.id)
-        return True
 
     async def _give_back(self, names: Sequence[DocumentName]) -> None:
         """Let any gateway take these batches at once. Their tasks must have ended."""

@@ -479,6 +479,36 @@ async def test_a_batch_of_another_key_does_not_wait_for_many_of_one_key(
         await until_status(running, batch_id, "cancelled", headers=ann)
 
 
+async def test_batches_of_more_keys_than_run_at_once_take_turns(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each line runs once, also one that takes longer than a turn."""
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 2)
+    monkeypatch.setattr("services.gateway.batches.service.TURN_S", 0.5)
+    keys = Keys(tmp_path / "keys.toml")
+    names = ["ann", "bob", "cem"]
+    headers = [bearer(keys.add(name)) for name in names]
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path), "batch_lines": 2}, step_s=0.05)
+    long = jsonl(line("r0", max_tokens=40), *(line(f"r{i}", max_tokens=8) for i in range(1, 16)))
+    batch_ids = [await begin(running, long, headers=each) for each in headers]
+    most = 0
+
+    async def completed(number: int) -> int:
+        nonlocal most
+        most = max(most, running.scheduler.num_running)
+        return int((await batch_of(running, batch_ids[number], headers=headers[number]))["request_counts"]["completed"])
+
+    async with asyncio.timeout(30):
+        while not await completed(2):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert max(await completed(0), await completed(1)) < 16, "the third key does not wait for an end"
+    assert most <= 4, "two lines of two batches"
+    for batch_id, each in zip(batch_ids, headers, strict=True):
+        batch = await until_status(running, batch_id, "completed", headers=each)
+        assert batch["request_counts"] == {"total": 16, "completed": 16, "failed": 0}
+    assert len(running.scheduler.submissions) == 3 * 16
+
+
 async def test_a_batch_that_waits_for_a_run_is_cancelled_and_expires(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
