@@ -29,7 +29,7 @@ from services.gateway.batches.results import (
     unrun_result,
 )
 from services.gateway.batches.schema import BatchLine
-from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
+from services.gateway.batches.throttle import ByteLimit, LineSlots, Throttle, Turns
 from services.gateway.batches.validation import InputCheck, parse_line
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
@@ -63,7 +63,7 @@ class RunContext:
     store: DocumentStore
     files: Files
     endpoints: Mapping[str, CallEndpoint]
-    slots: asyncio.Semaphore
+    slots: LineSlots
     lines: int
     held: ByteLimit = field(default_factory=lambda: ByteLimit(_HELD_BYTES))
 
@@ -272,7 +272,7 @@ class BatchRun:
         the turn ends first."""
         name = self.batch.name
         while True:
-            async with self._throttle.entering(), self._context.slots:
+            async with self._throttle.entering(), self._context.slots.entering(name.owner):
                 # Waits here, because a refusal would write a line into the log and halve the lines in flight.
                 while not (self._turn_is_over or self._has_room()):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)

@@ -19,6 +19,7 @@ from services.gateway.batches.files import INPUT, FileLimits, Files, StoredFile
 from services.gateway.batches.records import BatchRecord, new_batch, stored_batch
 from services.gateway.batches.run import BatchRun, RunContext
 from services.gateway.batches.schema import BatchRequest
+from services.gateway.batches.throttle import LineSlots
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.gateway import Gateway
 from services.gateway.store.documents import DocumentName, DocumentStore
@@ -53,7 +54,7 @@ class Batches:
         self._context: RunContext | None = None
         if store is not None:
             files = Files(store, limits)
-            self._context = RunContext(gateway, store, files, endpoints, asyncio.Semaphore(all_lines), lines)
+            self._context = RunContext(gateway, store, files, endpoints, LineSlots(all_lines), lines)
         self.limits = limits
         self._runs: dict[DocumentName, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._changing_leases = asyncio.Lock()

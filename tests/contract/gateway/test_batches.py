@@ -479,6 +479,25 @@ async def test_a_batch_of_another_key_does_not_wait_for_many_of_one_key(
         await until_status(running, batch_id, "cancelled", headers=ann)
 
 
+async def test_lines_of_a_key_with_many_batches_leave_another_key_its_share(start: Start, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    ann, bob = (bearer(keys.add(name)) for name in ("ann", "bob"))
+    settings = {"keys_file": str(keys.path), "batch_lines": 4, "all_batch_lines": 2}
+    running = await launch(start, tmp_path, settings, step_s=0.02)
+    running.scheduler.paused = True
+    lines = jsonl(*(line(f"r{i}") for i in range(20)))
+    of_ann = [await begin(running, lines, headers=ann) for _ in range(3)]
+    of_bob = await begin(running, lines, headers=bob)
+    await until_status(running, of_bob, "in_progress", headers=bob)
+    running.scheduler.paused = False
+    await until_status(running, of_bob, "completed", headers=bob)
+    tenants = [submission.tenant for submission in running.scheduler.submissions]
+    last = len(tenants) - tenants[::-1].index("bob")
+    assert tenants[:last].count("ann") <= 20 + 8, "one of two slots, but for the first lines"
+    for batch_id in of_ann:
+        await until_status(running, batch_id, "completed", headers=ann)
+
+
 async def test_batches_of_more_keys_than_run_at_once_take_turns(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from services.gateway.batches.files import PIECE_BYTES, FileLimits, Files, Line
 from services.gateway.batches.records import ENDED, TRANSITIONS, BatchRecord, new_batch, stored_batch
 from services.gateway.batches.results import BatchUsage, line_result, output_id, unrun_result
 from services.gateway.batches.schema import BatchLine, BatchRequest
-from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
+from services.gateway.batches.throttle import ByteLimit, LineSlots, Throttle, Turns
 from services.gateway.errors import ApiError
 from services.gateway.store.documents import DocumentName
 from services.gateway.store.sqlite_documents import SqliteDocuments
@@ -170,6 +171,43 @@ async def test_a_pause_ends_by_itself() -> None:
     throttle.refused(0.0)
     async with asyncio.timeout(10), throttle.entering():
         assert throttle.num_running == 1
+
+
+async def test_slots_go_round_the_owners_of_waiting_lines() -> None:
+    slots, served = LineSlots(1), list[str]()
+
+    async def run(owner: str) -> None:
+        async with slots.entering(owner):
+            served.append(owner)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(run(owner) for owner in "aaaaabbc"))
+    assert "".join(served) == "aabcabaa"
+
+
+async def test_a_cancelled_line_gives_its_slot_on() -> None:
+    slots, most, num_running = LineSlots(2), 0, 0
+
+    async def run(owner: str) -> None:
+        nonlocal most, num_running
+        async with slots.entering(owner):
+            num_running += 1
+            most = max(most, num_running)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                num_running -= 1
+
+    draw = random.Random(7)
+    for _ in range(50):
+        tasks = [asyncio.create_task(run(draw.choice("abc"))) for _ in range(12)]
+        for _ in range(6):
+            await asyncio.sleep(0)
+            draw.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most == 2
+    async with asyncio.timeout(5), slots.entering("a"), slots.entering("b"):
+        assert num_running == 0, "both slots are free again"
 
 
 @pytest.mark.parametrize(("num_lines", "num_bytes", "num_turns"), [(160, 200, 10), (20, 20_000, 10), (4, 64_000, 4)])
