@@ -217,7 +217,10 @@ class BatchRun:
         missing = self.batch.counts.total - len(await self._store.marks(self.batch.name))
         if missing and self._turn_is_over:
             self.is_idle = True
-            await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is
+            try:
+                await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is
+            finally:
+                self.is_idle = False
         if missing:  # a task has failed, and the log says why
             raise ApiError(503, f"{missing} lines have no result yet")
 

@@ -21,7 +21,7 @@ from services.gateway.batches.results import BatchUsage, line_result, output_id,
 from services.gateway.batches.schema import BatchLine, BatchRequest
 from services.gateway.batches.throttle import ByteLimit, LineSlots, Throttle, Turns
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import DocumentName
+from services.gateway.store.documents import Document, DocumentName
 from services.gateway.store.sqlite_documents import SqliteDocuments
 from services.gateway.store.sqlite_file import SqliteFile
 
@@ -81,6 +81,24 @@ async def test_lines_are_read_over_the_ends_of_pieces(
     await files.delete(stored)
     with pytest.raises(ApiError):
         await files.find("ann", stored.name.id)
+    await database.close()
+
+
+async def test_an_upload_that_is_too_large_counts_at_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it could end a running batch of its owner."""
+    database = SqliteFile(tmp_path / "x.db")
+    store = SqliteDocuments(database)
+    files, put, names = Files(store, FileLimits(max_owner_bytes=10)), store.put, list[DocumentName]()
+
+    async def noted(document: Document, **options: Any) -> bool:
+        names.append(document.name)
+        return await put(document, **options)
+
+    monkeypatch.setattr(store, "put", noted)
+    kept = await files.add("ann", "in.jsonl", io.BytesIO(b"x" * 6), 6, None)
+    with pytest.raises(ApiError, match="10 bytes"):
+        await files.add("ann", "in.jsonl", io.BytesIO(b"x" * 5), 5, None)
+    assert names == [kept.name]
     await database.close()
 
 
