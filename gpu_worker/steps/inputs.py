@@ -124,7 +124,7 @@ class PinnedInputs:
         self._fences[self._turn].record()
 
     def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
-        """The array's position on the device. It is there after the copy."""
+        """The view of the array on the device. The view is valid after the copy."""
         start, self._used = self._used, self._used + len(array)
         self._views[self._turn][start : self._used] = array
         return self._block[start : self._used]

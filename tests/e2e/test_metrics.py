@@ -91,7 +91,7 @@ def ask(stack: Stack, **fields: Any) -> Any:
 
 
 def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
-    """Through scheduler, worker and cache: what runs, which blocks are used, and what is reused."""
+    """Through scheduler, worker and cache: running requests, used blocks, reused tokens."""
     own_stack.up()
     idle = until_moved(own_stack, num_requests_running=0, cache_config_info=1)
     assert idle["block_size"] > 1

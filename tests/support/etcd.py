@@ -50,7 +50,7 @@ class EtcdProcess:
         return self
 
     def launch(self) -> None:
-        """Without waiting: one of several is healthy when most of them are there."""
+        """Without waiting: a member of a cluster is healthy when most members run."""
         assert BINARY is not None
         log = self._log.open("ab")
         self.process = subprocess.Popen(

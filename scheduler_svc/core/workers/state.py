@@ -105,7 +105,7 @@ class WorkerState:
         """Whether the worker refused the request and no sequence has left since, so that it would be refused again."""
         return request.arrival_index in self._refused and self._refused_at == self.batch.num_departed
 
-    # What an online request can get: offline sequences count as if they were not there, because they yield.
+    # What an online request can get: offline sequences do not count, because they yield.
 
     @property
     def free_slots(self) -> int:

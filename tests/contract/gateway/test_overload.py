@@ -278,7 +278,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
-    """On a connection that is new, or one that is there already."""
+    """On a new connection, or on an open one."""
     running = await start()
     connections = [connect(running, before) for _ in range(50)]
     if before:
