@@ -52,6 +52,8 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """The sampled tokens of a step, on the device."""
+
     tokens: Tensor  # int64 [rows] on the device; 0 for a failed row
     failed: Tensor  # bool [rows] on the device: the row has no token
     # bool [rows] on the device: the failed rows with parameters that exclude every token. In the other failed rows the

@@ -38,7 +38,7 @@ async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
 
 
 async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
-    """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
+    """Requests of all kinds at once. The first failing step has rows of all of them, so each is retried alone."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
     await asyncio.to_thread(stack.up)

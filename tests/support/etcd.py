@@ -111,7 +111,7 @@ class EtcdProcess:
 
 
 def start_cluster(folder: Path, num_members: int) -> list[EtcdProcess]:
-    """It survives the loss of less than half of its members."""
+    """A cluster that survives the loss of less than half of its members."""
     members = [EtcdProcess(folder, name=f"member-{i}") for i in range(num_members)]
     for member in members:
         member.cluster = ",".join(f"{one.name}={one.peer_url}" for one in members)

@@ -56,6 +56,8 @@ PROMPT = SearchBeam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
 
 
 class FinishedBeam(NamedTuple):
+    """A beam that has ended."""
+
     tokens: tuple[int, ...]  # with the token that ended it
     score: float
     reason: Literal["stop", "length"]

@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.swap_space import SwapSpace
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
+    """The scheduler's view of one worker."""
+
     id: int
     registration: WorkerRegistration
     window: int

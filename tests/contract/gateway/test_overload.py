@@ -254,7 +254,7 @@ async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(star
 async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_become_full(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They had come in before the scheduler told so: all at once, as the loop did not run."""
+    """The requests arrived before the report of the scheduler: all at once, because the event loop did not run."""
     running = await start()
     turn = Gateway.wait_to_parse
 

@@ -192,7 +192,7 @@ def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:
 
 
 def test_the_pins_of_a_worker_are_given_up(link: d.Driver) -> None:
-    """All of them; those of other workers stay."""
+    """All pins of the worker are given up; pins of other workers stay."""
     link.add_worker(1, 16)
     for worker in (0, 1):
         link.run(1, A[:12], worker=worker)
