@@ -75,8 +75,9 @@ class Scores:
 def sample(
     logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None = None, mask: GrammarMask | None = None
 ) -> Sampled:
-    """logits [rows, vocab], any float type; float32 logits are overwritten. A row's token depends only on its own
-    logits, parameters and past."""
+    """Sample one token per row. A row's token depends only on its own logits, parameters and past.
+
+    logits: [rows, vocab], any float type; float32 logits are overwritten."""
     logits = logits.float()
     broken = None
     if processors is not None or mask is not None or len(rows.banned_rows):

@@ -49,8 +49,8 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """`model`: what the gateway that made it serves. `times`: by the names of their fields. `outcome`: _OUTCOME_FIELDS
-    that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run."""
+    """A stored batch. `model`: the model of the gateway that made the batch. `times`: by the names of their fields.
+    `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run."""
 
     name: DocumentName
     model: str

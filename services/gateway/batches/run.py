@@ -67,7 +67,7 @@ class RunContext:
 
 
 class BatchRun:
-    """`batch`: as it was last stored or read here."""
+    """Runs one batch at this gateway. `batch`: its record, as last stored or read here."""
 
     def __init__(self, context: RunContext, batch: BatchRecord) -> None:
         self._context = context
