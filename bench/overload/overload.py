@@ -1,15 +1,17 @@
-"""The whole server under more than it can do, and under clients that mean it ill: `--part overload`.
+"""The whole server under overload and under hostile clients: `--part overload`.
 
-The demo model behind the real services on this machine; clients of each kind in a process of their own
-(bench.overload.clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
-and, in turns with it, ten times as many requests as it has just served, by the clock, from clients that never come
-again (`10x`); the peak beside a process that takes as much of the cores as those clients do. Then ten times as many
-clients as have a place, and each comes again when told to (`10x, come back`). Then beside readers that do not read,
-heads of requests that come byte by byte, connections that ask nothing, and clients that go away as soon as they have
-asked.
+The real services serve the demo model on this machine. The clients of each kind run in a process of their own
+(bench.overload.clients). The parts:
 
-Beside what clients saw stands how late the event loops were, the gateway's (its own metric) and the clients': what a
-client saw has both in it, and of the cores, which they share.
+1. In turns: the peak of the server (`peak`), with as many concurrent requests as slots and queue take; and ten times as
+   many requests per second as the server has just served, from clients that do not retry (`10x`). Beside the peak, a
+   process takes as much CPU time as the clients of `10x` take.
+2. Ten times as many clients as slots and queue take. Each retries at its Retry-After (`10x, come back`).
+3. Well-behaved clients beside readers that do not read, heads that arrive byte by byte, idle connections, and clients
+   that leave as soon as they have asked.
+
+The results have the lag of the event loops, of the gateway (its own metric) and of the clients. A client's times
+include both lags, because all processes share the cores.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from tests.support.stack import Stack
 SLOTS, QUEUE = 32, 64
 OVERLOAD = 10
 SECONDS = 12.0
-# A virtual machine may be half as fast from one minute to the next, as its host gives its cores to others: many short
-# turns, until there have been so many from which no more than that many cores were stolen.
+# A virtual machine may be half as fast from one minute to the next, because its host gives the cores to others. So
+# there are many short turns, until TURNS of them have lost at most QUIET_STOLEN_CORES to the host (at most MOST_TURNS).
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
-FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
+FLOOD_CORES = 0.08  # CPU cores that the clients of `10x` take more than those of the peak, before this is measured
 LONGEST_S = 90.0  # limit until all refused clients have come back and have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
@@ -131,6 +133,8 @@ def stolen_by_host_s() -> float:
 
 
 class Measurement:
+    """Measures a running stack."""
+
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.rows: list[dict[str, Any]] = []

@@ -85,15 +85,15 @@ class Cache(Protocol):
     def to_insert(self, tokens: Tokens) -> Any: ...
     def insert(self, made: Any) -> Any: ...
     def inserted(self, made: Any) -> None:
-        """It has no user any more."""
+        """The inserted path has no user any more."""
 
     def to_lock(self, tokens: Tokens) -> Any: ...
     def lock_unlock(self, place: Any) -> Any: ...
     def lock_table_unlock(self, place: Any) -> Any:
-        """And between the two, what blocks the path has."""
+        """The same, and read the block table of the path between lock and unlock."""
 
     def fill_up(self) -> None:
-        """All that is free is taken, so that the next blocks are evicted."""
+        """Take all free blocks, so that the next blocks come from evictions."""
 
     def evict(self, num_tokens: int) -> Any: ...
 

@@ -38,7 +38,7 @@ async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
 
 
 async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
-    """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
+    """Requests of all kinds at once. The first failing step has rows of all of them, so each is retried alone."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
     await asyncio.to_thread(stack.up)
@@ -47,7 +47,7 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     assert not [got.errors for got in undisturbed if got.errors]
     faults = {
         Fault.RAISE: ("alone in what failed", "failed: ValueError: a planted fault"),
-        Fault.NAN: ("the model gave no number", ""),
+        Fault.NAN: ("the model's logits contain NaN or infinity", ""),
         Fault.DIE: ("alone in what failed", "was lost in step"),
         Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s"),
     }

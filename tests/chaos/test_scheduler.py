@@ -47,7 +47,7 @@ async def test_streams_go_on_with_several_workers(stack: Stack) -> None:
 
 
 async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) -> None:
-    """They submit what is unfinished themselves, with the tokens that they have."""
+    """Clients resubmit their unfinished requests themselves, with the tokens that they have."""
     await asyncio.to_thread(stack.up)
     prompts = load.random_prompts(6, 3, 900)
 

@@ -52,7 +52,7 @@ SYSTEM_TESTS = (
 
 
 class Contexts:
-    """A pytest plugin: what runs from now on, runs for this test."""
+    """A pytest plugin: from now on, executed lines belong to this test."""
 
     def __init__(self, measured: coverage.Coverage) -> None:
         self.measured = measured

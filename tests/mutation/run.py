@@ -94,7 +94,7 @@ def first_failure(path: str, tree: ast.Module, batches: Sequence[Sequence[str]])
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}"]
         status = pytest.main([*options, *tests], plugins=[failure]) if tests else 0
         if status == pytest.ExitCode.USAGE_ERROR and not failure.name:
-            continue  # a test that noticed once is not there any more
+            continue  # a test that once noticed a mistake exists no more
         if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return failure.name or f"pytest ended with status {int(status)}"
     return ""
@@ -241,7 +241,7 @@ def run_recorded(count: int, first: int, processes: int) -> int:
     recorded = read_recorded()
     there = {mutation.name: mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)}
     known = [name for name in recorded if name in there]
-    print(f"{len(known)} of {len(recorded)} recorded places are still there")
+    print(f"{len(known)} of {len(recorded)} recorded places still exist")
 
     def again(mutation: Mutation) -> Sequence[Sequence[str]]:
         test = recorded[mutation.name]

@@ -27,7 +27,8 @@ _WRITING, _WRITING_S = "writing", 3600.0
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """`max_bytes`: of one file. `max_owner_bytes`: of all files of one owner. `ttl_s`: until a file is deleted."""
+    """The limits of files. `max_bytes`: of one file. `max_owner_bytes`: of all files of one owner. `ttl_s`: until a
+    file is deleted."""
 
     max_bytes: int = 200 * 2**20
     max_owner_bytes: int = 2 * 2**30

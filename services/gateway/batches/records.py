@@ -49,9 +49,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """`model`: what the gateway that made it serves. `times`: by the names of their fields. `outcome`: _OUTCOME_FIELDS
-    that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run. `num_bytes`: of the results that
-    are in no file yet, without those of about the last second."""
+    """A stored batch. `model`: the model of the gateway that made the batch. `times`: by the names of their fields.
+    `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run.
+    `num_bytes`: of the results that are in no file yet, without those of about the last second."""
 
     name: DocumentName
     model: str

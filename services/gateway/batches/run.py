@@ -69,7 +69,7 @@ class RunContext:
 
 
 class BatchRun:
-    """`batch`: as it was last stored or read here."""
+    """Runs one batch at this gateway. `batch`: its record, as last stored or read here."""
 
     def __init__(self, context: RunContext, batch: BatchRecord) -> None:
         self._context = context
@@ -187,11 +187,11 @@ class BatchRun:
         """Run the lines that have no result. Ends its lines when it is cancelled."""
         done, held = await self._store.marks(self.batch.name), self._context.held
         self._marks = Counter(done.values())
-        places, turns = asyncio.Semaphore(self._context.lines), Turns()
+        free_lines, turns = asyncio.Semaphore(self._context.lines), Turns()
         running: set[asyncio.Task[None]] = set()
 
         def release(num_bytes: int, _: object) -> None:
-            places.release()
+            free_lines.release()
             held.release(num_bytes)
 
         try:
@@ -201,7 +201,7 @@ class BatchRun:
                 if line.number in done:
                     continue
                 await turns.take(num_bytes := len(line.text or b""))
-                await places.acquire()
+                await free_lines.acquire()
                 await held.acquire(num_bytes)
                 task = asyncio.create_task(self._run_line(line))
                 running.add(task)

@@ -70,7 +70,7 @@ async def results(running: Running, file_id: str, **options: Any) -> dict[str, d
     content = (await running.http.get(f"/v1/files/{file_id}/content", **options)).text
     lines = [json.loads(one) for one in content.splitlines()]
     found = {one["custom_id"]: one for one in lines}
-    assert len(found) == len(lines), "a line is there twice"
+    assert len(found) == len(lines), "a line has two results"
     return found
 
 

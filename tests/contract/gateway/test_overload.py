@@ -254,7 +254,7 @@ async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(star
 async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_become_full(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They had come in before the scheduler told so: all at once, as the loop did not run."""
+    """The requests arrived before the report of the scheduler: all at once, because the event loop did not run."""
     running = await start()
     turn = Gateway.wait_to_parse
 
@@ -278,7 +278,7 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
-    """On a connection that is new, or one that is there already."""
+    """On a new connection, or on an open one."""
     running = await start()
     connections = [connect(running, before) for _ in range(50)]
     if before:

@@ -208,7 +208,7 @@ def test_of_two_tenants_with_equal_priority_the_first_one_keeps_the_retention() 
 
 
 def test_a_retention_that_fell_back_ends_once() -> None:
-    """It has lost its place in the order of eviction already, and does not lose it again when its time would be up."""
+    """The blocks have fallen back in the eviction order already, and do not fall back again when their time is up."""
     cache = link(num_blocks=40)
     for number in (1, 2):
         stored(cache, number, prompt(number, 8), retention=[(0, 0, 90, 1000)])

@@ -26,7 +26,8 @@ def told(response: pb.CacheServiceLinkResponse) -> dict[int, dict[int, tuple[int
 
 @pytest.mark.parametrize(("num_tokens", "depth"), [(12, 0), (24, 16), (40, 32)])
 def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: int) -> None:
-    """It is reported when the step is sent that computes it: no sequence copies a block that is only planned."""
+    """A match is reported when the step that computes its block is sent: no sequence copies a block that is only
+    planned."""
     cache = link()
     leader = [*LONG[:num_tokens], *[50] * 36]
     cache.exchange(*(d.match_op(s, [*LONG[:num_tokens], s, s]) for s in (1, 2)), d.match_op(3, [7, 7, 7]))
