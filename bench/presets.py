@@ -38,6 +38,8 @@ NUM_REQUESTS = 1_000
 
 @dataclass(slots=True)
 class Arrival:
+    """A request of the load, and when its tokens came."""
+
     at_s: float
     prompt: np.ndarray
     max_tokens: int

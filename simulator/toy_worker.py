@@ -84,6 +84,8 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 @dataclass(slots=True)
 class ToySequence:
+    """A sequence in a slot."""
+
     tokens: list[int]
     num_computed: int
     table: list[int]
@@ -106,6 +108,8 @@ class ToySequence:
 
 
 class ToyWorker:
+    """Executes plans, and raises an error for a wrong plan."""
+
     def __init__(
         self, *, block_size: int, num_blocks: int, max_num_seqs: int, max_batched_tokens: int, num_host_blocks: int = 0
     ) -> None:

@@ -132,6 +132,8 @@ def stolen_by_host_s() -> float:
 
 
 class Measurement:
+    """Measures a running stack."""
+
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.rows: list[dict[str, Any]] = []

@@ -41,6 +41,8 @@ class Allocator:
 
 
 class SGLangCache:
+    """One of SGLang's prefix caches, with its allocator."""
+
     def __init__(self, core: str, page_size: int) -> None:
         torch.set_num_threads(1)
         self.allocator = Allocator(page_size)

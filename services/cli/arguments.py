@@ -14,6 +14,8 @@ PIPE_WIDTH = 160
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that reports a mistake in one line."""
+
     def error(self, message: str) -> NoReturn:
         sys.exit(usage_error(self.prog, f"{message} (see --help)"))
 

@@ -142,6 +142,8 @@ def announced(port: int, model: str, scheduler: str, cache: str, tls_dir: str = 
 
 
 class Announcement:
+    """The state file of a running `paceline up`."""
+
     def __init__(self, server: Server, path: Path) -> None:
         self.server = server
         self._path = path

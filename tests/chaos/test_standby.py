@@ -58,7 +58,7 @@ async def terminated(pair: Pair, leader: str, standby: str) -> None:
 
 
 async def frozen_and_woken(pair: Pair, leader: str, standby: str) -> None:
-    """It wakes up with messages of workers and gateways in its inbox, and a scheduler after it."""
+    """The old leader wakes up with messages of workers and gateways in its inbox, after a new leader was elected."""
     pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     began_s = time.monotonic()
@@ -68,7 +68,7 @@ async def frozen_and_woken(pair: Pair, leader: str, standby: str) -> None:
 
 
 async def frozen_for_long(pair: Pair, leader: str, standby: str) -> None:
-    """It wakes up when all have long left it."""
+    """The old leader wakes up long after all peers have left it."""
     pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     await asyncio.to_thread(pair.wait_metric, WORKERS, NUM_WORKERS, of=standby)

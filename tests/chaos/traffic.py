@@ -40,7 +40,7 @@ class Seen:
 
 
 def _questions(rng: random.Random) -> Iterator[Question]:
-    """All but the chats: their later turns follow from answers."""
+    """All requests but the chats, because the later turns of a chat follow from answers."""
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(8, VOCAB) for _ in range(num_tokens)]

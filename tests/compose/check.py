@@ -339,7 +339,7 @@ def _size_mb(image: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--skip-build", action="store_true", help="use the images that are there")
+    parser.add_argument("--skip-build", action="store_true", help="use the existing images")
     arguments = parser.parse_args()
     stack = Stack(os.environ.get("COMPOSE", "docker-compose"))
     passed = failed = 0

@@ -1,4 +1,4 @@
-"""More than the server can do, and clients that mean it ill: others get their tokens, and nothing stays behind.
+"""Overload and hostile clients: other clients get their tokens, and no request or block is left.
 
 How quickly it answers meanwhile is measured by `python -m bench.run --part overload`: no time is asserted here.
 """

@@ -168,7 +168,7 @@ def _dropped(statement: ast.stmt) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
 
 
 def _expressions(root: ast.AST) -> Iterator[ast.expr]:
-    """All expressions below, without texts that are only read by people."""
+    """All expressions below, without texts for people."""
     for child in ast.iter_child_nodes(root):
         if isinstance(child, ast.stmt | ast.JoinedStr):
             continue

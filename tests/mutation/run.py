@@ -240,7 +240,7 @@ def run_recorded(count: int, first: int, processes: int) -> int:
     recorded = read_recorded()
     there = {mutation.name: mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)}
     known = [name for name in recorded if name in there]
-    print(f"{len(known)} of {len(recorded)} recorded places are still there")
+    print(f"{len(known)} of {len(recorded)} recorded places still exist")
 
     def again(mutation: Mutation) -> Sequence[Sequence[str]]:
         test = recorded[mutation.name]

@@ -148,7 +148,7 @@ class Run:
             self.attach()
 
     def lose_cache(self) -> None:
-        """What runs, runs on; and is there still when the cache is back, which may be at once or take a while."""
+        """Running requests run on, and are still live when the cache is back, at once or after a while."""
         scheduler, before = self.system.scheduler, self.running()
         requeued = scheduler.counters.requeued
         self.system.lose_cache()

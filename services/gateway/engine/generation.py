@@ -29,7 +29,7 @@ class Found:
     finish_reason: common_pb2.FinishReason.ValueType
 
 
-class NotThere(Exception):
+class EndedEarlier(Exception):
     """The sequence ended before the position at which a client wants to resume, or a stop string ended it there."""
 
 
@@ -163,12 +163,12 @@ class Generation:
         """Skip this many tokens, and return them. `on_text` gets their text. `next` gives the text that these tokens
         did not complete.
 
-        Raises what `next` raises, and NotThere.
+        Raises what `next` raises, and EndedEarlier.
         """
         while self._taken < num_tokens:
             on_text(await self.next(num_tokens))
             if self.finish_reason != _RUNNING:
-                raise NotThere
+                raise EndedEarlier
         return self._live.tokens[:num_tokens]
 
     def interrupt(self, error: Exception) -> None:

@@ -43,7 +43,7 @@ class Running:
 
 @dataclass
 class Stream:
-    """One open session: what was said on it and what runs on it."""
+    """One open session: its messages and its running requests."""
 
     session_id: str
     window: int

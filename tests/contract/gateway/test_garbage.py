@@ -22,7 +22,7 @@ NUM_REQUESTS = 3
 
 
 def jobs() -> dict[int, GenerateJob]:
-    """All that are there, by id."""
+    """All jobs in memory, by id."""
     return {id(thing): thing for thing in gc.get_objects() if type(thing) is GenerateJob}
 
 
@@ -31,7 +31,7 @@ NoneIsLeft = Callable[[Running], Awaitable[None]]
 
 @pytest.fixture
 def none_is_left() -> Iterator[NoneIsLeft]:
-    """Waits until nothing is there of what has been asked since."""
+    """Waits until no job is in memory that was made since."""
     gc.collect()
     gc.disable()
     before = jobs()  # of other tests

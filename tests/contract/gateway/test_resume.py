@@ -37,7 +37,7 @@ async def events(
     path: str = PATH,
     lines: list[str] | None = None,
 ) -> list[Event]:
-    """Those of a stream, or its first ones: then the connection is closed. Its `lines` are there as they come."""
+    """The events of a stream, or its first ones: then the connection is closed. `lines` gets each line as it comes."""
     lines = [] if lines is None else lines
     async with running.http.stream("POST", path, json=request, headers=headers) as answer:
         assert answer.status_code == 200, await answer.aread()

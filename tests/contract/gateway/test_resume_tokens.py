@@ -79,7 +79,7 @@ async def test_an_answer_that_is_here_is_compared(start: Start) -> None:
     rest = await ask(running, whole.token_ids[:7], idempotency_key="k")
     assert result_from(rest).token_ids == whole.token_ids[7:]
     assert len(running.scheduler.submissions) == 1
-    with pytest.raises(InvalidRequest, match="begins with others") as error:
+    with pytest.raises(InvalidRequest, match="begins with other tokens") as error:
         await ask(running, [*whole.token_ids[:6], whole.token_ids[6] ^ 1], idempotency_key="k")
     assert error.value.field == "resume_token_ids"
 

@@ -35,7 +35,7 @@ def test_only_given_arguments_are_sent() -> None:
 
 
 def test_a_share_above_zero_arrives_above_zero() -> None:
-    """They travel in 32 bits."""
+    """Numbers travel as 32-bit floats."""
     given: dict[str, Any] = {"top_p": 1e-46, "typical_p": 1e-300}
     sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
     assert (sampling.top_p, sampling.typical_p) == (2.0**-149, 2.0**-149)

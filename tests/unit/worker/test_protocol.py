@@ -232,9 +232,9 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "grow uneven": (lambda: StepPlan(step=2, grow_slots=pack([0]), grow_blocks=pack([1, 2])), "1 grow_slots and 2"),
     "grow too far": (lambda: StepPlan(step=2, grow_slots=pack([0] * 9), grow_blocks=pack([1] * 9)), "past the longest"),
     "prefill of an empty slot": (lambda: prefill(2, 2, 1), "no sequence"),
-    "prefill of a decode": (lambda: prefill(2, 0, 1), "one that decodes"),
-    "prefill of nothing": (lambda: prefill(2, 1, 0), "what is left"),
-    "prefill past the end": (lambda: prefill(2, 1, 7), "what is left"),
+    "prefill of a decode": (lambda: prefill(2, 0, 1), "a decoding slot"),
+    "prefill of nothing": (lambda: prefill(2, 1, 0), "uncomputed tokens"),
+    "prefill past the end": (lambda: prefill(2, 1, 7), "uncomputed tokens"),
     "prefill uneven": (lambda: StepPlan(step=2, prefill_slots=pack([1])), "0 prefill_tokens"),
     "table too short": (lambda: prefill(2, 2, 6, new_sequences=[new(2, blocks=(1,))]), "too few for 6 tokens"),
     "budget": (
@@ -276,7 +276,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     ),
     "copy to a source": (
         lambda: StepPlan(step=2, copy_from=pack([1, 2]), copy_to=pack([2, 3])),
-        "copy_to names one of copy_from",
+        "copy_to names a block of copy_from",
     ),
     "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
     "negative temperature": (
