@@ -480,7 +480,7 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
 
 
 def test_the_shortest_deadline_does_not_become_no_deadline() -> None:
-    """It is sent as a 32-bit float, and there 0 means that there is none."""
+    """The value is sent as a 32-bit float, in which 0 means that no value is given."""
     assert schema.parse(schema.CompletionRequest, COMPLETION | {"deadline_s": 1e-300}, 1024).metadata().deadline_s > 0
 
 
