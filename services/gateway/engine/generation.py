@@ -197,6 +197,7 @@ class Generation:
             parts.append(text)
             reasoning.push(text, stream.num_tokens)
             if stream.stopped:
+                reasoning.push_last("", stream.num_tokens)
                 break
         return "".join(parts)
 
@@ -226,6 +227,8 @@ class Generation:
         self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
         self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
+        if self._reasoning is not None:
+            self._reasoning.push_last(text, self.text_stream.num_tokens)
         if self.text_stream.stopped:
             self.run.stop(self.text_stream.num_tokens)
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason

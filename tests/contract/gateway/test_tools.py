@@ -247,6 +247,19 @@ async def test_usage_counts_the_tokens_of_the_reasoning(start: Start) -> None:
     assert "completion_tokens_details" not in (await plain.http.post(PATH, json={"messages": CHAT})).json()["usage"]
 
 
+async def test_usage_counts_reasoning_that_was_held_back_until_the_end(start: Start) -> None:
+    """A stop string that does not come holds text back, and the answer ends in the reasoning."""
+    thought = TOKENIZER.encode("so it is 4.", add_special_tokens=False)
+    running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says("so it is 4."))
+    body = {"messages": CHAT, "max_tokens": len(thought), "stop": ["is 4. and", "4.!"]}
+    answer = (await running.http.post(PATH, json=body)).json()
+    assert answer["choices"][0]["message"]["reasoning_content"] == "so it is 4."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
+    stopped = (await running.http.post(PATH, json=body | {"stop": ["is"]})).json()
+    assert stopped["choices"][0]["message"]["reasoning_content"] == "so it "
+    assert stopped["usage"]["completion_tokens_details"]["reasoning_tokens"] == stopped["usage"]["completion_tokens"]
+
+
 async def test_a_reasoning_model_may_think_before_its_structured_output(start: Start) -> None:
     running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says('so</think>{"a": 1}'))
     [choice] = await answer(running, tools=[], response_format={"type": "json_object"})
