@@ -39,6 +39,8 @@ from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
+from services.gateway.live_view.feed import LiveFeed
+from services.gateway.live_view.routes import live_api
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
@@ -117,7 +119,8 @@ async def serve(
     responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
-    apis += [files_api(batches), batches_api(batches)]
+    live_feed = LiveFeed(gateway)
+    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed)]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
@@ -139,6 +142,7 @@ async def serve(
             gateway.draining = True
             gateway.requests.drain()
             kv_events.close()
+            live_feed.close()
             await http_server.close_listener()
             drain = _drain(gateway, http_server, grpc_server, settings.drain_s)
             await asyncio.gather(batches.close(), drain)

@@ -38,6 +38,7 @@ class Span:
     from_s: float
     to_s: float
     worker: int = 0
+    behind: str = ""  # the id of the request that it waited for
 
 
 @dataclass(slots=True)
@@ -281,7 +282,8 @@ class RequestTimeline:
             if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > wait.last:
                 continue
             if one.request_id:
-                top = replace(top, reason="order", detail=f"behind {one.request_id}, which waits for {top.reason}")
+                detail = f"behind {one.request_id}, which waits for {top.reason}"
+                top = replace(top, reason="order", detail=detail, behind=one.request_id)
             told += apart.parts(top, wait)
         return told
 

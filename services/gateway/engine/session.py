@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 import grpc
 import grpc.aio
 
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
 from services.gateway.errors import ApiError, Gone
@@ -27,11 +27,18 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
-_RELEASE_S = 5.0  # for a call that the scheduler answers from memory
+# For calls that the scheduler answers from memory.
+_RELEASE_S, _EXPLAIN_S = 5.0, 10.0
+_EXPLAIN_ERRORS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.FAILED_PRECONDITION: 409}
+_REASONS = {404: "request_not_found", 409: "several_owners"}
 _LOOK_S = 1.0  # how often a waiting request checks for its client
 _NO_WORKER_RETRY_S = 5.0  # the scheduler's retry_after_s for the same failure
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+def _away() -> ApiError:
+    return ApiError(503, "no connection to the scheduler", retry_after_s=1.0)
 
 
 class SchedulerSession:
@@ -217,19 +224,36 @@ class SchedulerSession:
         self._outgoing.set()
         return request
 
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection to the scheduler that has the session. Raises ApiError 503 without one."""
+        if self._channel is None or not self.connected:
+            raise _away()
+        return self._channel
+
     async def release_conversation(self, name: str) -> bool:
         """End a conversation at the scheduler. Returns whether the scheduler knew it. Raises ApiError 503."""
-        channel, away = self._channel, ApiError(503, "no connection to the scheduler", retry_after_s=1.0)
-        if channel is None or not self.connected:
-            raise away
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
         request = inference_pb2.ReleaseConversationRequest(conversation=name)
         try:
-            await inference_pb2_grpc.InferenceServiceStub(channel).ReleaseConversation(request, timeout=_RELEASE_S)
+            await stub.ReleaseConversation(request, timeout=_RELEASE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return False
-            raise away from error
+            raise _away() from error
         return True
+
+    async def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+        """Why a request waited. Raises ApiError 404 if the scheduler does not know it, 409 if several owners have
+        requests of this id, and 503."""
+        stub = live_pb2_grpc.LiveViewServiceStub(self.channel)
+        try:
+            return await stub.Explain(request, timeout=_EXPLAIN_S)
+        except grpc.aio.AioRpcError as error:
+            status = _EXPLAIN_ERRORS.get(error.code())
+            if status is None:
+                raise _away() from error
+            raise ApiError(status, error.details() or "", param="request_id", code=_REASONS[status]) from error
 
     def cancel(self, request: LiveRequest) -> None:
         """End a request. No effect on an ended request."""

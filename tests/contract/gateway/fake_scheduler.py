@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2, live_pb2_grpc
 from tests.support.ports import free_port
 
 NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
@@ -59,7 +59,7 @@ class Stream:
     num_submissions: int = 0
 
 
-class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
+class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.LiveViewServiceServicer):
     """`step_s` is the time of a step, in which every running request gets `tokens_per_step` tokens."""
 
     def __init__(
@@ -82,7 +82,11 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
         # Of those that the kernel gives to no other process while this is stopped.
         self.port = free_port()
+        self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
+        self.explanation: admin_pb2.ExplainResponse | grpc.StatusCode = grpc.StatusCode.NOT_FOUND
         # What has happened.
+        self.num_watchers = self.num_watches = 0
+        self.explained: list[admin_pb2.ExplainRequest] = []
         self.submissions: list[inference_pb2.Submission] = []
         self.cancels: list[int] = []
         self.conversations: set[str] = set()
@@ -103,6 +107,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         """Listen; each time on the same port."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        live_pb2_grpc.add_LiveViewServiceServicer_to_server(self, self._server)
         for _ in range(100):
             with contextlib.suppress(RuntimeError):
                 self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -134,6 +139,23 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.full = full
         for stream in self.streams:
             stream.wake.set()
+
+    async def Watch(self, request: live_pb2.WatchRequest, context: Any) -> AsyncIterator[live_pb2.WatchResponse]:
+        self.num_watches += 1
+        self.num_watchers += 1
+        try:
+            while True:
+                yield self.view
+                await asyncio.sleep(request.interval_ms / 1000)
+        finally:
+            self.num_watchers -= 1
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
+        self.explained.append(request)
+        if not isinstance(self.explanation, admin_pb2.ExplainResponse):
+            await context.abort(self.explanation, "as scripted")
+            raise AssertionError("abort returns never")
+        return self.explanation
 
     async def ReleaseConversation(
         self, request: inference_pb2.ReleaseConversationRequest, context: Any
