@@ -72,6 +72,8 @@ def compare_runs(argv: list[str]) -> int:
         return usage_error(prog, str(error))
     names = (arguments.a.stem, arguments.b.stem)
     tables.show_comparison(both, names, console())
+    for text in compare.differences(a, b):
+        console().print(f"note: {text}", soft_wrap=True)
     if arguments.html:
         try:
             arguments.html.write_text(page.comparison_page(a, b, both, names), "utf-8")

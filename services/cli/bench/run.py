@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import time
 from collections.abc import Coroutine, Iterator
@@ -40,6 +39,7 @@ class BenchRun:
     async def run(self) -> BenchReport:
         """Raises ServerRefuses, TraceError."""
         o = self._options
+        self._check_trace()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         async with LoadClient(o.url, o.api_key, o.endpoint, o.timeout_s, o.ca_file) as client:
@@ -139,15 +139,19 @@ class BenchRun:
         random = Random(f"arrivals/{self._options.seed}/{load}")
         return (TimedSession(*pair) for pair in zip(start_times(load, random), self._sessions, strict=False))
 
+    def _check_trace(self) -> None:
+        """Before the server is asked. Raises TraceError."""
+        o = self._options
+        if o.trace is not None and next(self._trace(), None) is None:
+            raise traces.TraceError(f"{o.trace}: no request is left; see --trace-start and --trace-max-tokens")
+
     def _all_sessions(self) -> Iterator[LoadSession]:
         """Endless: a trace starts again at its end."""
         o = self._options
         if o.trace is None:
-            return synthetic_sessions(o.workload, o.seed)
-        sessions = [session for _, session in itertools.islice(self._trace(), 100_000)] if not self._by_time() else []
-        if not sessions and not self._by_time():
-            raise traces.TraceError(f"{o.trace}: no request is left; see --trace-start and --trace-max-tokens")
-        return itertools.cycle(sessions)
+            yield from synthetic_sessions(o.workload, o.seed)
+        while True:
+            yield from (session for _, session in self._trace())
 
     def _by_time(self) -> bool:
         return any(load.kind == "trace" for load in self._options.loads)

@@ -15,7 +15,7 @@ LATENCIES = {"ttft": "time to first token", "itl": "inter-token latency", "e2e":
 SHORT = {"ttft": "TTFT", "itl": "ITL", "e2e": "e2e latency"}
 # More dots than these make a file slow to open.
 MAX_DOTS = 1500
-# From this ratio of the largest load to the smallest, the axis is logarithmic.
+# From this ratio of the largest value to the smallest, an axis is logarithmic.
 LOG_RATIO = 8
 
 
@@ -80,7 +80,7 @@ def both_over_load(stages: list[ComparedStage], titles: tuple[str, str]) -> Iter
     for name in LATENCIES:
         for percentile in ("p50", "p99"):
             title = f"{LATENCIES[name].capitalize()} over load, {percentile}"
-            yield _load_chart(title, "ms", runs[0], lines(_latency(name, percentile)), log_y=True)
+            yield _load_chart(title, "ms", runs[0], lines(_latency(name, percentile)), may_be_log=True)
     yield _load_chart("Goodput over load", "requests per second", runs[0], lines(lambda s: s.goodput_per_s))
     title = "Output tokens over load"
     yield _load_chart(title, "tokens per second", runs[0], lines(lambda s: s.output_tokens_per_s))
@@ -142,11 +142,13 @@ def _load_chart(
     stages: Sequence[StageReport],
     lines: list[ChartLine],
     limits: Sequence[ChartLimit] = (),
-    log_y: bool = False,
+    may_be_log: bool = False,
 ) -> LineChart:
     values = [stage.load.value for stage in stages]
     kind = stages[0].load.kind
     label = {"concurrency": "sessions at once"}.get(kind, f"load, {UNITS[kind]}")
+    shown = [value for line in lines for _, value in line.points if value > 0]
+    log_y = may_be_log and bool(shown) and max(shown) / min(shown) >= LOG_RATIO
     return LineChart(title, label, unit, lines, max(values) / min(values) >= LOG_RATIO, log_y, list(limits))
 
 

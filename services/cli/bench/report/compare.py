@@ -57,7 +57,7 @@ def _at(name: str, percentile: str) -> Callable[[StageSummary], float | None]:
 
 
 FIGURES = (
-    Figure("requests that meet the SLO", "/s", 1, lambda s: s.goodput_per_s),
+    Figure("goodput: meet the SLO", "/s", 1, lambda s: s.goodput_per_s),
     Figure("requests", "/s", 1, lambda s: s.requests_per_s),
     Figure("output tokens", "/s", 1, lambda s: s.output_tokens_per_s),
     Figure("all tokens", "/s", 1, lambda s: s.total_tokens_per_s),
@@ -72,6 +72,15 @@ FIGURES = (
 )
 
 
+def differences(a: BenchReport, b: BenchReport) -> list[str]:
+    """What else than the server differs, so that the ratios are not those of two servers."""
+    return [
+        f"the {name} differs: {getattr(a, name) or 'none'} | {getattr(b, name) or 'none'}"
+        for name in ("model", "endpoint", "workload", "slo")
+        if getattr(a, name) != getattr(b, name)
+    ]
+
+
 def compared(a: BenchReport, b: BenchReport) -> list[ComparedStage]:
     """The stages of equal load. If each run has only one stage, these two. Raises BadReport if there are none."""
     others = {stage.load: stage for stage in b.stages}
@@ -81,7 +90,9 @@ def compared(a: BenchReport, b: BenchReport) -> list[ComparedStage]:
     if not pairs:
         loads = " and ".join(", ".join(str(stage.load) for stage in run.stages) or "nothing" for run in (a, b))
         raise BadReport(f"the runs have no stage of the same load: {loads}")
+    # Without an SLO, goodput is only another name for the requests.
+    figures = FIGURES if a.slo or b.slo else FIGURES[1:]
     return [
-        ComparedStage(x, y, [ComparedFigure(figure, figure.of(x.summary), figure.of(y.summary)) for figure in FIGURES])
+        ComparedStage(x, y, [ComparedFigure(figure, figure.of(x.summary), figure.of(y.summary)) for figure in figures])
         for x, y in pairs
     ]

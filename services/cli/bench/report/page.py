@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 
 from services.cli.bench.report import charts
-from services.cli.bench.report.compare import ComparedStage
+from services.cli.bench.report.compare import ComparedStage, differences
 from services.cli.bench.report.document import BenchReport, StageReport
 from services.cli.bench.report.svg import LineChart, draw
 from services.cli.bench.report.tables import cached_share, milliseconds, number, ratio_text
@@ -43,6 +43,7 @@ def comparison_page(a: BenchReport, b: BenchReport, stages: list[ComparedStage],
         _facts(a),
         f"<h2>{escape(titles[1])}</h2>",
         _facts(b),
+        *(f'<p class="warning">{escape(text)}</p>' for text in differences(a, b)),
     ]
     if len(stages) > 1:
         body += ["<h2>Over load</h2>", _figures(charts.both_over_load(stages, titles))]
@@ -94,16 +95,16 @@ def _tiles(report: BenchReport) -> str:
     ]
     if report.ramp and report.ramp.holds:
         tiles.insert(0, ("highest rate that holds the SLO", f"{number(report.ramp.holds)}/s", None))
-    cells = (
-        f"<div><b>{value}</b><span>{name}</span><small>{'at ' + escape(str(stage.load)) if stage else ''}</small></div>"
-        for name, value, stage in tiles
-    )
+    cells = []
+    for name, value, stage in tiles:
+        load = f"load: {escape(str(stage.load))}" if stage else ""
+        cells.append(f"<div><b>{value}</b><span>{name}</span><small>{load}</small></div>")
     return f'<section class="tiles">{"".join(cells)}</section>'
 
 
 def _stages(report: BenchReport) -> str:
-    head = ["load", "requests", "failed", "goodput /s", "meet the SLO", "output tokens/s", "all tokens/s", "cached"]
-    head += ["TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "TPOT p50", "e2e p50", "p99"]
+    head = ["load", "requests", "failed", "goodput /s", "SLO met", "output tok/s", "all tok/s", "cached"]
+    head += ["TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "e2e p50", "p99"]
     if not report.slo:
         head[3:5] = ["requests /s"]
     rows = [_stage_cells(stage, bool(report.slo)) for stage in report.stages]
@@ -121,8 +122,8 @@ def _stage_cells(stage: StageReport, has_slo: bool) -> list[str]:
         number(s.output_tokens_per_s),
         number(s.total_tokens_per_s) if s.prompt_tokens else "-",
         cached_share(s),
-        *(milliseconds(s.ttft, p) for p in ("p50", "p90", "p99")),
-        *(milliseconds(s.itl, p) for p in ("p50", "p90", "p99")),
+        *(milliseconds(s.ttft, p) for p in ("p50", "p99")),
+        *(milliseconds(s.itl, p) for p in ("p50", "p99")),
         milliseconds(s.tpot, "p50"),
         *(milliseconds(s.e2e, p) for p in ("p50", "p99")),
     ]

@@ -68,12 +68,15 @@ class _Scale(NamedTuple):
         if not self.is_log:
             step = _nice((self.high - self.low) / 5)
             return [i * step for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+        # The finest ticks that are not too many.
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        for digits in ((1, 2, 5), (1, 3), (1,)):
-            found = [digit * 10.0**power for power in powers for digit in digits]
-            inside = [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
-            if len(inside) <= MAX_TICKS:
+        inside: list[float] = []
+        for digits in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)):
+            finer = [digit * 10.0**power for power in powers for digit in digits]
+            finer = [tick for tick in finer if self.low * 0.999 <= tick <= self.high * 1.001]
+            if len(finer) > MAX_TICKS:
                 break
+            inside = finer
         return inside
 
 
