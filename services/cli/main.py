@@ -42,7 +42,7 @@ usage: paceline COMMAND [flags]
 `paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
 PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
 
-worker, policy, cache and explain find the `paceline up` of this machine. If several run, --server PORT or
+worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run, --server PORT or
 PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
 If the server has API keys, policy, cache and explain need an admin key: PACELINE_API_KEY, or --api-key.
 """

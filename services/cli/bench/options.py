@@ -19,7 +19,7 @@ from services.cli.bench.load.ranges import parse_count, parse_seconds, parse_sec
 from services.cli.bench.load.workloads import KINDS, WorkloadSettings, parse_mix
 from services.cli.bench.runner import StageLimits
 from services.cli.bench.stats.slo import ServiceLevel, parse_slo
-from services.cli.servers import running_servers
+from services.cli.servers import SERVER_ENV, NoAddress, server_of
 from services.runtime.tls.files import TlsPaths
 
 PROG = "paceline bench"
@@ -86,6 +86,7 @@ def _parser() -> Parser:
     )
     flag = parser.add_argument_group("server").add_argument
     flag("--url", help="base URL, like http://host:8000/v1; default: the running `paceline up`")
+    flag("--server", metavar="NAME", help=f"HTTP port or model of a `paceline up` of this machine [env: {SERVER_ENV}]")
     flag("--model", default="", help="default: the only one of /v1/models")
     flag("--endpoint", choices=("chat", "completion"), default="chat", help="default: chat")
     flag("--api-key", metavar="KEY", help=f"[env: {API_KEY_ENV}, which other users of this machine cannot read]")
@@ -168,7 +169,9 @@ def _options(arguments: argparse.Namespace) -> BenchOptions:
     duration_s = arguments.duration or (60.0 if arguments.trace and loads == speeds else 20.0)
     if arguments.warmup >= duration_s:
         raise ValueError(f"--warmup is not shorter than --duration ({duration_s:g} s)")
-    url, ca_file = (_url(arguments.url), "") if arguments.url else _running_server()
+    if arguments.url and arguments.server:
+        raise ValueError("give --url or --server, not both")
+    url, ca_file = (_url(arguments.url), "") if arguments.url else _running_server(arguments.server)
     ca_file = arguments.cacert or ca_file
     if ca_file and not Path(ca_file).is_file():
         raise ValueError(f"--cacert: there is no file {ca_file}")
@@ -208,13 +211,12 @@ def _url(text: str) -> str:
     return text.rstrip("/") + ("/v1" if parts.path in ("", "/") else "")
 
 
-def _running_server() -> tuple[str, str]:
+def _running_server(name: str | None) -> tuple[str, str]:
     """The URL of the running `paceline up`, and the file of the CA to trust."""
-    running = running_servers()
-    if len(running) != 1:
-        found = f"{len(running)} servers run here: {', '.join(map(str, running))}" if running else "none runs here"
-        raise ValueError(f"name a server with --url, because {found}")
-    (server,) = running
+    try:
+        server = server_of(name)
+    except NoAddress as error:
+        raise ValueError(f"{error}; name a server with --url or --server") from None
     if not server.tls_dir:
         return f"http://127.0.0.1:{server.port}/v1", ""
     ca, *_ = TlsPaths.of(Path(server.tls_dir), "gateway").cas

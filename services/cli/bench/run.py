@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from random import Random
@@ -18,7 +19,7 @@ from services.cli.bench.load.sessions import LoadSession, TimedSession
 from services.cli.bench.load.workloads import synthetic_sessions
 from services.cli.bench.options import BenchOptions
 from services.cli.bench.report.document import BenchReport, RampResult, StageReport
-from services.cli.bench.runner import StageRun, StageRunner
+from services.cli.bench.runner import StageLimits, StageRun, StageRunner
 from services.cli.bench.screen import ProgressScreen
 from services.cli.bench.stats.summary import LATE_S, summarise
 from services.cli.bench.target import BenchTarget
@@ -49,7 +50,7 @@ class BenchRun:
             ramp = await self._ramp(runner) if o.ramp else None
             for load in o.loads:
                 if not self._interrupt.is_set():
-                    await self._stage(runner, load, f"stage {len(self._stages) + 1} of {len(o.loads)}")
+                    await self._stage(runner, load, f"stage {len(self._stages) + 1} of {len(o.loads)}", o.limits)
             return BenchReport(
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 paceline=version("paceline"),
@@ -88,7 +89,8 @@ class BenchRun:
         assert o.slo is not None
         search = RampSearch(*o.ramp, o.precision)
         while (rate := search.next_rate()) is not None and not self._interrupt.is_set():
-            report = await self._stage(runner, OfferedLoad("poisson", rate), f"ramp at {rate:.4g}/s")
+            limits = replace(o.limits, duration_s=search.stage_s(rate, o.limits.duration_s))
+            report = await self._stage(runner, OfferedLoad("poisson", rate), f"ramp at {rate:.4g}/s", limits)
             if self._interrupt.is_set():
                 break
             summary = report.summary
@@ -103,8 +105,8 @@ class BenchRun:
             self._screen.say(f"  {verdict} the SLO: {summary.good_share:.1%} of {summary.requests} requests meet it")
         return RampResult(search.holds, search.breaks, o.ramp[1])
 
-    async def _stage(self, runner: StageRunner, load: OfferedLoad, title: str) -> StageReport:
-        run = StageRun(load, self._options.limits)
+    async def _stage(self, runner: StageRunner, load: OfferedLoad, title: str, limits: StageLimits) -> StageReport:
+        run = StageRun(load, limits)
         self._screen.say(f"{title}: {load}, {run.limits.duration_s:g} s")
         cpu_s, started = time.process_time(), time.perf_counter()
         following = asyncio.create_task(self._screen.follow(run, title))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 STEP = 2.0
 # The search ends below this share of the first rate: then the SLO holds at no rate.
-GIVE_UP = 1 / 64
+GIVE_UP = 1 / 8
+# Sessions that a stage needs, so that a few slow requests do not decide.
+MIN_SESSIONS = 20
 
 
 class RampSearch:
@@ -33,6 +35,11 @@ class RampSearch:
             return None
         # The middle of the exponents, because the steps before were factors.
         return float((self.holds * self.breaks) ** 0.5)
+
+    @staticmethod
+    def stage_s(rate: float, duration_s: float) -> float:
+        """How long to measure a rate: longer at a low rate."""
+        return max(duration_s, MIN_SESSIONS / rate)
 
     def note(self, rate: float, holds: bool) -> None:
         """The result of a measured rate. A rate above one that broke counts as broken too."""

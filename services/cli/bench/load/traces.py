@@ -66,11 +66,12 @@ def scaled(sessions: Iterator[TimedSession], scale: float, max_tokens: int) -> I
 
 def from_start(sessions: Iterator[TimedSession], start_s: float) -> Iterator[TimedSession]:
     """From `start_s` on (0: from the first session on), with times that count from there."""
-    base = start_s
+    base = start_s or None
     for at_s, session in sessions:
         if at_s < start_s:
             continue
-        base = base or at_s
+        if base is None:
+            base = at_s
         yield TimedSession(at_s - base, session)
 
 

@@ -34,8 +34,17 @@ def test_the_running_server_is_the_default(monkeypatch: pytest.MonkeyPatch) -> N
     with announced(8123, "m", "127.0.0.1:1", "127.0.0.1:2"):
         options = parse_options([])
         assert (options.url, options.api_key) == ("http://127.0.0.1:8123/v1", "secret")
-        with announced(8124, "m", "127.0.0.1:1", "127.0.0.1:2", "/certs"), pytest.raises(SystemExit):
-            parse_options([])
+        with announced(8124, "n", "127.0.0.1:1", "127.0.0.1:2"):
+            assert parse_options(["--server", "n"]).url == "http://127.0.0.1:8124/v1"
+            with pytest.raises(SystemExit):
+                parse_options([])
+
+
+def test_a_server_with_tls_is_trusted_by_its_ca(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("")
+    with announced(8123, "m", "127.0.0.1:1", "127.0.0.1:2", str(tmp_path)):
+        options = parse_options([])
+    assert (options.url, options.ca_file) == ("https://127.0.0.1:8123/v1", str(tmp_path / "ca.pem"))
 
 
 def test_loads() -> None:
@@ -50,7 +59,8 @@ def test_loads() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "name a server with --url, because none runs here"),
+        ([], "no `paceline up` runs here; name a server with --url"),
+        ([*URL, "--server", "8000"], "give --url or --server"),
         (["--url", "localhost:8000"], "expected a URL"),
         ([*URL, "--rate", "0"], "--rate: expected a number above 0"),
         ([*URL, "--rate", "nan"], "--rate: expected a number above 0"),
