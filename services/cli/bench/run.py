@@ -67,8 +67,8 @@ class BenchRun:
             )
 
     def _on_interrupt(self) -> None:
-        if self._interrupt.is_set():  # the second Ctrl-C
-            raise KeyboardInterrupt
+        # A second Ctrl-C ends the command at once.
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
         self._screen.say("interrupted: reporting what was measured")
         self._interrupt.set()
 
@@ -90,7 +90,7 @@ class BenchRun:
         search = RampSearch(*o.ramp, o.precision)
         while (rate := search.next_rate()) is not None and not self._interrupt.is_set():
             limits = replace(o.limits, duration_s=search.stage_s(rate, o.limits.duration_s))
-            report = await self._stage(runner, OfferedLoad("poisson", rate), f"ramp at {rate:.4g}/s", limits)
+            report = await self._stage(runner, OfferedLoad("poisson", rate), "ramp", limits)
             if self._interrupt.is_set():
                 break
             summary = report.summary

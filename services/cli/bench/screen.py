@@ -42,12 +42,12 @@ def progress(run: StageRun) -> str:
     if failed:
         parts.append(f"{failed} failed")
     tokens = sum(record.output_tokens for record in run.records)
-    parts.append(f"{tokens / elapsed_s:.0f} output tokens/s" if elapsed_s > 0 else "")
+    parts.append(f"{tokens / elapsed_s:.0f} tok/s" if elapsed_s > 0 else "")
     ttfts = [record.ttft_s for record in run.records[-RECENT:] if record.ttft_s is not None and not record.error]
     if ttfts:
         parts.append(f"TTFT p50 {statistics.median(ttfts) * 1000:.0f} ms")
     if elapsed_s < run.limits.duration_s:
         parts.append(f"{elapsed_s:.0f} of {run.limits.duration_s:.0f} s")
     else:
-        parts.append(f"waits for running requests, at most {run.limits.drain_s:.0f} s")
+        parts.append(f"draining, at most {run.limits.drain_s:.0f} s")
     return ", ".join(filter(None, parts))

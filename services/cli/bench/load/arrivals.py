@@ -26,8 +26,8 @@ class OfferedLoad:
 
     def __str__(self) -> str:
         return {
-            "rate": f"{self.value:.4g}/s",
-            "poisson": f"{self.value:.4g}/s Poisson",
+            "rate": f"{self.value:.3g}/s",
+            "poisson": f"{self.value:.3g}/s Poisson",
             "concurrency": f"{self.value:.0f} at once",
             "trace": f"trace x{self.value:g}",
         }[self.kind]

@@ -10,7 +10,7 @@ from services.cli.bench.report import charts
 from services.cli.bench.report.compare import ComparedStage, differences
 from services.cli.bench.report.document import BenchReport, StageReport
 from services.cli.bench.report.svg import LineChart, draw
-from services.cli.bench.report.tables import cached_share, milliseconds, number, ratio_text
+from services.cli.bench.report.tables import milliseconds, number, ratio_text, stage_cells
 
 VERDICTS = {1: "better", 0: "equal", -1: "worse"}
 
@@ -107,26 +107,8 @@ def _stages(report: BenchReport) -> str:
     head += ["TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "e2e p50", "p99"]
     if not report.slo:
         head[3:5] = ["requests /s"]
-    rows = [_stage_cells(stage, bool(report.slo)) for stage in report.stages]
+    rows = [[str(stage.load), *stage_cells(stage.summary, bool(report.slo))] for stage in report.stages]
     return _table(head, rows) + "<p>Latencies in ms.</p>"
-
-
-def _stage_cells(stage: StageReport, has_slo: bool) -> list[str]:
-    s = stage.summary
-    return [
-        str(stage.load),
-        str(s.requests),
-        f"{s.failed_share:.1%}" if s.failures else "0",
-        number(s.goodput_per_s),
-        *([f"{s.good_share:.1%}"] if has_slo else []),
-        number(s.output_tokens_per_s),
-        number(s.total_tokens_per_s) if s.prompt_tokens else "-",
-        cached_share(s),
-        *(milliseconds(s.ttft, p) for p in ("p50", "p99")),
-        *(milliseconds(s.itl, p) for p in ("p50", "p99")),
-        milliseconds(s.tpot, "p50"),
-        *(milliseconds(s.e2e, p) for p in ("p50", "p99")),
-    ]
 
 
 def _failures(report: BenchReport) -> str:

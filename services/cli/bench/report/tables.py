@@ -16,16 +16,15 @@ STYLES = {1: "green", 0: "", -1: "red"}
 def show(report: BenchReport, out: Console) -> None:
     """One row per stage, then failures and notes."""
     out.print(f"{report.model} at {report.url} ({report.endpoint}), {report.workload}, seed {report.seed}")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("load", no_wrap=True)
-    goodput = "goodput/s" if report.slo else "requests/s"
-    shares = ("SLO met",) if report.slo else ()
-    latencies = ("TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "e2e p50", "p99")
-    for title in ("requests", "failed", goodput, *shares, "output tok/s", "total tok/s", "cached", *latencies):
-        table.add_column(title, justify="right", no_wrap=True)
+    goodput = ("goodput/s", "SLO met") if report.slo else ("requests/s",)
+    rates = _table("load", "requests", "failed", *goodput, "out tok/s", "all tok/s", "cached")
+    latencies = _table("load", "TTFT p50", "p99", "ITL p50", "p99", "TPOT p50", "e2e p50", "p99")
     for stage in report.stages:
-        table.add_row(str(stage.load), *_cells(stage.summary, bool(report.slo)))
-    out.print(table)
+        rates.add_row(str(stage.load), *_rates(stage.summary, bool(report.slo)))
+        latencies.add_row(str(stage.load), *_latencies(stage.summary))
+    out.print(rates)
+    out.print()
+    out.print(latencies)
     out.print("latencies in ms" + (f"; SLO {report.slo}" if report.slo else ""))
     for stage in report.stages:
         for reason, count in stage.summary.failures.items():
@@ -50,6 +49,11 @@ def show_comparison(stages: list[ComparedStage], names: tuple[str, str], out: Co
         out.print(table)
 
 
+def stage_cells(summary: StageSummary, has_slo: bool) -> list[str]:
+    """All figures of a stage."""
+    return [*_rates(summary, has_slo), *_latencies(summary)]
+
+
 def ratio_text(entry: ComparedFigure) -> str:
     if entry.ratio is None:
         return "-"
@@ -69,14 +73,23 @@ def milliseconds(distribution: Distribution | None, percentile: str) -> str:
     return "-" if distribution is None else number(1000 * float(getattr(distribution, percentile)))
 
 
-def cached_share(summary: StageSummary) -> str:
+def _cached_share(summary: StageSummary) -> str:
     """Prompt tokens that the server took from its cache, as far as it says so."""
     if summary.cached_tokens is None or not summary.prompt_tokens:
         return "-"
     return f"{summary.cached_tokens / summary.prompt_tokens:.0%}"
 
 
-def _cells(summary: StageSummary, has_slo: bool) -> list[str]:
+def _table(first: str, *titles: str) -> Table:
+    """Two tables of these columns fit into 80 characters each, but not one of both."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _rates(summary: StageSummary, has_slo: bool) -> list[str]:
     s = summary
     return [
         str(s.requests),
@@ -85,7 +98,13 @@ def _cells(summary: StageSummary, has_slo: bool) -> list[str]:
         *([f"{s.good_share:.1%}"] if has_slo else []),
         number(s.output_tokens_per_s),
         number(s.total_tokens_per_s) if s.prompt_tokens else "-",
-        cached_share(s),
+        _cached_share(s),
+    ]
+
+
+def _latencies(summary: StageSummary) -> list[str]:
+    s = summary
+    return [
         *(milliseconds(s.ttft, p) for p in ("p50", "p99")),
         *(milliseconds(s.itl, p) for p in ("p50", "p99")),
         milliseconds(s.tpot, "p50"),

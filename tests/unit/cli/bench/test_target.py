@@ -47,7 +47,7 @@ def target(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, model: str = "", endpoint: Endpoint = "chat"
 ) -> BenchTarget:
     client = LoadClient("http://fake/v1", "key", endpoint, 5, "")
-    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(server)))
+    monkeypatch.setattr(client, "_idle", [httpx.AsyncClient(transport=httpx.MockTransport(server))])
     return BenchTarget(client, model, endpoint, {"user": "bench"}, False, 0, 1)
 
 
@@ -113,7 +113,7 @@ async def test_a_failed_request_has_a_reason(
         return response
 
     client = LoadClient("http://fake/v1", "", "chat", 5, "")
-    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
+    monkeypatch.setattr(client, "_idle", [httpx.AsyncClient(transport=httpx.MockTransport(answer))])
     record = RequestRecord(0, 0)
     await client.stream(b"{}", record)
     assert record.error == reason
