@@ -77,7 +77,7 @@ def write(name: str, report: dict[str, Any], console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="paceline bench", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", choices=PARTS, help="only this one")
     streams = sorted(whole_path.REQUESTS)
     parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="streams")

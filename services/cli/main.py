@@ -36,13 +36,13 @@ usage: paceline COMMAND [flags]
   keys               make an API key; check a key file
   scenario FILE      what every step of a small workload decides, under any preset
   certs DIR          make certificates for development: a CA, and one for each service
-  bench              measure the whole path on this machine
+  bench              put load on an OpenAI-compatible server and measure it; compare two runs
   version            print the version
 
 `paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
 PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
 
-worker, policy, cache and explain find the `paceline up` of this machine. If several run, --server PORT or
+worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run, --server PORT or
 PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
 If the server has API keys, policy, cache and explain need an admin key: PACELINE_API_KEY, or --api-key.
 """
@@ -112,15 +112,6 @@ def serve_command(argv: list[str]) -> int:
     return fail(f"paceline serve: {wanted}: {', '.join(SERVICES)}", 2)
 
 
-def bench(argv: list[str]) -> int:
-    try:
-        module = importlib.import_module("bench.run")
-    except ModuleNotFoundError as error:
-        return fail(f"paceline bench: runs from a checkout, after `make setup` ({error})")
-    result: int = module.main(argv)
-    return result
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -133,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         "explain": lambda rest: lazily("services.cli.explain", rest),
         "scenario": lambda rest: lazily("services.cli.scenario", rest),
         "certs": lambda rest: lazily("services.cli.certs.main", rest),
-        "bench": bench,
+        "bench": lambda rest: lazily("services.cli.bench.main", rest),
     }
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command in ("-h", "--help", "help"):

@@ -114,6 +114,18 @@ def target_of(arguments: argparse.Namespace, service: Service) -> Target:
     return _target(service, running[0]) if running else Target(service, DEFAULT_ADDRESSES[service], "")
 
 
+def server_of(name: str | None) -> Server:
+    """The server that --server names, else the environment, else the only one. Raises NoAddress."""
+    for value, origin in ((name, "--server"), (os.environ.get(SERVER_ENV), SERVER_ENV)):
+        if value:
+            return _named(value, origin)
+    running = running_servers()
+    if len(running) != 1:
+        found = f"{len(running)} servers run here: {_listed(running)}" if running else "no `paceline up` runs here"
+        raise NoAddress(found)
+    return running[0]
+
+
 def running_servers() -> list[Server]:
     """The servers of this machine and user, by port. Unreadable files are skipped."""
     try:
