@@ -12,22 +12,26 @@ import grpc
 API_KEY_ENV = "PACELINE_API_KEY"
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
+def add_flag(parser: argparse.ArgumentParser, kind: str = "admin key") -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"admin key, if the server has keys [env: {API_KEY_ENV}, which other users of this machine cannot read]",
+        help=f"{kind}, if the server has keys [env: {API_KEY_ENV}, which other users of this machine cannot read]",
     )
+
+
+def given_key(arguments: argparse.Namespace) -> str:
+    """The key of the flag or the environment; empty if there is none. Raises ValueError."""
+    key = arguments.api_key or os.environ.get(API_KEY_ENV, "")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"--api-key (or {API_KEY_ENV}): a key has printable ASCII characters only")
+    return str(key)
 
 
 def with_key(channel: grpc.Channel, arguments: argparse.Namespace) -> grpc.Channel:
     """The channel, with the key of the flag or the environment in each call. Raises ValueError."""
-    key = arguments.api_key or os.environ.get(API_KEY_ENV, "")
-    if not key:
-        return channel
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"--api-key (or {API_KEY_ENV}): a key has printable ASCII characters only")
-    return grpc.intercept_channel(channel, _ShowKey(key))
+    key = given_key(arguments)
+    return grpc.intercept_channel(channel, _ShowKey(key)) if key else channel
 
 
 class _Details(NamedTuple):
