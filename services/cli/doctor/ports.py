@@ -1,0 +1,92 @@
+"""Checks whether the ports, keys and certificates of `paceline up` can be used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.cli.doctor.check import Check, Health
+from services.cli.servers import running_servers
+from services.cli.up.health import Dialler
+from services.cli.up.ports import LOOPBACK, CannotServe, Ports, pick_port
+from services.cli.up.settings import UpSettings
+from services.runtime.keys.listen import safe_host
+from services.runtime.keys.source import open_keys
+from services.runtime.service import CannotStart
+
+_OWN_PORTS = ("port", "grpc_port", "scheduler_port", "cache_port")
+_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
+
+
+def check_access(settings: UpSettings) -> Check:
+    """API keys and certificates, and the address that follows from them."""
+    try:
+        keys = open_keys(settings.keys_file)
+        Dialler(settings)
+    except CannotStart as error:
+        return Check("keys and TLS", Health.FAILS, "cannot be used", str(error))
+    _, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
+    found = f"{'API keys' if keys is not None else 'no API keys'}, {'TLS' if settings.public_tls else 'no TLS'}"
+    return Check("keys and TLS", Health.NOTE if why else Health.OK, found, why)
+
+
+def check_ports(settings: UpSettings) -> list[Check]:
+    """One check for each port that has a flag, and one more if they do not fit together."""
+    host, _ = safe_host(settings.host, has_keys=bool(settings.keys_file), insecure=settings.insecure)
+    checks = []
+    for name in _OWN_PORTS:
+        address = host if name in ("port", "grpc_port") else LOOPBACK
+        checks.append(_check_port(name, address, getattr(settings, name), name in settings.model_fields_set))
+    if all(check.health is not Health.FAILS for check in checks):
+        try:
+            Ports(settings)
+        except CannotServe as error:  # two flags with one port, or the port of some /metrics
+            checks.append(Check("ports", Health.FAILS, "not all free", f"{error}: choose others"))
+    return checks
+
+
+def _check_port(name: str, host: str, port: int, explicit: bool) -> Check:
+    flag = name.replace("_", "-")
+    title = "HTTP port" if name == "port" else f"{name.removesuffix('_port').replace('grpc', 'gRPC')} port"
+    found = f"{host}:{port}" if port else "any free one"
+    try:
+        pick_port(host, port, True, flag, set())
+    except CannotServe as error:
+        holder = holder_of(port)
+        by = f" by {holder}" if holder else ""
+        if explicit:
+            return Check(title, Health.FAILS, found, f"{error}{f'; it is used{by}' if by else ''}: choose another")
+        try:
+            pick_port(host, port, False, flag, set())
+        except CannotServe as failure:  # the address, not the port
+            return Check(title, Health.FAILS, found, str(failure))
+        return Check(title, Health.NOTE, found, f"in use{by}: `up` takes a free port instead")
+    return Check(title, Health.OK, f"{found} is free" if port else found)
+
+
+def holder_of(port: int, root: Path = Path("/proc")) -> str:
+    """The process that listens on the port; empty if it is unknown, as another user's is."""
+    for server in running_servers():
+        if server.port == port:
+            return f"`paceline up` (process {server.pid})"
+    sockets = {f"socket:[{inode}]" for inode in _listening(port, root)}
+    for process in root.glob("[0-9]*") if sockets else ():
+        try:
+            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
+                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+        except OSError:  # another user's, or ended meanwhile
+            continue
+    return ""
+
+
+def _listening(port: int, root: Path) -> Iterator[str]:
+    """The inodes of the sockets that listen on the port."""
+    for name in ("tcp", "tcp6"):
+        try:
+            rows = [line.split() for line in (root / "net" / name).read_text().splitlines()[1:]]
+        except OSError:
+            continue
+        for row in rows:
+            if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port:
+                yield row[9]
