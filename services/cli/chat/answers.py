@@ -81,7 +81,7 @@ class ChatServer:
             for event in _events(answer):
                 yield from _pieces(event, ending)
         if not ending.reason:
-            raise ChatFailed("the server ended the answer in the middle; /retry asks again")
+            raise ChatFailed("the server ended the answer in the middle; ask again")
 
     def _client(self, silence_s: float) -> httpx.Client:
         key = self.endpoint.key
