@@ -12,8 +12,8 @@ import httpx
 
 from services.cli.api_key import API_KEY_ENV
 from services.cli.arguments import plain
-from services.cli.chat.conversation import Message
 from services.cli.chat.endpoint import Endpoint
+from services.cli.chat.history import Message
 
 CONNECT_S = 5.0
 # Between two events of a stream. A request may wait long in the queue of a loaded server.
@@ -27,7 +27,7 @@ class ChatFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """A part of an answer."""
 
     text: str = ""
@@ -64,7 +64,7 @@ class ChatServer:
                     f"{self.endpoint.url} lists no model: it may be no OpenAI server{self._hint}"
                 ) from error
 
-    def answer(self, model: str, messages: list[Message], ending: Ending) -> Generator[Piece]:
+    def answer(self, model: str, messages: list[Message], ending: Ending) -> Generator[AnswerPart]:
         """The pieces of the answer as they arrive. Fills `ending`. Raises ChatFailed.
 
         Close the iterator to stop the answer: the server cancels a request when its client is gone."""
@@ -146,7 +146,7 @@ def _events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _pieces(event: dict[str, Any], ending: Ending) -> Iterator[Piece]:
+def _pieces(event: dict[str, Any], ending: Ending) -> Iterator[AnswerPart]:
     if event.get("error"):
         raise ChatFailed(_message_of(event) or "the server stopped with an error")
     if usage := event.get("usage"):
@@ -154,7 +154,7 @@ def _pieces(event: dict[str, Any], ending: Ending) -> Iterator[Piece]:
         ending.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        piece = Piece(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
+        piece = AnswerPart(delta.get("content") or "", delta.get("reasoning_content") or delta.get("reasoning") or "")
         if piece.text or piece.reasoning:
             yield piece
         ending.reason = choice.get("finish_reason") or ending.reason

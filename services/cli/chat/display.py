@@ -10,7 +10,7 @@ from rich.console import Console
 
 from services.cli.arguments import readable
 from services.cli.chat.answers import ChatServer, Ending
-from services.cli.chat.conversation import Conversation
+from services.cli.chat.history import ChatHistory
 from services.cli.waiting import waiting
 
 
@@ -23,7 +23,7 @@ class Display:
         self._is_interactive = is_interactive
         self._column_is_first = True
 
-    def show(self, server: ChatServer, model: str, conversation: Conversation) -> Ending:
+    def show(self, server: ChatServer, model: str, conversation: ChatHistory) -> Ending:
         """Stream the answer to the open question, and keep it in the conversation, also the part that has come when
         Ctrl-C or a failure stops it. Raises ChatFailed and KeyboardInterrupt."""
         ending, began_s = Ending(), time.monotonic()

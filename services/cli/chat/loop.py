@@ -6,8 +6,8 @@ import contextlib
 
 from services.cli.arguments import plain
 from services.cli.chat.answers import ChatFailed, ChatServer
-from services.cli.chat.conversation import Conversation
 from services.cli.chat.display import Display
+from services.cli.chat.history import ChatHistory
 
 PROMPT = "> "
 HELP = """\
@@ -22,7 +22,7 @@ Ctrl-C stops an answer; what has come of it stays in the conversation."""
 class ChatLoop:
     """One person's chat with one server."""
 
-    def __init__(self, server: ChatServer, model: str, conversation: Conversation, display: Display) -> None:
+    def __init__(self, server: ChatServer, model: str, conversation: ChatHistory, display: Display) -> None:
         self._server = server
         self._model = model
         self._conversation = conversation

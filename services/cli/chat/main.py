@@ -8,9 +8,9 @@ from typing import Any
 
 from services.cli.arguments import Parser, console, plain, usage_error
 from services.cli.chat.answers import ChatFailed, ChatServer
-from services.cli.chat.conversation import Conversation
 from services.cli.chat.display import Display
 from services.cli.chat.endpoint import add_flags, find_endpoint
+from services.cli.chat.history import ChatHistory
 from services.cli.chat.loop import ChatLoop
 from services.cli.servers import NoAddress
 from services.cli.waiting import waiting
@@ -67,7 +67,7 @@ def _chat(server: ChatServer, arguments: argparse.Namespace, question: str) -> i
     out = console()
     with waiting(out, "waiting for the server"):
         model = arguments.model or server.model()
-    conversation, display = Conversation(arguments.system), Display(out, is_interactive=not question)
+    conversation, display = ChatHistory(arguments.system), Display(out, is_interactive=not question)
     if question:
         conversation.ask(question)
         if display.show(server, model, conversation).reason == "length":

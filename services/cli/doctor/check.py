@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Health(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """From the best to the worst."""
 
     OK = "ok"
@@ -20,6 +20,6 @@ class Check:
     """`found`: the value. `advice`: why it is not ok, and what to do; empty if it is ok."""
 
     name: str
-    health: Health
+    status: CheckStatus
     found: str
     advice: str = ""

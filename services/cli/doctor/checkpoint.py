@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.runtime.memory.available import GIB
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ def check_checkpoint(model: str, inspected: Inspection) -> Check:
     if inspected.absent:
         needed = inspected.weights_bytes
         advice = f"`up` downloads {', '.join(inspected.absent[:3])} first (about {_size(needed)} as {inspected.dtype})"
-        return Check("checkpoint", Health.SLOW, found, advice)
-    return Check("checkpoint", Health.OK, found)
+        return Check("checkpoint", CheckStatus.SLOW, found, advice)
+    return Check("checkpoint", CheckStatus.OK, found)
 
 
 def check_disk(folder: Path, inspected: Inspection, free_bytes: int) -> Check:
@@ -30,9 +30,9 @@ def check_disk(folder: Path, inspected: Inspection, free_bytes: int) -> Check:
     found = f"{free_bytes / GIB:.1f} GiB free at {folder}"
     if inspected.absent and free_bytes < inspected.weights_bytes:
         return Check(
-            "disk", Health.FAILS, found, f"the download needs about {_size(inspected.weights_bytes)}: make room"
+            "disk", CheckStatus.FAILS, found, f"the download needs about {_size(inspected.weights_bytes)}: make room"
         )
-    return Check("disk", Health.OK, found)
+    return Check("disk", CheckStatus.OK, found)
 
 
 def check_fit(inspected: Inspection) -> Check:
@@ -42,14 +42,14 @@ def check_fit(inspected: Inspection) -> Check:
     needs = _size(inspected.host_bytes if inspected.device == "cpu" else inspected.weights_bytes)
     found = f"needs {needs}{there} (weights as {inspected.dtype}, smallest KV pool)"
     if inspected.device != "cpu":
-        return Check("memory for the model", Health.OK, f"needs {needs} on the GPU, which has room")
+        return Check("memory for the model", CheckStatus.OK, f"needs {needs} on the GPU, which has room")
     if inspected.pool_bytes < inspected.wanted_pool_bytes:
         advice = (
             f"only {_size(inspected.pool_bytes)} of KV instead of {_size(inspected.wanted_pool_bytes)}: fewer requests "
             "run at a time; --dtype bfloat16 halves weights and KV"
         )
-        return Check("memory for the model", Health.SLOW, found, advice)
-    return Check("memory for the model", Health.OK, found)
+        return Check("memory for the model", CheckStatus.SLOW, found, advice)
+    return Check("memory for the model", CheckStatus.OK, found)
 
 
 def check_tokenizer(folder: Path, makes_embeddings: bool) -> Check:
@@ -61,19 +61,19 @@ def check_tokenizer(folder: Path, makes_embeddings: bool) -> Check:
         vocabulary = read_model_files(folder).vocab_size
         if not (folder / "tokenizer.json").is_file():
             advice = "requests must send token ids: add the fast tokenizer's tokenizer.json to the folder"
-            return Check("tokenizer", Health.NOTE, "no tokenizer.json", advice)
+            return Check("tokenizer", CheckStatus.NOTE, "no tokenizer.json", advice)
         tokenizer = TextTokenizer.from_folder(folder)
     except (OSError, ValueError) as error:
-        return Check("tokenizer", Health.FAILS, "cannot be read", " ".join(str(error).split()))
+        return Check("tokenizer", CheckStatus.FAILS, "cannot be read", " ".join(str(error).split()))
     found = f"{tokenizer.vocab_size} tokens"
     if tokenizer.vocab_size > vocabulary:
         found += f" (the model has {vocabulary})"
     if makes_embeddings:
-        return Check("tokenizer", Health.OK, found)
+        return Check("tokenizer", CheckStatus.OK, found)
     if tokenizer.template_source is None:
         advice = "chats are refused, completions work: give the gateway a --chat-template, or add chat_template.jinja"
-        return Check("tokenizer", Health.NOTE, f"{found}, no chat template", advice)
-    return Check("tokenizer", Health.OK, f"{found}, with a chat template")
+        return Check("tokenizer", CheckStatus.NOTE, f"{found}, no chat template", advice)
+    return Check("tokenizer", CheckStatus.OK, f"{found}, with a chat template")
 
 
 def free_bytes(folder: Path) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.runtime.memory.available import GIB
 
 if TYPE_CHECKING:
@@ -37,33 +37,33 @@ def check_torch(torch: TorchFacts | None, why: str, driver: Driver | None) -> Ch
     """`torch`: None if it cannot be imported, because of `why`."""
     if torch is None:
         advice = f"`up` cannot start a worker: `make up` installs torch, and so does pip install -e '.[worker]' ({why})"
-        return Check("torch", Health.FAILS, "not installed", advice)
+        return Check("torch", CheckStatus.FAILS, "not installed", advice)
     found = f"{torch.version} ({f'CUDA {torch.cuda}' if torch.cuda else 'CPU build'})"
     if driver is not None and not torch.cuda:
         advice = f"this build cannot use the GPU: rm .venv/serve.stamp, then make up TORCH=pip; or {INSTALL_GPU}"
-        return Check("torch", Health.SLOW, found, advice)
+        return Check("torch", CheckStatus.SLOW, found, advice)
     if driver is not None and not torch.sees_gpu:
         advice = f"torch cannot use the GPU: {torch.trouble or 'is the driver older than its CUDA version?'}"
-        return Check("torch", Health.SLOW, found, advice)
-    return Check("torch", Health.OK, found)
+        return Check("torch", CheckStatus.SLOW, found, advice)
+    return Check("torch", CheckStatus.OK, found)
 
 
 def check_gpu(torch: TorchFacts | None, driver: Driver | None) -> Check:
     if driver is None and (torch is None or not torch.sees_gpu):
         advice = "the model runs on the CPU: for development and small models"
-        return Check("NVIDIA GPU", Health.SLOW, "none", advice)
+        return Check("NVIDIA GPU", CheckStatus.SLOW, "none", advice)
     if torch is None or not torch.sees_gpu:
         assert driver is not None
         found = f"driver {driver.version}: {', '.join(driver.gpus)}"
-        return Check("NVIDIA GPU", Health.SLOW, found, "torch does not use it: see the line above")
+        return Check("NVIDIA GPU", CheckStatus.SLOW, found, "torch does not use it: see the line above")
     major, minor = torch.capability
     version = f", driver {driver.version}" if driver is not None else ""
     found = f"{torch.gpu}, {torch.total_bytes / GIB:.0f} GiB, compute capability {major}.{minor}{version}"
     if torch.capability < BF16_CAPABILITY:
         return Check(
-            "NVIDIA GPU", Health.SLOW, found, "no bfloat16 products before capability 8.0: try --dtype float16"
+            "NVIDIA GPU", CheckStatus.SLOW, found, "no bfloat16 products before capability 8.0: try --dtype float16"
         )
-    return Check("NVIDIA GPU", Health.OK, found)
+    return Check("NVIDIA GPU", CheckStatus.OK, found)
 
 
 def check_flashinfer(versions: dict[str, str], needed: str, sees_gpu: bool, why_not: str) -> Check:
@@ -71,19 +71,19 @@ def check_flashinfer(versions: dict[str, str], needed: str, sees_gpu: bool, why_
     version = versions.get(FLASHINFER)
     found = version or "not installed"
     if not sees_gpu:
-        return Check("FlashInfer", Health.OK, f"{found}; not used without a GPU")
+        return Check("FlashInfer", CheckStatus.OK, f"{found}; not used without a GPU")
     if version is None:
-        return Check("FlashInfer", Health.SLOW, found, f"the layers run on plain torch: {INSTALL_GPU}")
+        return Check("FlashInfer", CheckStatus.SLOW, found, f"the layers run on plain torch: {INSTALL_GPU}")
     if _numbers(version) < _numbers(needed):
         advice = f"{needed} or newer is needed: {INSTALL_GPU}"
-        return Check("FlashInfer", Health.FAILS, found, advice)
+        return Check("FlashInfer", CheckStatus.FAILS, found, advice)
     for name in KERNEL_PACKAGES:
         if (other := versions.get(name)) is not None and _numbers(other) != _numbers(version):
             advice = f"{name} {other} is of another version: pip install {name}=={version}, or uninstall it"
-            return Check("FlashInfer", Health.FAILS, found, advice)
+            return Check("FlashInfer", CheckStatus.FAILS, found, advice)
     if why_not:
-        return Check("FlashInfer", Health.SLOW, found, f"the layers run on plain torch: {why_not}")
-    return Check("FlashInfer", Health.OK, found)
+        return Check("FlashInfer", CheckStatus.SLOW, found, f"the layers run on plain torch: {why_not}")
+    return Check("FlashInfer", CheckStatus.OK, found)
 
 
 def flashinfer_versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.runtime.memory.available import GIB, AvailableMemory
 
 # Gateway, scheduler, cache and worker each have a process, which runs beside the worker's threads.
@@ -24,7 +24,7 @@ DOCKER_S = 5.0
 
 def check_python() -> Check:
     found = f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})"
-    return Check("Python", Health.OK, found)
+    return Check("Python", CheckStatus.OK, found)
 
 
 def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> Check:
@@ -35,23 +35,25 @@ def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> 
     if not on_gpu and threads > usable:
         fewer = max(1, int(usable) - 1)
         advice = f"torch would start {threads} threads, which then wait for each other: give --threads {fewer}"
-        return Check("cores", Health.SLOW, found, advice)
+        return Check("cores", CheckStatus.SLOW, found, advice)
     if usable < COMFORTABLE_CORES:
         share = "" if on_gpu else f", and the model computes with {threads} thread(s)"
         advice = f"four services share {usable:g} core(s){share}: {COMFORTABLE_CORES} or more are faster"
-        return Check("cores", Health.SLOW, found, advice)
-    return Check("cores", Health.OK, found)
+        return Check("cores", CheckStatus.SLOW, found, advice)
+    return Check("cores", CheckStatus.OK, found)
 
 
 def check_memory(available: AvailableMemory | None) -> Check:
     if available is None:
         return Check(
-            "memory", Health.NOTE, "unknown", "this system has no /proc/meminfo: no model is refused for its size"
+            "memory", CheckStatus.NOTE, "unknown", "this system has no /proc/meminfo: no model is refused for its size"
         )
     found = f"{available.num_bytes / GIB:.1f} GiB available ({available.limit})"
     if available.num_bytes < LITTLE_MEMORY_GIB * GIB:
-        return Check("memory", Health.SLOW, found, "little is left for KV: few requests run at a time, others wait")
-    return Check("memory", Health.OK, found)
+        return Check(
+            "memory", CheckStatus.SLOW, found, "little is left for KV: few requests run at a time, others wait"
+        )
+    return Check("memory", CheckStatus.OK, found)
 
 
 def check_instructions(architecture: str, flags: frozenset[str], dtype: str, on_gpu: bool) -> Check:
@@ -60,37 +62,39 @@ def check_instructions(architecture: str, flags: frozenset[str], dtype: str, on_
     name = "CPU instructions"
     is_x86 = architecture in ("x86_64", "AMD64")
     if not flags or not (is_x86 or architecture == "aarch64"):
-        return Check(name, Health.OK, f"{architecture}, unknown")
+        return Check(name, CheckStatus.OK, f"{architecture}, unknown")
     vectors = ("avx2", "avx512f") if is_x86 else ("asimd", "sve")
     has_bf16 = bool(flags & ({"avx512_bf16", "amx_bf16"} if is_x86 else {"bf16"}))
     shown = [flag for flag in (*vectors, "avx512_bf16", "amx_bf16", "bf16") if flag in flags]
     found = f"{architecture}: {', '.join(shown) or 'no vectors that torch uses'}"
     if on_gpu:
-        return Check(name, Health.OK, found)
+        return Check(name, CheckStatus.OK, found)
     if dtype in ("bfloat16", "float16") and not (has_bf16 and dtype == "bfloat16"):
         advice = f"no instructions for {dtype}: it saves memory, but products compute slower than with --dtype float32"
-        return Check(name, Health.SLOW, found, advice)
+        return Check(name, CheckStatus.SLOW, found, advice)
     if is_x86 and "avx512f" not in flags:
         narrow = "256" if "avx2" in flags else "128"
-        return Check(name, Health.SLOW, found, f"no AVX-512: matrix products use {narrow}-bit vectors")
+        return Check(name, CheckStatus.SLOW, found, f"no AVX-512: matrix products use {narrow}-bit vectors")
     if not has_bf16:
-        return Check(name, Health.NOTE, found, "no bf16 instructions: --dtype bfloat16 would be slower than float32")
-    return Check(name, Health.OK, found)
+        return Check(
+            name, CheckStatus.NOTE, found, "no bf16 instructions: --dtype bfloat16 would be slower than float32"
+        )
+    return Check(name, CheckStatus.OK, found)
 
 
 def check_open_files(hard_limit: int | None) -> Check:
     """`hard_limit`: services raise their limit to it. None: any number."""
     if hard_limit is None or hard_limit >= COMFORTABLE_FILES:
-        return Check("open files", Health.OK, "any number" if hard_limit is None else f"up to {hard_limit}")
+        return Check("open files", CheckStatus.OK, "any number" if hard_limit is None else f"up to {hard_limit}")
     advice = f"at most about {hard_limit} connections: raise the hard limit (ulimit -Hn, or LimitNOFILE of systemd)"
-    return Check("open files", Health.SLOW, f"up to {hard_limit}", advice)
+    return Check("open files", CheckStatus.SLOW, f"up to {hard_limit}", advice)
 
 
 def check_docker(version: str | None, trouble: str = "") -> Check:
     """Optional. `version`: of its server."""
     if version:
-        return Check("Docker (optional)", Health.OK, version)
-    return Check("Docker (optional)", Health.NOTE, trouble or "not installed", "only `docker compose up` needs it")
+        return Check("Docker (optional)", CheckStatus.OK, version)
+    return Check("Docker (optional)", CheckStatus.NOTE, trouble or "not installed", "only `docker compose up` needs it")
 
 
 def usable_cores() -> int:

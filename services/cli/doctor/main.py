@@ -12,7 +12,7 @@ from rich.table import Table
 
 from services.cli.arguments import Parser, console, plain
 from services.cli.doctor import checkpoint, gpu, host, ports
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.cli.up.plan import worker_flags
 from services.cli.up.settings import UpSettings
 from services.cli.waiting import waiting
@@ -20,7 +20,7 @@ from services.runtime.memory import claims as memory_claims
 from services.runtime.settings import load_settings, settings_parser
 
 PROG = "paceline doctor"
-COLOURS = {Health.OK: "green", Health.NOTE: "cyan", Health.SLOW: "yellow", Health.FAILS: "bold red"}
+COLOURS = {CheckStatus.OK: "green", CheckStatus.NOTE: "cyan", CheckStatus.SLOW: "yellow", CheckStatus.FAILS: "bold red"}
 
 
 class DoctorSettings(UpSettings, section="up"):
@@ -42,11 +42,11 @@ def main(argv: list[str]) -> int:
     settings = load_settings(DoctorSettings, rest, prog=PROG, note=note)
     checks = list(run_checks(settings, Console(stderr=True)))
     if arguments.json:
-        rows = [{"name": c.name, "health": c.health, "found": c.found, "advice": c.advice} for c in checks]
-        print(json.dumps({"health": worst(checks), "checks": rows}))
+        rows = [{"name": c.name, "status": c.status, "found": c.found, "advice": c.advice} for c in checks]
+        print(json.dumps({"status": worst(checks), "checks": rows}))
     else:
         show(checks, console())
-    return 1 if worst(checks) is Health.FAILS else 0
+    return 1 if worst(checks) is CheckStatus.FAILS else 0
 
 
 def run_checks(settings: UpSettings, progress: Console) -> Iterator[Check]:
@@ -99,9 +99,9 @@ def _check_model(settings: UpSettings, progress: Console) -> tuple[list[Check], 
             inspected = inspection.inspect_model(worker)
             tokenizer = checkpoint.check_tokenizer(inspected.folder, inspected.makes_embeddings)
     except ModelTooLarge as error:
-        return [Check("memory for the model", Health.FAILS, "too little", str(error))], ""
+        return [Check("memory for the model", CheckStatus.FAILS, "too little", str(error))], ""
     except ModelError as error:
-        return [Check("checkpoint", Health.FAILS, worker.model, str(error))], ""
+        return [Check("checkpoint", CheckStatus.FAILS, worker.model, str(error))], ""
     return [
         checkpoint.check_checkpoint(worker.model, inspected),
         tokenizer,
@@ -110,9 +110,9 @@ def _check_model(settings: UpSettings, progress: Console) -> tuple[list[Check], 
     ], inspected.no_flashinfer
 
 
-def worst(checks: list[Check]) -> Health:
-    order = list(Health)
-    return max((check.health for check in checks), key=order.index)
+def worst(checks: list[Check]) -> CheckStatus:
+    order = list(CheckStatus)
+    return max((check.status for check in checks), key=order.index)
 
 
 def show(checks: list[Check], out: Console) -> None:
@@ -120,13 +120,13 @@ def show(checks: list[Check], out: Console) -> None:
     for title in ("check", "", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for check in checks:
-        health = f"[{COLOURS[check.health]}]{check.health}[/]"
-        table.add_row(check.name, Console().render_str(health), plain(check.found), plain(check.advice))
+        status = f"[{COLOURS[check.status]}]{check.status}[/]"
+        table.add_row(check.name, Console().render_str(status), plain(check.found), plain(check.advice))
     out.print(table)
     summary = {
-        Health.OK: "`paceline up` can serve.",
-        Health.NOTE: "`paceline up` can serve.",
-        Health.SLOW: "`paceline up` can serve; the lines marked slow say what limits its speed.",
-        Health.FAILS: "`paceline up` cannot serve like this; the lines marked fails say why.",
+        CheckStatus.OK: "`paceline up` can serve.",
+        CheckStatus.NOTE: "`paceline up` can serve.",
+        CheckStatus.SLOW: "`paceline up` can serve; the lines marked slow say what limits its speed.",
+        CheckStatus.FAILS: "`paceline up` cannot serve like this; the lines marked fails say why.",
     }
     out.print(f"\n{summary[worst(checks)]}")

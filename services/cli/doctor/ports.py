@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.cli.servers import running_servers
 from services.cli.up.health import Dialler
 from services.cli.up.ports import LOOPBACK, CannotServe, Ports, pick_port
@@ -25,10 +25,10 @@ def check_access(settings: UpSettings) -> Check:
         keys = open_keys(settings.keys_file)
         Dialler(settings)
     except CannotStart as error:
-        return Check("keys and TLS", Health.FAILS, "cannot be used", str(error))
+        return Check("keys and TLS", CheckStatus.FAILS, "cannot be used", str(error))
     _, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
     found = f"{'API keys' if keys is not None else 'no API keys'}, {'TLS' if settings.public_tls else 'no TLS'}"
-    return Check("keys and TLS", Health.NOTE if why else Health.OK, found, why)
+    return Check("keys and TLS", CheckStatus.NOTE if why else CheckStatus.OK, found, why)
 
 
 def check_ports(settings: UpSettings) -> list[Check]:
@@ -38,11 +38,11 @@ def check_ports(settings: UpSettings) -> list[Check]:
     for name in _OWN_PORTS:
         address = host if name in ("port", "grpc_port") else LOOPBACK
         checks.append(_check_port(name, address, getattr(settings, name), name in settings.model_fields_set))
-    if all(check.health is not Health.FAILS for check in checks):
+    if all(check.status is not CheckStatus.FAILS for check in checks):
         try:
             Ports(settings)
         except CannotServe as error:  # two flags with one port, or the port of some /metrics
-            checks.append(Check("ports", Health.FAILS, "not all free", f"{error}: choose others"))
+            checks.append(Check("ports", CheckStatus.FAILS, "not all free", f"{error}: choose others"))
     return checks
 
 
@@ -56,13 +56,13 @@ def _check_port(name: str, host: str, port: int, explicit: bool) -> Check:
         holder = holder_of(port)
         by = f" by {holder}" if holder else ""
         if explicit:
-            return Check(title, Health.FAILS, found, f"{error}{f'; it is used{by}' if by else ''}: choose another")
+            return Check(title, CheckStatus.FAILS, found, f"{error}{f'; it is used{by}' if by else ''}: choose another")
         try:
             pick_port(host, port, False, flag, set())
         except CannotServe as failure:  # the address, not the port
-            return Check(title, Health.FAILS, found, str(failure))
-        return Check(title, Health.NOTE, found, f"in use{by}: `up` takes a free port instead")
-    return Check(title, Health.OK, f"{found} is free" if port else found)
+            return Check(title, CheckStatus.FAILS, found, str(failure))
+        return Check(title, CheckStatus.NOTE, found, f"in use{by}: `up` takes a free port instead")
+    return Check(title, CheckStatus.OK, f"{found} is free" if port else found)
 
 
 def holder_of(port: int, root: Path = Path("/proc")) -> str:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from services.cli.arguments import readable
 from services.cli.chat.answers import Ending
-from services.cli.chat.conversation import Conversation
 from services.cli.chat.display import measured
 from services.cli.chat.endpoint import DEFAULT_URL, find_endpoint
+from services.cli.chat.history import ChatHistory
 from services.cli.chat.main import parser
 from services.cli.main import main
 from services.cli.servers import NoAddress, announced
@@ -41,12 +41,12 @@ def openai() -> Iterator[ScriptedOpenAI]:
 # ── the conversation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def contents(conversation: Conversation) -> list[str]:
+def contents(conversation: ChatHistory) -> list[str]:
     return [message["content"] for message in conversation.messages()]
 
 
 def test_each_question_repeats_the_messages_before_it() -> None:
-    chat = Conversation("be kind")
+    chat = ChatHistory("be kind")
     chat.ask("one")
     first = chat.messages()
     chat.answer("1")
@@ -56,7 +56,7 @@ def test_each_question_repeats_the_messages_before_it() -> None:
 
 
 def test_a_question_without_an_answer_is_dropped_or_asked_again() -> None:
-    chat = Conversation()
+    chat = ChatHistory()
     chat.ask("refused")
     chat.answer("")
     assert chat.retry() == "refused"
@@ -65,7 +65,7 @@ def test_a_question_without_an_answer_is_dropped_or_asked_again() -> None:
 
 
 def test_retry_forgets_the_last_answer_alone() -> None:
-    chat = Conversation()
+    chat = ChatHistory()
     assert chat.retry() is None
     for question in ("one", "two"):
         chat.ask(question)

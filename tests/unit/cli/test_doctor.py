@@ -13,7 +13,7 @@ import pytest
 
 from gpu_worker.inspection import Inspection, TorchFacts
 from services.cli.doctor import checkpoint, gpu, host, ports
-from services.cli.doctor.check import Check, Health
+from services.cli.doctor.check import Check, CheckStatus
 from services.cli.doctor.gpu import Driver
 from services.cli.doctor.main import DoctorSettings
 from services.cli.main import main
@@ -39,21 +39,21 @@ def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "quota", "threads", "on_gpu", "health", "word"),
+    ("cores", "quota", "threads", "on_gpu", "status", "word"),
     [
-        (16, None, 15, False, Health.OK, ""),
-        (64, 4.0, 63, False, Health.SLOW, "63 threads, which then wait for each other: give --threads 3"),
-        (64, 4.0, 3, False, Health.OK, ""),
-        (64, 4.0, 63, True, Health.OK, ""),
-        (2, None, 1, False, Health.SLOW, "the model computes with 1 thread"),
-        (2, 0.5, 1, True, Health.SLOW, "four services share 0.5 core"),
+        (16, None, 15, False, CheckStatus.OK, ""),
+        (64, 4.0, 63, False, CheckStatus.SLOW, "63 threads, which then wait for each other: give --threads 3"),
+        (64, 4.0, 3, False, CheckStatus.OK, ""),
+        (64, 4.0, 63, True, CheckStatus.OK, ""),
+        (2, None, 1, False, CheckStatus.SLOW, "the model computes with 1 thread"),
+        (2, 0.5, 1, True, CheckStatus.SLOW, "four services share 0.5 core"),
     ],
 )
 def test_few_cores_and_too_many_threads_are_slow(
-    cores: int, quota: float | None, threads: int, on_gpu: bool, health: Health, word: str
+    cores: int, quota: float | None, threads: int, on_gpu: bool, status: CheckStatus, word: str
 ) -> None:
     check = host.check_cores(cores, quota, threads, on_gpu)
-    assert check.health is health
+    assert check.status is status
     assert word in check.advice
 
 
@@ -76,24 +76,26 @@ def test_the_smallest_limit_of_the_control_groups_counts(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "flags", "dtype", "health", "word"),
+    ("architecture", "flags", "dtype", "status", "word"),
     [
-        ("x86_64", "avx2 avx512f avx512_bf16", "bfloat16", Health.OK, ""),
-        ("x86_64", "avx2 avx512f amx_bf16", "float32", Health.OK, ""),
-        ("x86_64", "avx2 avx512f", "float32", Health.NOTE, "--dtype bfloat16 would be slower"),
-        ("x86_64", "avx2 avx512f", "bfloat16", Health.SLOW, "no instructions for bfloat16"),
-        ("x86_64", "avx2 avx512f avx512_bf16", "float16", Health.SLOW, "no instructions for float16"),
-        ("x86_64", "avx2", "float32", Health.SLOW, "256-bit"),
-        ("x86_64", "sse2", "float32", Health.SLOW, "128-bit"),
-        ("aarch64", "asimd sve bf16", "bfloat16", Health.OK, ""),
-        ("arm64", "", "bfloat16", Health.OK, ""),
+        ("x86_64", "avx2 avx512f avx512_bf16", "bfloat16", CheckStatus.OK, ""),
+        ("x86_64", "avx2 avx512f amx_bf16", "float32", CheckStatus.OK, ""),
+        ("x86_64", "avx2 avx512f", "float32", CheckStatus.NOTE, "--dtype bfloat16 would be slower"),
+        ("x86_64", "avx2 avx512f", "bfloat16", CheckStatus.SLOW, "no instructions for bfloat16"),
+        ("x86_64", "avx2 avx512f avx512_bf16", "float16", CheckStatus.SLOW, "no instructions for float16"),
+        ("x86_64", "avx2", "float32", CheckStatus.SLOW, "256-bit"),
+        ("x86_64", "sse2", "float32", CheckStatus.SLOW, "128-bit"),
+        ("aarch64", "asimd sve bf16", "bfloat16", CheckStatus.OK, ""),
+        ("arm64", "", "bfloat16", CheckStatus.OK, ""),
     ],
 )
-def test_missing_instructions_are_slow(architecture: str, flags: str, dtype: str, health: Health, word: str) -> None:
+def test_missing_instructions_are_slow(
+    architecture: str, flags: str, dtype: str, status: CheckStatus, word: str
+) -> None:
     check = host.check_instructions(architecture, frozenset(flags.split()), dtype, False)
-    assert check.health is health
+    assert check.status is status
     assert word in check.advice
-    assert host.check_instructions(architecture, frozenset(flags.split()), dtype, True).health is Health.OK
+    assert host.check_instructions(architecture, frozenset(flags.split()), dtype, True).status is CheckStatus.OK
 
 
 def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
@@ -104,38 +106,40 @@ def test_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
 
 
 def test_little_memory_and_few_files_are_slow() -> None:
-    assert host.check_memory(AvailableMemory(GIB, "x")).health is Health.SLOW
+    assert host.check_memory(AvailableMemory(GIB, "x")).status is CheckStatus.SLOW
     assert host.check_memory(AvailableMemory(8 * GIB, "a cgroup limit of 9.0 GiB")).found.endswith("9.0 GiB)")
-    assert host.check_memory(None).health is Health.NOTE
-    assert [host.check_open_files(limit).health for limit in (1024, 65536, None)] == [Health.SLOW, Health.OK, Health.OK]
+    assert host.check_memory(None).status is CheckStatus.NOTE
+    limits = (1024, 65536, None)
+    statuses = [host.check_open_files(limit).status for limit in limits]
+    assert statuses == [CheckStatus.SLOW, CheckStatus.OK, CheckStatus.OK]
 
 
 def test_docker_is_optional() -> None:
-    assert host.check_docker("28.1").health is Health.OK
-    assert host.check_docker(None).health is Health.NOTE
+    assert host.check_docker("28.1").status is CheckStatus.OK
+    assert host.check_docker(None).status is CheckStatus.NOTE
 
 
 # ── the GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
-    ("torch", "driver", "torch_health", "gpu_health"),
+    ("torch", "driver", "torch_status", "gpu_status"),
     [
-        (CPU_TORCH, None, Health.OK, Health.SLOW),
-        (GPU_TORCH, DRIVER, Health.OK, Health.OK),
-        (CPU_TORCH, DRIVER, Health.SLOW, Health.SLOW),
-        (replace(GPU_TORCH, sees_gpu=False, trouble="driver too old"), DRIVER, Health.SLOW, Health.SLOW),
-        (replace(GPU_TORCH, capability=(7, 5)), DRIVER, Health.OK, Health.SLOW),
-        (None, DRIVER, Health.FAILS, Health.SLOW),
-        (None, None, Health.FAILS, Health.SLOW),
+        (CPU_TORCH, None, CheckStatus.OK, CheckStatus.SLOW),
+        (GPU_TORCH, DRIVER, CheckStatus.OK, CheckStatus.OK),
+        (CPU_TORCH, DRIVER, CheckStatus.SLOW, CheckStatus.SLOW),
+        (replace(GPU_TORCH, sees_gpu=False, trouble="driver too old"), DRIVER, CheckStatus.SLOW, CheckStatus.SLOW),
+        (replace(GPU_TORCH, capability=(7, 5)), DRIVER, CheckStatus.OK, CheckStatus.SLOW),
+        (None, DRIVER, CheckStatus.FAILS, CheckStatus.SLOW),
+        (None, None, CheckStatus.FAILS, CheckStatus.SLOW),
     ],
 )
 def test_a_gpu_counts_only_if_torch_can_use_it(
-    torch: TorchFacts | None, driver: Driver | None, torch_health: Health, gpu_health: Health
+    torch: TorchFacts | None, driver: Driver | None, torch_status: CheckStatus, gpu_status: CheckStatus
 ) -> None:
     checks = gpu.check_torch(torch, "No module named 'torch'", driver), gpu.check_gpu(torch, driver)
-    assert [check.health for check in checks] == [torch_health, gpu_health]
-    assert all(check.advice for check in checks if check.health is not Health.OK)
+    assert [check.status for check in checks] == [torch_status, gpu_status]
+    assert all(check.advice for check in checks if check.status is not CheckStatus.OK)
 
 
 def test_the_gpu_and_its_driver_are_named() -> None:
@@ -145,23 +149,23 @@ def test_the_gpu_and_its_driver_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("versions", "why_not", "health", "word"),
+    ("versions", "why_not", "status", "word"),
     [
-        ({"flashinfer-python": "0.7.2"}, "", Health.OK, ""),
-        ({"flashinfer-python": "0.7.10", "flashinfer-jit-cache": "0.7.10+cu130"}, "", Health.OK, ""),
-        ({}, "", Health.SLOW, "plain torch"),
-        ({"flashinfer-python": "0.6.9"}, "", Health.FAILS, "0.7.2 or newer"),
-        ({"flashinfer-python": "0.7.2", "flashinfer-cubin": "0.7.1"}, "", Health.FAILS, "flashinfer-cubin==0.7.2"),
-        ({"flashinfer-python": "0.7.2"}, "head_dim 80 is none of 64", Health.SLOW, "head_dim 80"),
+        ({"flashinfer-python": "0.7.2"}, "", CheckStatus.OK, ""),
+        ({"flashinfer-python": "0.7.10", "flashinfer-jit-cache": "0.7.10+cu130"}, "", CheckStatus.OK, ""),
+        ({}, "", CheckStatus.SLOW, "plain torch"),
+        ({"flashinfer-python": "0.6.9"}, "", CheckStatus.FAILS, "0.7.2 or newer"),
+        ({"flashinfer-python": "0.7.2", "flashinfer-cubin": "0.7.1"}, "", CheckStatus.FAILS, "flashinfer-cubin==0.7.2"),
+        ({"flashinfer-python": "0.7.2"}, "head_dim 80 is none of 64", CheckStatus.SLOW, "head_dim 80"),
     ],
 )
 def test_flashinfer_must_be_there_and_of_one_version(
-    versions: dict[str, str], why_not: str, health: Health, word: str
+    versions: dict[str, str], why_not: str, status: CheckStatus, word: str
 ) -> None:
     check = gpu.check_flashinfer(versions, "0.7.2", True, why_not)
-    assert check.health is health
+    assert check.status is status
     assert word in check.advice
-    assert gpu.check_flashinfer(versions, "0.7.2", False, why_not).health is Health.OK
+    assert gpu.check_flashinfer(versions, "0.7.2", False, why_not).status is CheckStatus.OK
 
 
 def test_the_needed_version_is_that_of_our_metadata() -> None:
@@ -204,7 +208,7 @@ def port_check(*argv: str) -> Check:
 def test_a_port_in_use_names_the_process(busy: int) -> None:
     mine = f"(process {os.getpid()})"
     taken = port_check("--port", str(busy))
-    assert taken.health is Health.FAILS
+    assert taken.status is CheckStatus.FAILS
     assert mine in taken.advice
     assert ports.holder_of(free_port()) == ""
     with announced(busy, "m", "s:1", "c:1"):
@@ -213,24 +217,24 @@ def test_a_port_in_use_names_the_process(busy: int) -> None:
 
 def test_a_default_port_in_use_is_no_failure(busy: int) -> None:
     check = ports._check_port("port", "127.0.0.1", busy, False)
-    assert check.health is Health.NOTE
+    assert check.status is CheckStatus.NOTE
     assert "`up` takes a free port instead" in check.advice
 
 
 def test_an_address_of_another_machine_and_a_port_given_twice_fail() -> None:
-    assert port_check("--host", "192.0.2.1", "--insecure", "--port", "0").health is Health.FAILS
+    assert port_check("--host", "192.0.2.1", "--insecure", "--port", "0").status is CheckStatus.FAILS
     port = str(free_port())
     last = ports.check_ports(settings("--port", port, "--grpc-port", port))[-1]
-    assert last.health is Health.FAILS
+    assert last.status is CheckStatus.FAILS
     assert "already another service's" in last.advice
 
 
 def test_keys_and_certificates_are_read_as_up_reads_them(tmp_path: Path) -> None:
-    assert ports.check_access(settings()).health is Health.OK
-    assert ports.check_access(settings("--host", "0.0.0.0")).health is Health.NOTE
+    assert ports.check_access(settings()).status is CheckStatus.OK
+    assert ports.check_access(settings("--host", "0.0.0.0")).status is CheckStatus.NOTE
     for flags in (("--tls-dir", str(tmp_path)), ("--keys-file", str(tmp_path / "none"))):
         check = ports.check_access(settings(*flags))
-        assert check.health is Health.FAILS
+        assert check.status is CheckStatus.FAILS
         assert str(tmp_path) in check.advice
 
 
@@ -245,18 +249,18 @@ FITS = Inspection(
 
 
 def test_a_model_that_fits_is_ok_and_one_with_a_cut_pool_is_slow() -> None:
-    assert checkpoint.check_checkpoint("m", FITS).health is checkpoint.check_fit(FITS).health is Health.OK
+    assert checkpoint.check_checkpoint("m", FITS).status is checkpoint.check_fit(FITS).status is CheckStatus.OK
     cut = checkpoint.check_fit(replace(FITS, pool_bytes=GIB // 2))
-    assert cut.health is Health.SLOW
+    assert cut.status is CheckStatus.SLOW
     assert "only 0.5 GiB of KV instead of 1.0 GiB" in cut.advice
 
 
 def test_weights_that_are_still_to_come_need_time_and_room() -> None:
     missing = replace(FITS, absent=("model.safetensors",), file_bytes=0)
-    assert checkpoint.check_checkpoint("a/b", missing).health is Health.SLOW
-    assert checkpoint.check_disk(Path("/m"), missing, 2 * GIB).health is Health.FAILS
-    assert checkpoint.check_disk(Path("/m"), missing, 9 * GIB).health is Health.OK
-    assert checkpoint.check_disk(Path("/m"), FITS, 0).health is Health.OK
+    assert checkpoint.check_checkpoint("a/b", missing).status is CheckStatus.SLOW
+    assert checkpoint.check_disk(Path("/m"), missing, 2 * GIB).status is CheckStatus.FAILS
+    assert checkpoint.check_disk(Path("/m"), missing, 9 * GIB).status is CheckStatus.OK
+    assert checkpoint.check_disk(Path("/m"), FITS, 0).status is CheckStatus.OK
 
 
 def model(folder: Path, **changes: object) -> Path:
@@ -270,9 +274,9 @@ def model(folder: Path, **changes: object) -> Path:
 
 def test_a_tokenizer_is_read_as_the_gateway_reads_it(tmp_path: Path) -> None:
     model(tmp_path)
-    assert checkpoint.check_tokenizer(tmp_path, False).health is Health.NOTE
+    assert checkpoint.check_tokenizer(tmp_path, False).status is CheckStatus.NOTE
     (tmp_path / "tokenizer.json").write_text("{")
-    assert checkpoint.check_tokenizer(tmp_path, False).health is Health.FAILS
+    assert checkpoint.check_tokenizer(tmp_path, False).status is CheckStatus.FAILS
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -284,7 +288,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[st
     status = main(["doctor", "--json", *FREE, *argv])
     told = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in told["checks"]}
-    assert told["health"] == max((c["health"] for c in checks.values()), key=list(Health).index)
+    assert told["status"] == max((c["status"] for c in checks.values()), key=list(CheckStatus).index)
     return status, checks
 
 
@@ -313,11 +317,11 @@ def test_what_a_worker_refuses_fails(
     word: str,
 ) -> None:
     status, checks = doctor(capsys, "--model", str(model(tmp_path, **changes)), *flags)
-    assert (status, checks[name]["health"]) == (1, "fails")
+    assert (status, checks[name]["status"]) == (1, "fails")
     assert word in checks[name]["advice"]
 
 
-def test_a_table_has_a_line_per_check_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_has_a_line_per_check_and_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *FREE, "--model", "/nope"]) == 1
     out, err = capsys.readouterr()
     assert "there is no folder /nope" in " ".join(out.split())
@@ -331,6 +335,6 @@ def test_without_torch_it_says_how_to_install_it(
     monkeypatch.setitem(__import__("sys").modules, "gpu_worker.inspection", None)
     monkeypatch.delattr("gpu_worker.inspection", raising=False)
     status, checks = doctor(capsys)
-    assert (status, checks["torch"]["health"]) == (1, "fails")
+    assert (status, checks["torch"]["status"]) == (1, "fails")
     assert "pip install" in checks["torch"]["advice"]
     assert "checkpoint" not in checks

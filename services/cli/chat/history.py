@@ -5,7 +5,7 @@ from __future__ import annotations
 Message = dict[str, str]
 
 
-class Conversation:
+class ChatHistory:
     """A system prompt, the answered questions, and the question that is open.
 
     Each request repeats all earlier messages unchanged, so that the server finds them in its prefix cache.
