@@ -35,14 +35,17 @@ def check_disk(folder: Path, inspected: Inspection, free_bytes: int) -> Check:
     return Check("disk", CheckStatus.OK, found)
 
 
-def check_fit(inspected: Inspection) -> Check:
-    """The memory of a model that fits."""
+def check_fit(inspected: Inspection, workers: int) -> Check:
+    """The memory of a model of which one worker fits."""
     available = inspected.available
     there = f" of {available.num_bytes / GIB:.1f} GiB available" if available is not None else ""
     needs = _size(inspected.host_bytes if inspected.device == "cpu" else inspected.weights_bytes)
     found = f"needs {needs}{there} (weights as {inspected.dtype}, smallest KV pool)"
     if inspected.device != "cpu":
         return Check("memory for the model", CheckStatus.OK, f"needs {needs} on the GPU, which has room")
+    if available is not None and workers * inspected.host_bytes > available.num_bytes:
+        advice = f"{workers} workers do not fit: give --workers {available.num_bytes // inspected.host_bytes}"
+        return Check("memory for the model", CheckStatus.FAILS, found, advice)
     if inspected.pool_bytes < inspected.wanted_pool_bytes:
         advice = (
             f"only {_size(inspected.pool_bytes)} of KV instead of {_size(inspected.wanted_pool_bytes)}: fewer requests "
@@ -54,9 +57,14 @@ def check_fit(inspected: Inspection) -> Check:
 
 def check_tokenizer(folder: Path, makes_embeddings: bool) -> Check:
     """As the gateway reads it."""
-    from services.gateway.text.model_files import read_model_files
-    from services.gateway.text.tokenizer import TextTokenizer
-
+    try:
+        from services.gateway.text.model_files import read_model_files
+        from services.gateway.text.tokenizer import TextTokenizer
+    except ImportError as error:
+        advice = (
+            f"`up` cannot start a gateway: `make up` installs it, and so does pip install -e '.[gateway]' ({error})"
+        )
+        return Check("tokenizer", CheckStatus.FAILS, "cannot be imported", advice)
     try:
         vocabulary = read_model_files(folder).vocab_size
         if not (folder / "tokenizer.json").is_file():

@@ -37,7 +37,7 @@ def check_torch(torch: TorchFacts | None, why: str, driver: Driver | None) -> Ch
     """`torch`: None if it cannot be imported, because of `why`."""
     if torch is None:
         advice = f"`up` cannot start a worker: `make up` installs torch, and so does pip install -e '.[worker]' ({why})"
-        return Check("torch", CheckStatus.FAILS, "not installed", advice)
+        return Check("torch", CheckStatus.FAILS, "cannot be imported", advice)
     found = f"{torch.version} ({f'CUDA {torch.cuda}' if torch.cuda else 'CPU build'})"
     if driver is not None and not torch.cuda:
         advice = f"this build cannot use the GPU: rm .venv/serve.stamp, then make up TORCH=pip; or {INSTALL_GPU}"

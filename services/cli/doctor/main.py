@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from services.cli.arguments import Parser, console, plain
 from services.cli.doctor import checkpoint, gpu, host, ports
@@ -61,8 +62,8 @@ def run_checks(settings: UpSettings, progress: Console) -> Iterator[Check]:
             from gpu_worker import inspection
 
             torch = inspection.read_torch()
-        except ImportError as error:
-            why = str(error)
+        except (ImportError, OSError) as error:  # OSError: a library of torch that cannot be loaded
+            why = " ".join(str(error).split())
     on_gpu = torch is not None and torch.sees_gpu
     yield host.check_cores(
         host.usable_cores(), host.core_quota(), host.torch_threads(settings.threads, settings.workers), on_gpu
@@ -105,7 +106,7 @@ def _check_model(settings: UpSettings, progress: Console) -> tuple[list[Check], 
     return [
         checkpoint.check_checkpoint(worker.model, inspected),
         tokenizer,
-        checkpoint.check_fit(inspected),
+        checkpoint.check_fit(inspected, settings.workers),
         checkpoint.check_disk(inspected.folder, inspected, checkpoint.free_bytes(inspected.folder)),
     ], inspected.no_flashinfer
 
@@ -120,8 +121,8 @@ def show(checks: list[Check], out: Console) -> None:
     for title in ("check", "", "found", "what to do"):
         table.add_column(title, overflow="fold")
     for check in checks:
-        status = f"[{COLOURS[check.status]}]{check.status}[/]"
-        table.add_row(check.name, Console().render_str(status), plain(check.found), plain(check.advice))
+        status = Text(check.status, style=COLOURS[check.status])
+        table.add_row(check.name, status, plain(check.found), plain(check.advice))
     out.print(table)
     summary = {
         CheckStatus.OK: "`paceline up` can serve.",

@@ -249,10 +249,16 @@ FITS = Inspection(
 
 
 def test_a_model_that_fits_is_ok_and_one_with_a_cut_pool_is_slow() -> None:
-    assert checkpoint.check_checkpoint("m", FITS).status is checkpoint.check_fit(FITS).status is CheckStatus.OK
-    cut = checkpoint.check_fit(replace(FITS, pool_bytes=GIB // 2))
+    assert checkpoint.check_checkpoint("m", FITS).status is checkpoint.check_fit(FITS, 3).status is CheckStatus.OK
+    cut = checkpoint.check_fit(replace(FITS, pool_bytes=GIB // 2), 1)
     assert cut.status is CheckStatus.SLOW
     assert "only 0.5 GiB of KV instead of 1.0 GiB" in cut.advice
+
+
+def test_workers_that_fit_one_at_a_time_fail_together() -> None:
+    check = checkpoint.check_fit(FITS, 4)
+    assert check.status is CheckStatus.FAILS
+    assert "give --workers 3" in check.advice
 
 
 def test_weights_that_are_still_to_come_need_time_and_room() -> None:
