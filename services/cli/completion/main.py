@@ -5,8 +5,10 @@ from __future__ import annotations
 from argparse import RawDescriptionHelpFormatter
 
 import shtab
+from rich.console import Console
 
 from services.cli.arguments import Parser
+from services.cli.waiting import waiting
 
 PROG = "paceline completion"
 SHELLS = ("bash", "zsh", "fish")
@@ -27,8 +29,10 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
-    from services.cli.completion.parsers import all_parsers  # it imports every command, which takes a second
-
     shell = parser().parse_args(argv).shell
-    print(shtab.complete(all_parsers(), shell))
+    with waiting(Console(stderr=True), "collecting the flags of all commands"):
+        from services.cli.completion.parsers import all_parsers  # it imports every command, which takes a second
+
+        script = shtab.complete(all_parsers(), shell)
+    print(script)
     return 0

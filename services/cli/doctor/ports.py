@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 from services.cli.doctor.check import Check, CheckStatus
-from services.cli.servers import running_servers
 from services.cli.up.health import Dialler
+from services.cli.up.holder import holder_of
 from services.cli.up.ports import LOOPBACK, CannotServe, Ports, pick_port
 from services.cli.up.settings import UpSettings
 from services.runtime.keys.listen import safe_host
@@ -16,7 +12,6 @@ from services.runtime.keys.source import open_keys
 from services.runtime.service import CannotStart
 
 _OWN_PORTS = ("port", "grpc_port", "scheduler_port", "cache_port")
-_LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 
 
 def check_access(settings: UpSettings) -> Check:
@@ -53,40 +48,13 @@ def _check_port(name: str, host: str, port: int, explicit: bool) -> Check:
     try:
         pick_port(host, port, True, flag, set())
     except CannotServe as error:
+        if explicit:
+            return Check(title, CheckStatus.FAILS, found, f"{error}; choose another port")
         holder = holder_of(port)
         by = f" by {holder}" if holder else ""
-        if explicit:
-            return Check(title, CheckStatus.FAILS, found, f"{error}{f'; it is used{by}' if by else ''}: choose another")
         try:
             pick_port(host, port, False, flag, set())
         except CannotServe as failure:  # the address, not the port
             return Check(title, CheckStatus.FAILS, found, str(failure))
         return Check(title, CheckStatus.NOTE, found, f"in use{by}: `up` takes a free port instead")
     return Check(title, CheckStatus.OK, f"{found} is free" if port else found)
-
-
-def holder_of(port: int, root: Path = Path("/proc")) -> str:
-    """The process that listens on the port; empty if it is unknown, as another user's is."""
-    for server in running_servers():
-        if server.port == port:
-            return f"`paceline up` (process {server.pid})"
-    sockets = {f"socket:[{inode}]" for inode in _listening(port, root)}
-    for process in root.glob("[0-9]*") if sockets else ():
-        try:
-            if any(os.readlink(file) in sockets for file in (process / "fd").iterdir()):
-                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
-        except OSError:  # another user's, or ended meanwhile
-            continue
-    return ""
-
-
-def _listening(port: int, root: Path) -> Iterator[str]:
-    """The inodes of the sockets that listen on the port."""
-    for name in ("tcp", "tcp6"):
-        try:
-            rows = [line.split() for line in (root / "net" / name).read_text().splitlines()[1:]]
-        except OSError:
-            continue
-        for row in rows:
-            if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port:
-                yield row[9]

@@ -18,6 +18,7 @@ from services.cli.doctor.gpu import Driver
 from services.cli.doctor.main import DoctorSettings
 from services.cli.main import main
 from services.cli.servers import announced
+from services.cli.up.holder import holder_of
 from services.runtime.memory.available import GIB, AvailableMemory
 from services.runtime.settings import load_settings
 from tests.support.ports import free_port
@@ -210,9 +211,9 @@ def test_a_port_in_use_names_the_process(busy: int) -> None:
     taken = port_check("--port", str(busy))
     assert taken.status is CheckStatus.FAILS
     assert mine in taken.advice
-    assert ports.holder_of(free_port()) == ""
+    assert holder_of(free_port()) == ""
     with announced(busy, "m", "s:1", "c:1"):
-        assert ports.holder_of(busy) == f"`paceline up` {mine}"
+        assert holder_of(busy) == f"`paceline up` {mine}"
 
 
 def test_a_default_port_in_use_is_no_failure(busy: int) -> None:
