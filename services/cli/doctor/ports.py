@@ -37,7 +37,7 @@ def check_ports(settings: UpSettings) -> list[Check]:
         try:
             Ports(settings)
         except CannotServe as error:  # two flags with one port, or the port of some /metrics
-            checks.append(Check("ports", CheckStatus.FAILS, "not all free", f"{error}: choose others"))
+            checks.append(Check("ports", CheckStatus.FAILS, "not all free", str(error)))
     return checks
 
 
@@ -49,7 +49,7 @@ def _check_port(name: str, host: str, port: int, explicit: bool) -> Check:
         pick_port(host, port, True, flag, set())
     except CannotServe as error:
         if explicit:
-            return Check(title, CheckStatus.FAILS, found, f"{error}; choose another port")
+            return Check(title, CheckStatus.FAILS, found, str(error))
         holder = holder_of(port)
         by = f" by {holder}" if holder else ""
         try:

@@ -29,7 +29,8 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
                 if explicit or port == 0:
                     holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
                     by = f" by {holder}" if holder else ""
-                    raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {error.strerror}{by}") from error
+                    why = f"{error.strerror}{by}{'; choose another port' if explicit and port else ''}"
+                    raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {why}") from error
             else:
                 found = int(probe.getsockname()[1])
                 if found not in taken:
