@@ -20,18 +20,20 @@ def add_flag(parser: argparse.ArgumentParser, kind: str = "admin key") -> None:
     )
 
 
-def given_key(arguments: argparse.Namespace) -> str:
+def key_of(arguments: argparse.Namespace) -> str:
     """The key of the flag or the environment; empty if there is none. Raises ValueError."""
-    key = arguments.api_key or os.environ.get(API_KEY_ENV, "")
+    key: str = arguments.api_key or os.environ.get(API_KEY_ENV, "")
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"--api-key (or {API_KEY_ENV}): a key has printable ASCII characters only")
-    return str(key)
+    return key
 
 
 def with_key(channel: grpc.Channel, arguments: argparse.Namespace) -> grpc.Channel:
-    """The channel, with the key of the flag or the environment in each call. Raises ValueError."""
-    key = given_key(arguments)
-    return grpc.intercept_channel(channel, _ShowKey(key)) if key else channel
+    """The channel, with the key of key_of() in each call. Raises ValueError."""
+    key = key_of(arguments)
+    if not key:
+        return channel
+    return grpc.intercept_channel(channel, _ShowKey(key))
 
 
 class _Details(NamedTuple):

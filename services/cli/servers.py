@@ -113,7 +113,7 @@ def target_of(arguments: argparse.Namespace, service: Service) -> Target:
     return _target(service, running) if running else Target(service, DEFAULT_ADDRESSES[service], "")
 
 
-def server_of(name: str | None) -> Server | None:
+def running_server(name: str | None) -> Server | None:
     """The running `paceline up` of --server, of the environment, or the only one. None if none runs. Raises
     NoAddress."""
     for given, origin in ((name, "--server"), (os.environ.get(SERVER_ENV), SERVER_ENV)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.cli import api_key
-from services.cli.servers import SERVER_ENV, TLS_ENV, NoAddress, Server, server_of
+from services.cli.servers import SERVER_ENV, TLS_ENV, NoAddress, Server, running_server
 from services.runtime.keys.listen import is_loopback
 from services.runtime.tls.credentials import pinned_context
 from services.runtime.tls.files import TlsError, TlsFiles, TlsPaths
@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def find_endpoint(arguments: argparse.Namespace) -> Endpoint:
     """Flags come before the environment, and the environment before state files. Raises NoAddress, ValueError and
     TlsError, each with one line."""
-    key = api_key.given_key(arguments)
+    key = api_key.key_of(arguments)
     for url, origin, server in (
         (arguments.url, "--url", arguments.server),
         (os.environ.get(URL_ENV), URL_ENV, os.environ.get(SERVER_ENV)),
@@ -63,7 +63,7 @@ def find_endpoint(arguments: argparse.Namespace) -> Endpoint:
             return Endpoint(_checked(url, origin), origin, key, _context_of(Path(folder)) if folder else None)
         if server:
             break
-    found = server_of(arguments.server)
+    found = running_server(arguments.server)
     if found is None:
         return Endpoint(DEFAULT_URL, "", key)
     return Endpoint(found.url or f"http://127.0.0.1:{found.port}", f"server {found}", key, _pinned(found))
