@@ -45,6 +45,8 @@ MAX_RESULT_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
+    """A runner that is ready for plans, and what it tells the scheduler of its model."""
+
     runner: ModelRunner
     info: ModelInfo
 

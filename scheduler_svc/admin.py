@@ -40,6 +40,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admin(AdminServiceServicer):
+    """Serves AdminService for a scheduler core."""
+
     def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
         self.choice = self._configured = choice

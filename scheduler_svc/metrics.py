@@ -15,6 +15,8 @@ PREFIX = "paceline_scheduler_"
 
 
 class SchedulerMetrics(Collector):
+    """The collector of the series paceline_scheduler_*."""
+
     def __init__(self, server: SchedulerServer) -> None:
         self._server = server
         REGISTRY.register(self)

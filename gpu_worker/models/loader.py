@@ -33,6 +33,8 @@ _PREFIX = "model."
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """The weights and the config of a model."""
+
     name: str
     folder: Path
     config: DecoderConfig

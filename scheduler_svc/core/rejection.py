@@ -15,6 +15,8 @@ CODE_UNAVAILABLE = 14
 
 @dataclass(eq=False)
 class Rejection(Exception):
+    """A refusal. `code`: google.rpc.Code. `field`: the field at fault, "" if none is."""
+
     code: int
     message: str
     field: str = ""

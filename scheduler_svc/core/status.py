@@ -17,6 +17,8 @@ from scheduler_svc.core.workers.state import WorkerState
 
 @dataclass(slots=True, eq=False)
 class StatusReport:
+    """The status of the scheduler, which the sessions get when it has changed."""
+
     _config: SchedulerConfig
     _workers: Mapping[int, WorkerState]
     _sessions: Mapping[str, Session]

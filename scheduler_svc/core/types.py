@@ -15,6 +15,8 @@ CacheScope = Literal["tenant", "server"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The settings of the core."""
+
     window: int = 2
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
@@ -52,6 +54,8 @@ class Failure:
 
 @dataclass(slots=True)
 class Outbox:
+    """The messages that the core wants to send, by receiver."""
+
     to_cache: list[CacheServiceLinkRequest] = field(default_factory=list)
     to_workers: list[tuple[int, WorkerServiceLinkResponse]] = field(default_factory=list)
     to_sessions: list[tuple[str, SessionResponse]] = field(default_factory=list)

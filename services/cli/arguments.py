@@ -17,6 +17,8 @@ _KEPT = "\n\t\u200c\u200d"
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that reports a mistake in one line."""
+
     def error(self, message: str) -> NoReturn:
         sys.exit(usage_error(self.prog, f"{message} (see --help)"))
 

@@ -100,7 +100,7 @@ def show(outcome: ScenarioOutcome, out: Console) -> None:
         i = last + 1
     out.print(table)
     if outcome.stuck:
-        out.print("no further progress: what waits can never run under these policies")
+        out.print("no further progress: the waiting requests can never run under these policies")
     out.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens")
 
 

@@ -162,6 +162,8 @@ def announced(
 
 
 class Announcement:
+    """The state file of a running `paceline up`."""
+
     def __init__(self, server: Server, path: Path) -> None:
         self.server = server
         self._path = path

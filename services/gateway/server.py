@@ -140,14 +140,15 @@ async def serve(
             gateway.requests.drain()
             kv_events.close()
             await http_server.close_listener()
-            await _drain(gateway, http_server, grpc_server, settings.drain_s)
+            drain = _drain(gateway, http_server, grpc_server, settings.drain_s)
+            await asyncio.gather(batches.close(), drain)
 
         await _beside(background, until_drained())
     finally:
         for task in periodic:
             task.cancel()
         gateway.parser.close()
-        await batches.close()
+        await batches.close()  # unless the gateway has drained
         await responses.close()
         await session.close()
         kv_events.close()

@@ -52,6 +52,8 @@ class Wait:
 
 @dataclass(slots=True)
 class Record:
+    """The timeline of one request."""
+
     request_id: str
     answer_id: str
     arrival_index: int
@@ -106,6 +108,8 @@ class AtLimit:
 
 @dataclass(slots=True)
 class RequestTimeline:
+    """The records of all live requests and of the last finished ones."""
+
     tenant_limit: int = 0  # running tokens of one tenant
     decisions: int = 0
     # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.

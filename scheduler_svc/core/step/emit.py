@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.steps import Decision, PendingStep, PlannedAdmis
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
+    """Makes the plan of a step from the blocks that the cache granted."""
+
     cache: CacheLink
     swaps: Swaps
     publisher: Publisher

@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.steps import PendingStep
 
 @dataclass(slots=True, eq=False)
 class StepExchanges:
+    """The steps that wait for the cache, and what becomes of them when it answers."""
+
     _workers: dict[int, WorkerState]
     _cache: CacheLink
     _step_scheduler: StepScheduler

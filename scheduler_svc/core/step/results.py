@@ -23,6 +23,8 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
+    """Applies step results to requests."""
+
     life: Lifecycle
     publisher: Publisher
     groups: BeamGroups

@@ -26,6 +26,8 @@ from scheduler_svc.core.workers.steps import Decision, PendingStep
 
 @dataclass(slots=True, eq=False)
 class Rounds:
+    """Schedules the next step of every worker that has credit."""
+
     _workers: dict[int, WorkerState]
     _cache: CacheLink
     _step_scheduler: StepScheduler

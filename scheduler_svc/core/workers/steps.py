@@ -25,6 +25,8 @@ class OutOfBlocks(Exception):
 
 
 class PlannedAdmission(NamedTuple):
+    """A waiting request that a step admits, before the cache has granted its blocks."""
+
     request: Request
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # tokens to take blocks for, after the cached prefix

@@ -30,7 +30,7 @@ def hash_token(low: int, high: int) -> NextToken:
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """The same output for every prompt, over and over."""
+    """The model repeats these tokens, for every prompt."""
     return lambda prompt, position, sampling: tokens[position % len(tokens)]
 
 
@@ -43,7 +43,7 @@ class Running:
 
 @dataclass
 class Stream:
-    """One open session: what was said on it and what runs on it."""
+    """One open session: its messages and its running requests."""
 
     session_id: str
     window: int

@@ -119,7 +119,7 @@ async def test_only_the_gateway_listens_to_the_world() -> None:
 
 
 async def test_metrics_have_fixed_ports_and_are_printed() -> None:
-    """Those of `serve` by default: scheduler, cache, then each worker."""
+    """The ports of `serve` by default: scheduler, cache, then each worker."""
     assert UpSettings.model_fields["metrics_port"].default == 9101
     first = free_ports_in_a_row(4)
     running = Up("--port", "0", "--workers", "2", "--metrics-port", str(first))
