@@ -315,7 +315,7 @@ def test_the_demo_model_can_be_served_here(capsys: pytest.CaptureFixture[str]) -
         ({}, ["--load-format", "dummy", "--max-model-len", "65"], "checkpoint", "max_model_len 65 is more than"),
     ],
 )
-def test_what_a_worker_refuses_fails(
+def test_a_model_that_a_worker_refuses_fails(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, object],

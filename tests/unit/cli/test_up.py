@@ -325,7 +325,7 @@ async def test_the_status_line_names_the_services_that_are_not_ready(line: str, 
     assert line in up.out.getvalue()
 
 
-async def test_it_shows_how_to_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_screen_shows_how_to_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert "Or talk to it: paceline chat\n" in Up("--port", "0").show("m")
     up = Up("--port", "0")

@@ -47,7 +47,7 @@ def test_the_demo_model_is_accepted_and_nothing_is_claimed(own_claims: Path) -> 
     assert list(own_claims.glob("*.json")) == []
 
 
-def test_it_refuses_what_a_worker_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_a_worker_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="max_model_len 4096 is more than the model's 2048"):
         inspect_model(settings(max_model_len=4096))
     has(monkeypatch, 0.001)
