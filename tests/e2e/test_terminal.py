@@ -119,7 +119,7 @@ def test_the_first_minute(spawn: Any, environment: dict[str, str]) -> None:
     up.expect_exact("stopping: running requests get 30 s; Ctrl-C again stops at once")
     up.expect(pexpect.EOF)
     assert "Traceback" not in up.before
-    assert time.monotonic() - began_s < 15
+    assert time.monotonic() - began_s < 25, "no request ran, so nothing had to be waited for"
     up.wait()
     assert up.exitstatus == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ class ScriptedOpenAI:
 
 
 @contextmanager
-def scripted_openai() -> Iterator[ScriptedOpenAI]:
+def scripted_openai(tls: ssl.SSLContext | None = None) -> Iterator[ScriptedOpenAI]:
     script = ScriptedOpenAI()
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,7 +59,9 @@ def scripted_openai() -> Iterator[ScriptedOpenAI]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        script.url = f"http://127.0.0.1:{server.server_address[1]}"
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        script.url = f"http{'s' if tls else ''}://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         try:
             yield script

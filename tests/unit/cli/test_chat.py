@@ -6,6 +6,7 @@ import builtins
 import io
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from services.cli.chat.history import ChatHistory
 from services.cli.chat.main import parser
 from services.cli.main import main
 from services.cli.servers import NoAddress, announced
+from services.runtime.tls.files import TlsPaths
+from tests.support.certificates import make_certificates
 from tests.support.ports import free_port
 from tests.support.scripted_openai import ScriptedOpenAI, scripted_openai
 
@@ -132,6 +135,28 @@ def test_a_state_file_of_an_earlier_version_has_a_port_alone(tmp_path: Path) -> 
         path.write_text(json.dumps({name: value for name, value in values.items() if name not in ("url", "http_cert")}))
         assert found()[0] == "http://127.0.0.1:8123"
         announcement.write()
+
+
+def test_the_certificate_of_this_machines_server_is_trusted_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, other = make_certificates(tmp_path / "certs"), make_certificates(tmp_path / "other")
+    paths = TlsPaths.of(folder, "gateway")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(paths.cert, paths.key)
+    with scripted_openai(tls) as script:
+        port = int(script.url.rpartition(":")[2])
+        with announced(port, "m", "s:1", "c:1", str(folder), script.url, str(paths.cert)):
+            script.streams({"content": "found"})
+            assert main(["chat", "hi"]) == 0
+        script.streams({"content": "named"})
+        assert main(["chat", "--url", script.url, "--tls-dir", str(folder), "hi"]) == 0
+        assert capsys.readouterr() == ("found\nnamed\n", "")
+        for flags in ([], ["--tls-dir", str(other)]):
+            line = failure(capsys, 1, "--url", script.url, *flags, "hi")
+            assert line.startswith(f"{script.url}: no TLS connection, see --tls-dir: ")
+    line = failure(capsys, 2, "--url", script.url, "--tls-dir", str(tmp_path / "none"), "hi")
+    assert line == f"--tls-dir {tmp_path / 'none'}: No such file or directory"
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "x:8000", "http://", "http://x:99999", "http://x:p"])
