@@ -20,12 +20,16 @@ from simulator.scenario_file import Scenario
 PROG = "paceline scenario"
 
 
-def main(argv: list[str]) -> int:
+def parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("file", help="a scenario as JSON; - reads standard input")
     parser.add_argument("--preset", help="this preset instead of the file's")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
     try:
         values = _read(arguments.file)
         if arguments.preset is not None and isinstance(values, dict):
