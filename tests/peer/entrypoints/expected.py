@@ -23,7 +23,8 @@ REASONS: dict[str, str] = {
     "openai/models/test_models.py::test_check_models": _LORA,
     "openai/chat_completion/test_chat_completion_with_prompt_embeds.py::test_[!im]*": _EMBEDS,
     "openai/chat_completion/test_chat_completion_with_prompt_embeds.py::test_multi*": _EMBEDS,
-    "openai/completion/test_completion_with_prompt_embeds.py::*": _EMBEDS,
+    "openai/completion/test_completion_with_prompt_embeds.py::test_[!c]*": _EMBEDS,
+    "openai/completion/test_completion_with_prompt_embeds.py::test_completions_with_*": _EMBEDS,
     "openai/completion/test_prompt_validation.py::test_empty_prompt": _EMBEDS,
     "openai/chat_completion/test_chat.py::test_custom_role": (
         "Only OpenAI's roles are served: many chat templates make a control token of the role, so any other text there "
