@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_embeds": (),
+    "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "routed_experts_prompt_start": (0,),
