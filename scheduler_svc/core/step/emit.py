@@ -152,6 +152,7 @@ class Emitter:
             context_tokens=rows.base_tokens + len(rows) * worker.batch.decode_step,
         )
         worker.in_flight.append(step)
+        self.counters.step_tokens.observe(step.new_tokens + sampled)
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:
