@@ -69,22 +69,11 @@ def fill(hub: Path) -> None:
         write_adapter(_snapshot(hub, name))
 
 
-def fill_scratch(scratch: Path) -> None:
-    """Write the cache that test_token_in_token_out.py has in the folder for temporary files: no tokenizer, no
-    weights."""
-    write_config(_snapshot(scratch / "qwen3_06b", "Qwen/Qwen3-0.6B"))
-
-
-def write_config(folder: Path) -> None:
-    (folder / "generation_config.json").symlink_to(CHECKPOINT / "generation_config.json")
+def write_model(folder: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json", "generation_config.json"):
+        (folder / name).symlink_to(CHECKPOINT / name)
     config = json.loads((CHECKPOINT / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
-
-
-def write_model(folder: Path) -> None:
-    write_config(folder)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).symlink_to(CHECKPOINT / name)
     tokenizer = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
     changed = {"model_max_length": CONTEXT_TOKENS, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | changed))

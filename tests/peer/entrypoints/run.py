@@ -99,7 +99,6 @@ def main() -> int:
         hub.fill(HOME / "hf" / "hub")
         for server in [given.server] if given.server else SERVERS:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-                hub.fill_scratch(Path(scratch))
                 run_tests(server, python, sources, given.paths, folder / f"{server}.jsonl", scratch)
     rows = report.load()
     for server in SERVERS:
