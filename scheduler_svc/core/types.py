@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,6 +64,23 @@ class Outbox:
     failures: list[Failure] = field(default_factory=list)  # for the log
 
 
+# Upper edges of the buckets of StepTokens: vLLM's, for `vllm:iteration_tokens_total`.
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """A histogram of steps by their tokens: prompt tokens computed and tokens sampled."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    total: int = 0
+
+    def observe(self, num_tokens: int) -> None:
+        """Count a step."""
+        self.counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.total += num_tokens
+
+
 @dataclass(slots=True)
 class SchedulerCounters:
     """Totals since the start, for the metrics."""
@@ -85,3 +103,4 @@ class SchedulerCounters:
     refused_restores: int = 0  # requests that it did not take over
     prefix_query_tokens: int = 0  # looked up in the prefix cache at first admissions
     prefix_hit_tokens: int = 0  # of these, with reused KV
+    step_tokens: StepTokens = field(default_factory=StepTokens)

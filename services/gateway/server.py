@@ -316,7 +316,8 @@ def _make_gateway(
     )
     metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
     if settings.vllm_metrics:
-        metrics.registry.register(VllmMetrics(metrics, settings.model_name, lambda: session.load))
+        names = VllmMetrics(metrics, settings.model_name, lambda: session.load, lambda: builder.max_model_len)
+        metrics.registry.register(names)
     return Gateway(
         settings.model_name,
         builder,

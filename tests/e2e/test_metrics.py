@@ -116,4 +116,5 @@ def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
         inter_token_latency_seconds_count=1203,
         e2e_request_latency_seconds_count=2,
         request_params_max_tokens_sum=1205,
+        iteration_tokens_total_sum=400 - hits + 1205,
     )

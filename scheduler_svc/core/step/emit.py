@@ -156,6 +156,7 @@ class Emitter:
             sent_s=now_s,
         )
         worker.in_flight.append(step)
+        self.counters.step_tokens.observe(step.new_tokens + sampled)
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:

@@ -14,7 +14,7 @@ import grpc.aio
 from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
-from services.gateway.errors import ApiError, Gone
+from services.gateway.errors import ApiError, Gone, QueueFull, QueueLimit
 from services.runtime.fence import StaleScheduler
 from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
@@ -133,7 +133,7 @@ class SchedulerSession:
         if self._model_told.is_set():
             return
         if self._num_asking >= self.max_live:
-            raise self.refusal(_FULL)
+            raise self._full(_FULL)
         self._num_asking += 1
         try:
             clock = asyncio.get_running_loop().time
@@ -157,20 +157,27 @@ class SchedulerSession:
 
     def refusal(self, message: str) -> ApiError:
         """A 429 that says when a position will be free."""
-        return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
+        return ApiError(429, message, retry_after_s=self._retry_after_s())
 
-    def refusal_if_full(self) -> ApiError | None:
+    def refusal_if_full(self) -> QueueFull | None:
         """A 429 if the gateway or, by its last report, the scheduler would refuse a new request."""
         if self._core.is_full:
-            return self.refusal(_FULL)
-        return None if self._core.queue_takes() else self.refusal("the queue is full")
+            return self._full(_FULL)
+        return None if self._core.queue_takes() else self._full("the queue is full", self._core.queue_limit)
+
+    def _full(self, message: str, limit: QueueLimit = "requests") -> QueueFull:
+        return QueueFull(message, limit, retry_after_s=self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        return self._core.retry_after_s(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
         """The context in which a new request waits for its submission. Raises ApiError 429."""
         number = None if self._core.is_full else self._core.enter(asyncio.get_running_loop().time())
         if number is None:
-            raise self.refusal("the server has no room for more requests")
+            limit = "requests" if self._core.is_full else self._core.queue_limit
+            raise self._full("the server has no room for more requests", limit)
         try:
             yield
         finally:
@@ -220,7 +227,7 @@ class SchedulerSession:
                 request_id, prompt_token_ids, sampling, now_s, final_tokens, metadata, beam, delivered
             )
         except SessionFull:
-            raise self.refusal(_FULL) from None
+            raise self._full(_FULL) from None
         self._outgoing.set()
         return request
 

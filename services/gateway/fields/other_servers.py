@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "prompt_embeds": (),
+    "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "routed_experts_prompt_start": (0,),

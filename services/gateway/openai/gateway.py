@@ -162,7 +162,7 @@ class Gateway:
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
         """Count a request that got an error before it reached the scheduler."""
-        self.metrics.refused(endpoint)
+        self.metrics.refused(endpoint, error)
         self.log.refused(request_id, endpoint, error.status, error.message)
 
     def count_gone(self) -> None:

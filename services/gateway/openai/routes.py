@@ -82,7 +82,7 @@ def create_app(
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None
         if (error := gateway.refusal_if_full()) is not None:
-            gateway.metrics.refused(kind)
+            gateway.metrics.refused(kind, error)
         return error
 
     def admit(scope: Scope) -> Caller:

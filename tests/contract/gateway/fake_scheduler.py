@@ -71,13 +71,14 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         self.tokens_per_step = tokens_per_step
         self.ready = True
         self.full = False
+        self.queue_limit = inference_pb2.QUEUE_LIMIT_UNSPECIFIED  # that the queue has reached, if it is full
         self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         # Of an embedding model: the vector of an input, packed float32.
         self.vector: Callable[[list[int]], bytes] = lambda prompt: b""
         self.dies_after_embeddings = False  # the stream breaks once between an embedding and its ending
-        self.load: dict[str, int] = {}  # of all workers; not empty: heartbeats tell it
+        self.load: dict[str, Any] = {}  # of all workers; not empty: heartbeats tell it
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
         # Of those that the kernel gives to no other process while this is stopped.
@@ -324,7 +325,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         )
 
     def _status(self) -> inference_pb2.SchedulerStatus:
-        status = inference_pb2.SchedulerStatus(num_workers=int(self.ready), ready=self.ready, full=self.full)
+        status = inference_pb2.SchedulerStatus(
+            num_workers=int(self.ready), ready=self.ready, full=self.full, queue_limit=self.queue_limit
+        )
         if self.ready:
             status.model.CopyFrom(self.model)
         return status

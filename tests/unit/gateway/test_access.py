@@ -33,6 +33,7 @@ def outcome(output_tokens: int, status: int = 200) -> SequenceOutcome:
         finish_reason="length",
         status=status,
         message="",
+        queue_limit=None,
         prompt_tokens=1,
         output_tokens=output_tokens,
         cached_tokens=None,

@@ -386,6 +386,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         "echo": False, "suffix": None, "presence_penalty": 0, "allowed_token_ids": None, "prompt_logprobs": None,
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": None,
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
+        "prompt_embeds": [],
     }  # fmt: skip
     assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().numbers["temperature"] == 1.0
     chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
@@ -398,7 +399,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         ("spaces_between_special_tokens", False, "true"),
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
-        ("prompt_embeds", "x", "null"),
+        ("prompt_embeds", "x", "[]"),
     ],
 )
 def test_unsupported_values_are_named_as_in_json(name: str, value: Any, wanted: str) -> None:
