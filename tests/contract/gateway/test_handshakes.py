@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import socket
 import ssl
@@ -149,7 +150,10 @@ def test_an_http_client_without_tls_gets_400(run: Run, folder: Path, said: bytes
                 client.sendall(said)
                 got = await asyncio.to_thread(read_all, client)
                 assert got.startswith(answer)
-                assert (b"needs_tls" in got) == bool(answer)
+                if answer:
+                    error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
+                    assert error.pop("message") == "this port speaks HTTPS only"
+                    assert error == {"type": "BadRequestError", "param": None, "code": 400, "reason": "needs_tls"}
                 await until(lambda: not server.connections.open)
                 files = files or len(os.listdir("/proc/self/fd"))
             assert len(os.listdir("/proc/self/fd")) <= files
