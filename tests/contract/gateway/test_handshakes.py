@@ -55,6 +55,25 @@ async def serving(tls: handshake.ServerTls, **limits: Any) -> Any:
         await server.stop()
 
 
+@pytest.mark.parametrize(
+    ("host", "has_tls", "warns"), [("0.0.0.0", False, 1), ("127.0.0.1", False, 0), ("0.0.0.0", True, 0)]
+)
+def test_http_without_tls_that_others_can_reach_is_announced(
+    run: Run, folder: Path, host: str, has_tls: bool, warns: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = []
+
+    async def body() -> None:
+        server = HttpServer(app, host, 0, tls=server_tls(folder) if has_tls else None)
+        ports.append(await server.start())
+        await server.stop()
+
+    run(body())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not encrypted" in line]
+    assert len(lines) == warns
+    assert all(f"{host}:{ports[0]}" in line and "http" in line for line in lines)
+
+
 async def ask(port: int, context: ssl.SSLContext, data: bytes = GET) -> bytes:
     """The answer to one request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
