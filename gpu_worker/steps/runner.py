@@ -29,7 +29,7 @@ from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
-NO_NUMBER = "the model's logits contain NaN or infinity"
+NO_NUMBER = "the model's output contains NaN or infinity"
 INVALID_ARGUMENT = 3  # google.rpc.Code
 NO_TOKEN = (
     "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and structured outputs together "

@@ -25,7 +25,7 @@ from services.runtime.grpc_limits.open_streams import OpenStreams, TooManyStream
 from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, get_logger, trace_id
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
-from services.runtime.tls.exposed import is_loopback
+from services.runtime.tls.exposed import warn_without_tls
 from services.runtime.tls.files import TlsFiles
 
 log = get_logger(__name__)
@@ -205,8 +205,7 @@ class GrpcServer:
             port = self._server.add_secure_port(address, server_credentials(self._tls))
         else:
             port = self._server.add_insecure_port(address)
-            if not is_loopback(self._host):
-                log.warning("not encrypted: anyone on the network can read and change it (see --tls-dir)", grpc=address)
+            warn_without_tls(self._host, "grpc", address)
         await self._server.start()
         return port
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 import socket
 import subprocess
 import sys
@@ -167,7 +168,9 @@ def test_a_client_without_tls_gets_400_on_the_https_port(stack: Stack) -> None:
         client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b'"code":"needs_tls"' in answer
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error.pop("message") == "this port speaks HTTPS only"
+    assert error == {"type": "BadRequestError", "param": None, "code": 400, "reason": "needs_tls"}
 
 
 async def test_a_client_without_tls_gets_no_answer_on_the_grpc_port(stack: Stack) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +44,10 @@ MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 _INLINE_CHARS = 4096
 # Limit of the sampling options over all sequences of a request (each sequence has a copy): 40 ms of the event loop.
 _MAX_COPIED_BYTES = 4 * 2**20
+_USER_DIGITS = 32  # hexadecimal digits of the hash in the tenant of a long `user`
+_SHORTENED_USER = re.compile(
+    rf".{{{METADATA['tenant'].max_chars - 1 - _USER_DIGITS}}}-[0-9a-f]{{{_USER_DIGITS}}}", re.DOTALL
+)
 _BIAS_BYTES = 48  # an entry of logit_bias takes as long to copy as this many bytes
 
 
@@ -423,6 +429,16 @@ def check_metadata(
         raise invalid("cache_retention", message)
     metadata.cache_retention.extend(cache_retention)  # the scheduler checks the contents
     return metadata
+
+
+def tenant_of_user(user: str) -> str:
+    """The tenant that an end user stands for (OpenAI's `user`): the name itself if a tenant may be so long, else its
+    beginning and 128 bits of its SHA-256, so that two users are never one tenant."""
+    most = METADATA["tenant"].max_chars
+    # A name of the shortened form is shortened, too: otherwise a user could take another user's tenant as a name.
+    if len(user) <= most and _SHORTENED_USER.fullmatch(user) is None:
+        return user
+    return f"{user[: most - 1 - _USER_DIGITS]}-{sha256(user.encode()).hexdigest()[:_USER_DIGITS]}"
 
 
 def context_text(max_model_len: int) -> str:

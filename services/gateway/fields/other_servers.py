@@ -13,9 +13,9 @@ from typing import Any
 
 from services.gateway.errors import MAX_NAMED_FIELDS, ApiError, invalid, unknown_parameter
 
-# Unsupported fields that would change the result, with the values that change nothing (null is always such a value).
+# Fields that would change the result, with the values that change nothing (null is always such a value). At least one
+# kind of request does not serve the field; a kind that declares the field serves it.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),  # in chats: the template has them
     "audio": (),
     "documents": ([],),
     "echo": (False,),

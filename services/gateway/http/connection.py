@@ -324,7 +324,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_closing = True
         with contextlib.suppress(OSError):  # no data has come yet
             os.read(self._sock.fileno(), _LARGE_READ_BYTES)  # else a close would make the kernel discard the answer
-        self.transport.write(_last_answer(error))
+        self.transport.write(last_answer(error))
         self.transport.close()
 
     def _reject(self) -> None:
@@ -334,7 +334,7 @@ class HttpConnection(asyncio.Protocol):
         """Answer instead of the app, and close. An answer that has begun is cut off."""
         has_answer = self._started if self._is_called else self._body_bytes > 0
         if not self.is_closing and not has_answer:
-            self.transport.write(_last_answer(error))
+            self.transport.write(last_answer(error))
         self._body_bytes = math.inf  # unknown
         self.close()
 
@@ -408,7 +408,7 @@ class Edge:
         await self._app(scope, read, write)
 
 
-def _last_answer(error: ApiError) -> bytes:
+def last_answer(error: ApiError) -> bytes:
     """An error answer, after which the connection is closed."""
     body = orjson.dumps(error.body())
     status = f"{error.status} {HTTPStatus(error.status).phrase}"

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from services.gateway.http.connection import HttpConnection
+from services.gateway.errors import ApiError
+from services.gateway.http.connection import HttpConnection, last_answer
 from services.runtime.logs import get_logger
 from services.runtime.tls.credentials import server_context
 from services.runtime.tls.files import TlsError, TlsFiles
@@ -30,9 +31,7 @@ _LOG_EVERY_S = 10.0
 # At most this many handshakes at once can tell a client that it speaks plain HTTP. Each needs one more open file.
 _MAX_TOLD = 64
 _PLAIN_HTTP = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")  # OpenSSL's reasons
-_BODY = b'{"error":{"message":"this port speaks HTTPS only","type":"invalid_request_error","code":"needs_tls"}}'
-_ANSWER = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-_ANSWER += b"content-length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+_ANSWER = last_answer(ApiError(400, "this port speaks HTTPS only", code="needs_tls"))
 
 
 class ServerTls:

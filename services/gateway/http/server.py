@@ -17,6 +17,7 @@ from services.gateway.http.connection import Connections, Edge, HttpConnection
 from services.gateway.http.handshake import ServerTls, TlsListener
 from services.gateway.http.slow_clients import LOOKS
 from services.runtime.service import max_open_files
+from services.runtime.tls.exposed import warn_without_tls
 
 _BACKLOG = 4096
 # uvloop accepts one connection per listening socket and event-loop turn. When turns become long under load, new
@@ -123,6 +124,8 @@ class HttpServer:
             self._sock.listen(_BACKLOG)
             self._listener = TlsListener(self._sock, self._tls, self._make_connection)
         port: int = self._sock.getsockname()[1]
+        if self._tls is None:
+            warn_without_tls(self._host, "http", f"{self._host}:{port}")
         return port
 
     def _make_connection(self) -> HttpConnection:

@@ -20,6 +20,7 @@ from services.gateway.engine.request import (
     check_metadata,
     check_samples,
     make_search,
+    tenant_of_user,
 )
 from services.gateway.engine.sampling import SamplingChoices
 from services.gateway.engine.truncation import Side, Truncation, make_truncation
@@ -154,7 +155,7 @@ class SharedFields(MetadataFields):
         """The metadata as fields of a submission. Raises ApiError 400."""
         values = {name: getattr(self, name) for name in METADATA}
         if values["tenant"] is None and self.user:
-            values["tenant"] = self.user[: METADATA["tenant"].max_chars]
+            values["tenant"] = tenant_of_user(self.user)
         retention = [common_pb2.RetentionRange(**vars(one)) for one in self.cache_retention or ()]
         return check_metadata(values, retention)
 

@@ -15,7 +15,7 @@ from paceline.v1 import inference_pb2
 from services.gateway.access.caller import Caller
 from services.gateway.access.headers import apply_headers
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
-from services.gateway.engine.request import GenerateJob
+from services.gateway.engine.request import GenerateJob, tenant_of_user
 from services.gateway.errors import ApiError, invalid
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import JsonResponse
@@ -50,7 +50,7 @@ async def create(responses: Responses, request: Request) -> Response:
         gateway.check_model(parsed.model)
         if parsed.background and not responses.has_store:
             raise invalid("background", "background: this server stores no responses (--response-store none)")
-        tenant = str(getattr(parsed, "tenant", None) or parsed.user or "")
+        tenant = str(getattr(parsed, "tenant", None) or tenant_of_user(parsed.user or ""))
         key = RequestKey(tenant, name or uuid.uuid4().hex, fingerprint, IDEMPOTENCY_KEY, caller.owner)
         creation = _Creation(responses, request, caller, parsed, key, is_named=name is not None)
         return await creation.known() or await creation.begin()

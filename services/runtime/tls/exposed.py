@@ -1,8 +1,12 @@
-"""Tells whether an address can be reached from other machines."""
+"""Tells whether an address can be reached from other machines, and warns if it is not encrypted there."""
 
 from __future__ import annotations
 
 import ipaddress
+
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
 
 
 def is_loopback(host: str) -> bool:
@@ -14,3 +18,12 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
     return address.is_loopback
+
+
+def warn_without_tls(host: str, protocol: str, address: str) -> None:
+    """Log a warning if other machines reach the port of a server that has no TLS. `host`: where the server listens.
+    `protocol`: "http" or "grpc", the name of `address` in the line."""
+    if not is_loopback(host):
+        _log.warning(
+            "not encrypted: anyone on the network can read and change it (see --tls-dir)", **{protocol: address}
+        )

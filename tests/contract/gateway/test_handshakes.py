@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import socket
 import ssl
@@ -52,6 +53,25 @@ async def serving(tls: handshake.ServerTls, **limits: Any) -> Any:
         yield server, port
     finally:
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "has_tls", "warns"), [("0.0.0.0", False, 1), ("127.0.0.1", False, 0), ("0.0.0.0", True, 0)]
+)
+def test_http_without_tls_that_others_can_reach_is_announced(
+    run: Run, folder: Path, host: str, has_tls: bool, warns: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = []
+
+    async def body() -> None:
+        server = HttpServer(app, host, 0, tls=server_tls(folder) if has_tls else None)
+        ports.append(await server.start())
+        await server.stop()
+
+    run(body())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not encrypted" in line]
+    assert len(lines) == warns
+    assert all(f"{host}:{ports[0]}" in line and "http" in line for line in lines)
 
 
 async def ask(port: int, context: ssl.SSLContext, data: bytes = GET) -> bytes:
@@ -149,7 +169,10 @@ def test_an_http_client_without_tls_gets_400(run: Run, folder: Path, said: bytes
                 client.sendall(said)
                 got = await asyncio.to_thread(read_all, client)
                 assert got.startswith(answer)
-                assert (b"needs_tls" in got) == bool(answer)
+                if answer:
+                    error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
+                    assert error.pop("message") == "this port speaks HTTPS only"
+                    assert error == {"type": "BadRequestError", "param": None, "code": 400, "reason": "needs_tls"}
                 await until(lambda: not server.connections.open)
                 files = files or len(os.listdir("/proc/self/fd"))
             assert len(os.listdir("/proc/self/fd")) <= files

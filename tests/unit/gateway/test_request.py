@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -586,3 +587,17 @@ def test_model_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
         read_model_files(tmp_path)
+
+
+def test_users_with_long_names_are_different_tenants() -> None:
+    def tenant(user: str) -> str:
+        return schema.parse(schema.ChatRequest, CHAT | {"user": user}, 99).metadata().tenant
+
+    assert tenant("a" * 128) == "a" * 128
+    long, other = (tenant("a" * 128 + name) for name in ("alice", "bob"))
+    assert long != other
+    assert re.fullmatch(r"a{95}-[0-9a-f]{32}", long)
+    assert tenant("a" * 128 + "alice") == long
+    assert tenant(long) not in (long, other)  # a user with the name of another user's tenant
+    with pytest.raises(ApiError, match="tenant has 129 characters; at most 128 are possible"):
+        schema.parse(schema.ChatRequest, CHAT | {"tenant": "a" * 129}, 99).metadata()

@@ -34,6 +34,13 @@ OURS: list[tuple[str, Any, str]] = [
     ("messages", ChatMessage, "messages."),
 ]
 
+# The requests of docs/unserved-fields.md, by their names there, each with the least body.
+REQUESTS: dict[str, tuple[type[schema.RequestBody], dict[str, Any]]] = {
+    "completions": (schema.CompletionRequest, COMPLETION),
+    "chats": (schema.ChatRequest, CHAT),
+    "`/tokenize`": (schema.TokenizeRequest, {"prompt": "x"}),
+}
+
 
 @pytest.mark.parametrize(("theirs", "ours", "path"), OURS, ids=[theirs for theirs, _, _ in OURS])
 def test_no_field_of_vllm_passes_unread(theirs: str, ours: Any, path: str) -> None:
@@ -110,28 +117,39 @@ def test_fields_of_messages_that_would_change_the_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_fields_are_named(name: str) -> None:
-    of = schema.ChatRequest if name in schema.CompletionRequest.model_fields else schema.CompletionRequest
-    if name in of.model_fields:
-        pytest.skip("both requests serve it")
-    body = CHAT if of is schema.ChatRequest else COMPLETION
-    with pytest.raises(ApiError) as caught:
-        schema.parse(of, body | {name: {"a": 1}}, 99)
-    assert (caught.value.status, caught.value.param) == (400, name)
-    for neutral in REFUSED[name]:
-        schema.parse(of, body | {name: neutral}, 99)
+    refusing = [(of, body) for of, body in REQUESTS.values() if name not in of.model_fields]
+    assert refusing, "every request serves it"
+    for of, body in refusing:
+        with pytest.raises(ApiError) as caught:
+            schema.parse(of, body | {name: {"a": 1}}, 99)
+        assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, "unsupported_value")
+        for neutral in REFUSED[name]:
+            schema.parse(of, body | {name: neutral}, 99)
+
+
+def refused_by(name: str) -> str:
+    """Which requests refuse a field of REFUSED, or one of messages, as the docs name them."""
+    in_messages = name.startswith("messages.")
+    refusing = [
+        title
+        for title, (of, _) in REQUESTS.items()
+        if ("messages" in of.model_fields if in_messages else name not in of.model_fields)
+    ]
+    return "all" if len(refusing) == len(REQUESTS) else ", ".join(refusing)
 
 
 def table(title: str) -> dict[str, str]:
-    """The first two columns of the table below a heading of the docs page."""
+    """The first column of the table below a heading of the docs page, and the other columns."""
     part = DOCS.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|$", part, re.MULTILINE)
     return dict(rows)
 
 
 def test_the_docs_show_the_tables() -> None:
-    neutral = {
-        name: ", ".join(f"`{json.dumps(value)}`" for value in values) or "`null`" for name, values in REFUSED.items()
+    neutral = REFUSED | dict.fromkeys((f"messages.{name}" for name in REFUSED_IN_MESSAGES), ())
+    assert table("Refused") == {
+        name: f"{', '.join(f'`{json.dumps(value)}`' for value in values) or '`null`'} | {refused_by(name)}"
+        for name, values in neutral.items()
     }
-    assert table("Refused") == neutral | dict.fromkeys((f"messages.{name}" for name in REFUSED_IN_MESSAGES), "`null`")
     assert table("Other names") == {name: f"`{ours}`" for name, ours in RENAMED.items()}
     assert table("Ignored on purpose") == IGNORED | IGNORED_INSIDE

@@ -78,7 +78,7 @@ def test_a_vector_that_is_no_number_fails_its_input_alone(tmp_path: Path, build:
     inputs = Inputs(built.runner)
     result = inputs.run_step(inputs.begin([[5, 6], [7, 8]]))
     assert [one.slot for one in result.embeddings] == [1]
-    assert [(error.slot, "no number" in error.message) for error in result.errors] == [(0, True)]
+    assert [(error.slot, "NaN" in error.message) for error in result.errors] == [(0, True)]
 
 
 def test_a_plan_that_decodes_is_refused(tmp_path: Path, build: Build) -> None:
