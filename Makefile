@@ -53,7 +53,7 @@ $(VENV)/redis/redis-server: | $(VENV)/serve.stamp
 
 # In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5 $(ARGS)
 
 # Lines and branches that unit, contract and simulation tests run; .coverage-html/index.html shows the others.
 coverage: setup

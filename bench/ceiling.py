@@ -1,10 +1,10 @@
-"""What one scheduler process and one cache process carry: workers, steps, tokens and requests per second.
+"""Measures how many workers, steps, tokens and requests per second one scheduler and one cache process can serve.
 
 Real processes and real gRPC, wire included. The workers take 20 ms a step and compute nothing (bench/null_workers.py);
 one session keeps all their slots taken, as a gateway does. The measured figures are the CPU times of scheduler and
 cache: per worker step while no request begins or ends, and per request from its submission to its end. The ceiling of a
-core follows from it: a core has 1 s of CPU time a second. Beside it is the step rate reached on this machine, where
-workers and session share the cores with the scheduler.
+core follows from these times: a core has 1 s of CPU time a second. The report also has the step rate reached on this
+machine, where workers and session share the cores with the scheduler.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ async def _measure(services: Services, workers: int, max_tokens: int) -> dict[st
 
 
 def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
-    """Rows by number of workers: steady decoding, then requests that come and go; and what follows for a core."""
+    """Rows by number of workers: steady decoding, requests that begin and end, and the ceiling of a core."""
     rows = []
     for count in counts:
         steady, churn = (_fresh(count, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
@@ -197,7 +197,7 @@ def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
 
 
 def _fresh(workers: int, max_tokens: int) -> dict[str, float]:
-    """With services that have served nothing before."""
+    """Measures with newly started services."""
     with TemporaryDirectory() as folder:
         services = Services(Path(folder))
         limit = str(1 << 30)
@@ -213,7 +213,7 @@ def _fresh(workers: int, max_tokens: int) -> dict[str, float]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    title = f"One scheduler and one cache, {ROWS} rows a worker, {STEP_MS:g} ms steps; a core carries"
+    title = f"One scheduler and one cache, {ROWS} rows a worker, {STEP_MS:g} ms steps; ceiling of a core"
     table = Table(title=title, title_justify="left")
     heads = ["workers", "rows a step", "scheduler µs/step", "cache µs/step", "workers/core", "tokens/s/core"]
     for head in [*heads, "scheduler µs/request", "cache µs/request", "requests/s/core", "steps/s here", "wanted"]:

@@ -1,7 +1,7 @@
-"""A load client of its own process: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT` prints JSON.
+"""A load client in a process of its own: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT` prints JSON.
 
-It uses raw asyncio streams, because on two cores the client's CPU time slows the server that it measures. Greedy
-streams with a pinned length.
+It uses raw asyncio streams, because on two cores the client's CPU time slows the server that it measures. The
+streams are greedy and have a fixed length.
 """
 
 from __future__ import annotations

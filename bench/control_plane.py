@@ -1,9 +1,10 @@
-"""What the control plane itself costs: a decode step, an admission, an abort; beside it vLLM's Scheduler on the same
-workloads, in its own environment and in turns with ours.
+"""Measures the cost of the control plane: a decode step, an admission, an abort. vLLM's Scheduler runs the same
+workloads in its own environment, in turns with Paceline.
 
-A decode step is everything from a step's result to the next plan: results taken in, tokens to the session, commits and
-extensions exchanged with the cache (its time counts), the next plan made; all protobuf messages are built. Serialising
-and parsing them is what the second column ("with wire") adds; vLLM's figures are without its own (pickle, msgpack).
+A decode step is all work from a step's result to the next plan: reading the results, sending tokens to the session,
+exchanging commits and extensions with the cache (the cache's time counts), making the next plan, and building all
+protobuf messages. The second column ("with wire") adds serialising and parsing these messages. vLLM's figures do not
+include its serialising (pickle, msgpack).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.peers.peer import Peer
 from bench.peers.quiet import no_collections
 
 RUNNING = (64, 256, 1024, 4096)
-STEPS, STEPS_OF_4096 = 100, 30  # of a repeat
+STEPS, STEPS_OF_4096 = 100, 30  # in each repeat
 WARM_UP = 20
 PROMPT, CACHED = 3_000, 2_000
 ADMISSIONS = 60
@@ -67,12 +68,12 @@ def theirs(prefix: str, samples: list[dict[str, float]], what: str) -> dict[str,
 
 
 def ratio(ours: float | None, peer: float | None) -> float | None:
-    """Ours as a share of the peer's."""
+    """Paceline's time as a share of the peer's time."""
     return None if ours is None or peer is None else round(ours / peer, 4)
 
 
 def decode(running: int, steps: int, seed: int) -> list[Sample]:
-    """Sequences at random places in their blocks, none arriving or leaving."""
+    """Decode steps of sequences at random positions in their blocks. No sequence arrives or leaves."""
     rng = np.random.default_rng(seed)
     bench = Bench(running, running * (2 + (64 + steps + 200) // BLOCK_SIZE))
     for _ in range(running):
@@ -86,7 +87,7 @@ def decode(running: int, steps: int, seed: int) -> list[Sample]:
 
 
 def with_a_prefix(seed: int, prompt: int, cached: int) -> tuple[Bench, Callable[[], bytes]]:
-    """A bench that has a prefix in its cache, and what makes submissions that begin with it."""
+    """A bench with a cached prefix, and a function that makes submissions that begin with this prefix."""
     rng = np.random.default_rng(seed)
     bench = Bench(4096, 400_000)
     shared = rng.integers(1, 1 << 29, cached)
@@ -101,14 +102,14 @@ def with_a_prefix(seed: int, prompt: int, cached: int) -> tuple[Bench, Callable[
 
 
 def lone(seed: int) -> list[tuple[Sample, Sample]]:
-    """Requests of which a prefix is cached, one at a time: until the plan that runs each, and what comes after that."""
+    """Requests with a cached prefix, one at a time: the time until the plan that runs each, and the time after it."""
     bench, message = with_a_prefix(seed, PROMPT, CACHED)
     with no_collections():
         return [(bench.measured(bench.send, message()), bench.measured(bench.run_step)) for _ in range(ADMISSIONS)]
 
 
 def burst(seed: int) -> list[Sample]:
-    """Many such requests at once, until the last one has ended. Seconds per request, as one sample."""
+    """Many requests with a cached prefix at once, until the last has ended: seconds per request, as one sample."""
     bench, message = with_a_prefix(seed, BURST_PROMPT, BURST_CACHED)
     messages = [message() for _ in range(BURST)]
 
@@ -121,12 +122,12 @@ def burst(seed: int) -> list[Sample]:
 
     with no_collections():
         sample = bench.measured(run)
-    assert not len(bench.core.queue), "all have run"
+    assert not len(bench.core.queue), "a request has not run"
     return [{part: seconds / BURST for part, seconds in sample.items()}]
 
 
 def abort(order: str, seed: int) -> list[Sample]:
-    """Cancels of requests anywhere in the queue behind a worker that is full."""
+    """Cancels requests at random positions in the queue, while the worker is full."""
     rng = np.random.default_rng(seed)
     bench = Bench(1, 100_000, preset="vllm-v1-priority" if order == "priority" else "")
     bench.send(bench.submission(rng.integers(1, 1 << 29, 32), 100_000, 10))

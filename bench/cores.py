@@ -30,9 +30,9 @@ def new_sample() -> Sample:
 class Bench:
     """One session, one worker with a window of 1, one cache.
 
-    What is counted: the cores' events as the servers call them ("scheduler", "cache"), and apart from it ("wire")
-    the serialising and parsing of every message that the two services send and receive. The messages of gateway and
-    worker are made and read outside of it.
+    It measures the events of the two cores as the servers call them ("scheduler", "cache"). It measures separately
+    ("wire") the serialising and parsing of every message that the two services send and receive. The time in which
+    gateway and worker make and read their messages is not measured.
     """
 
     def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, preset: str = "") -> None:
@@ -65,7 +65,7 @@ class Bench:
         call(*args)
         return self.sample
 
-    # ── what the others do ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── gateway and worker ───────────────────────────────────────────────────────────────────────────────────────────
 
     def submission(self, prompt: npt.NDArray[np.int64], max_tokens: int, priority: float = 0.0) -> bytes:
         self.handle += 1
@@ -82,17 +82,17 @@ class Bench:
         return SessionRequest(cancels=[handle]).SerializeToString()
 
     def take_in(self, message: bytes) -> None:
-        """A session's message, and nothing yet of what follows from it."""
+        """The scheduler receives a session's message, and sends nothing yet."""
         request = self.timed("wire", SessionRequest.FromString, message)
         self.timed("scheduler", self.core.session_message, "bench", request, 0.0)
 
     def send(self, message: bytes) -> None:
-        """A session's message, and all that follows from it."""
+        """The scheduler receives a session's message, and both cores handle all messages that follow from it."""
         self.take_in(message)
         self.settle()
 
     def run_step(self) -> None:
-        """The worker's part: as many tokens as the plan makes, at once; and all that follows from it."""
+        """The worker returns the plan's tokens at once, and both cores handle all messages that follow from them."""
         assert self.plan is not None
         step = self.core.workers[self.worker].in_flight[0]
         tokens = np.full(step.num_sampled, 99, np.int32).tobytes()
@@ -105,10 +105,10 @@ class Bench:
         self.timed("scheduler", self.core.worker_result, self.worker, result)
         self.settle()
 
-    # ── what the servers do ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── scheduler and cache ──────────────────────────────────────────────────────────────────────────────────────────
 
     def settle(self) -> None:
-        """Until neither core has anything to say."""
+        """Runs until neither core has a message to send."""
         while True:
             outbox = self.timed("scheduler", self.core.poll, 0.0)
             exchanges = self.timed("wire", self._serialise, outbox)

@@ -49,6 +49,8 @@ Part = tuple[str, float, Callable[[], dict[str, Any]]]
 
 
 class Report:
+    """Writes the results, after every figure."""
+
     def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
         self._path = path
         self.data: dict[str, Any] = {**head, "models": {}, "left_out": []}

@@ -25,7 +25,7 @@ from scheduler_svc.core.requests.request import PrefixMatch, Request, RequestVie
 from scheduler_svc.policies.registry import find, names
 
 WAITING = (128, 1_000, 5_000)
-PASSES = 10  # of a repeat
+PASSES = 10  # in each repeat
 FIRST = 16
 FAMILIES, SHARED, OWN = 16, 512, 128
 # The orders that SGLang also has. With more than 128 waiting requests, SGLang uses fcfs instead of lpm and hrrn.
@@ -57,7 +57,7 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
 
 
 def passes(order: str, waiting: int, seed: int) -> list[tuple[float, float]]:
-    """Seconds of each: to take in what has changed, and to name the next requests."""
+    """For each pass, the seconds to apply the changes and the seconds to name the next requests."""
     rng = np.random.default_rng(seed)
     policy = find("order", order)()
     source = requests(rng)
@@ -68,22 +68,22 @@ def passes(order: str, waiting: int, seed: int) -> list[tuple[float, float]]:
     seconds = []
     with no_collections():
         for number in range(PASSES + 1):
-            places = rng.choice(waiting, 2 * changes, replace=False).tolist()
+            changed = rng.choice(waiting, 2 * changes, replace=False).tolist()
             fresh = list(islice(source, changes))
-            for i in places[changes:]:
+            for i in changed[changes:]:
                 match = 2 * BLOCK_SIZE * int(rng.integers(FAMILIES))
                 queue[i].matches = {1: PrefixMatch(match)}
             began = time.perf_counter()
-            for i, request in zip(places, fresh, strict=False):
+            for i, request in zip(changed, fresh, strict=False):
                 policy.remove(RequestView(queue[i]))
                 policy.add(RequestView(request))
-            for i in places[changes:]:
+            for i in changed[changes:]:
                 policy.rematched(RequestView(queue[i]))
-            told = time.perf_counter()
+            applied = time.perf_counter()
             assert len(list(islice(policy.ordered(1e6), FIRST))) == FIRST
             if number:  # the first one is the warm-up
-                seconds.append((told - began, time.perf_counter() - told))
-            for i, request in zip(places, fresh, strict=False):
+                seconds.append((applied - began, time.perf_counter() - applied))
+            for i, request in zip(changed, fresh, strict=False):
                 queue[i] = request
     return seconds
 

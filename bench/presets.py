@@ -38,6 +38,8 @@ NUM_REQUESTS = 1_000
 
 @dataclass(slots=True)
 class Arrival:
+    """A request of the load, and when its tokens came."""
+
     at_s: float
     prompt: np.ndarray
     max_tokens: int
@@ -45,7 +47,7 @@ class Arrival:
 
 
 def load(rate_per_s: float) -> list[Arrival]:
-    """The same for every preset."""
+    """The arrivals. They are the same for every preset."""
     rng = np.random.default_rng(0)
     systems = [rng.integers(1, 1 << 29, rng.integers(200, 600)) for _ in range(20)]
     times = rng.exponential(1 / rate_per_s, NUM_REQUESTS).cumsum()

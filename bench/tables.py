@@ -9,7 +9,7 @@ from rich.table import Table
 
 PEERS = ("us_median", "us_p10", "us_p99")
 OURS = (*PEERS, "with_wire_us_median")
-# In the report, as a title, and its parts: the heads of the row and of the keys.
+# For each table: the key in the report, the title, and the parts with their row names and key prefixes.
 ADMISSIONS = (
     ("burst", "many at once, per request", {"whole": "", "hashing": "hashing_"}),
     ("lone", "one at a time", {"to the plan": "", "whole": "whole_", "hashing": "hashing_"}),

@@ -1,6 +1,7 @@
 """Train the demo model on one CPU thread: `python -m demo.train --seed 0`, then `python -m demo.train --tools`.
 
-The first stage begins with random weights. The second goes on from the first one's, with tool use among the examples.
+The first stage begins with random weights. The second stage continues from the weights of the first stage, with tool
+use among the examples.
 
 Everything follows from the seed: the examples, their order and the initial weights. The same seed on the same torch
 build and processor gives the same file. Elsewhere floating point differs a little; `demo.score` rates the result.
@@ -32,7 +33,7 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and on how much at a time."""
+    """The length of a training run, the size of its batches and its learning rate."""
 
     seed: int = 0
     steps: int = 6_000
@@ -48,6 +49,8 @@ STAGES = {False: Plan(), True: Plan(steps=3_500, tools=True)}
 
 @dataclass(frozen=True)
 class TrainingBatch:
+    """ids: int64 [rows, tokens]. weights: float32 [rows, tokens], of each token in the loss; 0 for padding."""
+
     ids: torch.Tensor
     weights: torch.Tensor
 
@@ -77,7 +80,7 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """Random weights, but ` word` starts near `word`: the model need not find out which tokens are the same word."""
+    """Random weights, but ` word` starts near `word`: so the model need not learn which tokens are the same word."""
     model = LlamaForCausalLM(model_config(tokenizer))
     vocab = tokenizer.get_vocab()
     table = model.model.embed_tokens.weight
@@ -98,7 +101,8 @@ def pad(rows: list[Encoded], pad_id: int) -> TrainingBatch:
 
 
 def curriculum_cap(step: int, steps: int) -> float:
-    """The highest level at this step. Copying is learned sooner on short text; the last levels exceed the scored."""
+    """The highest level of the examples at this step. On short text the model learns to copy sooner. The last levels
+    are above 1, the level that demo.score rates."""
     return 0.25 + min(1.0, max(0.0, (step / steps - 0.05) / 0.45))
 
 
@@ -127,7 +131,7 @@ def batches(tokenizer: Tokenizer, plan: Plan) -> Iterator[TrainingBatch]:
 
 
 def loss_of(model: LlamaForCausalLM, batch: TrainingBatch) -> torch.Tensor:
-    """Weighted mean cross-entropy; logits are made only where they count."""
+    """Weighted mean cross-entropy. Logits are computed only for tokens with a weight above 0."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1]
     weights = batch.weights[:, 1:]
     counted = weights > 0
@@ -137,7 +141,7 @@ def loss_of(model: LlamaForCausalLM, batch: TrainingBatch) -> torch.Tensor:
 
 
 def learning_rate(step: int, plan: Plan) -> float:
-    """Linear warm-up, then a cosine down to a hundredth."""
+    """Linear warm-up to `plan.learning_rate`, then a cosine down to a hundredth of it."""
     if step < plan.warmup_steps:
         return plan.learning_rate * (step + 1) / plan.warmup_steps
     done = (step - plan.warmup_steps) / max(1, plan.steps - plan.warmup_steps)
@@ -160,6 +164,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def train(plan: Plan, folder: Path, log_every: int = 50, save_every: int = 500) -> None:
+    """Train the model and write it to the folder: every `save_every` steps, and at the end."""
     torch.manual_seed(plan.seed)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) if plan.tools else new_model(tokenizer)

@@ -19,7 +19,9 @@ from gpu_worker.fits import block_bytes, check_fits, cpu_blocks
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
+from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
+from gpu_worker.models.embedding import EmbeddingConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
@@ -43,6 +45,8 @@ MAX_RESULT_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
+    """A runner that is ready for plans, and what it tells the scheduler of its model."""
+
     runner: ModelRunner
     info: ModelInfo
 
@@ -68,8 +72,8 @@ def build_worker(
     if settings.deterministic:
         layer = model.weights.layers[0]
         check_matmul(TiledMatmul(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
-    max_model_len = _max_model_len(settings, model)
-    _check_vectors(settings, model)
+    max_model_len = longest_sequence(settings, model.config, model.embedding)
+    check_vectors(settings, model.config, model.embedding)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans once per shape, and most steps have a new shape
@@ -197,22 +201,23 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
-def _max_model_len(settings: WorkerSettings, model: LoadedModel) -> int:
-    positions = model.config.max_positions
+def longest_sequence(settings: WorkerSettings, config: DecoderConfig, embedding: EmbeddingConfig | None) -> int:
+    """Prompt and output tokens of one sequence. Raises ModelError if the settings ask for more than the model has."""
+    positions = config.max_positions
     longest = positions
-    if model.embedding is not None and model.embedding.max_tokens is not None:
-        longest = min(positions, model.embedding.max_tokens)
+    if embedding is not None and embedding.max_tokens is not None:
+        longest = min(positions, embedding.max_tokens)
     asked = settings.max_model_len or longest
     if asked > positions:
         raise ModelError(f"max_model_len {asked} is more than the model's {positions} positions")
     return asked
 
 
-def _check_vectors(settings: WorkerSettings, model: LoadedModel) -> None:
+def check_vectors(settings: WorkerSettings, config: DecoderConfig, embedding: EmbeddingConfig | None) -> None:
     """Raises ModelError if the vectors of one step would not fit a message."""
-    if model.embedding is None:
+    if embedding is None:
         return
-    vector_bytes = 4 * model.config.hidden_size
+    vector_bytes = 4 * config.hidden_size
     most = MAX_RESULT_BYTES // vector_bytes
     if min(settings.max_num_seqs, settings.max_batched_tokens) > most:
         raise ModelError(

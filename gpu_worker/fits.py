@@ -44,15 +44,27 @@ def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
     The host's memory is checked too. It holds everything on a CPU, and the blocks of --host-gib on a GPU. What fits is
     claimed, so that workers that start together do not count the same memory.
     """
+    with memory_claims.lock() as claims:
+        need = check_memory(settings, config, dtype, device, claims.available())
+        claims.claim(need.num_bytes)
+
+
+def check_memory(
+    settings: WorkerSettings,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    available: AvailableMemory | None,
+) -> MemoryNeed:
+    """check_fits() without a claim. `available`: on the host. Returns what the host needs. Raises ModelTooLarge."""
     need = memory_need(settings, config, dtype)
-    host_bytes = _host_pool_bytes(settings, config, dtype)
     if device.type == "cuda":
         _check(settings, need, dtype, _gpu_memory(settings, device))
         need = MemoryNeed(0, 0, 0)
+    host_bytes = _host_pool_bytes(settings, config, dtype)
     need = MemoryNeed(need.weights_bytes, need.loading_bytes, need.pool_bytes + host_bytes)
-    with memory_claims.lock() as claims:
-        _check(settings, need, dtype, claims.available())
-        claims.claim(need.num_bytes)
+    _check(settings, need, dtype, available)
+    return need
 
 
 def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
@@ -61,14 +73,10 @@ def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
 
     Raises ModelError if not even one block fits into --kv-cache-gib."""
     one_block_bytes = block_bytes(settings, config, dtype)
-    wanted = int(settings.kv_cache_gib * GIB) // one_block_bytes
-    if not wanted:
-        raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {settings.kv_cache_gib:.3f} GiB")
-    num_blocks = min(wanted, settings.max_num_seqs * -(-max_model_len // settings.block_size))
+    num_blocks = wanted_cpu_blocks(settings, config, dtype, max_model_len)
     with memory_claims.lock() as claims:
         available = claims.available()
-        if available is not None and _POOL_SHARE * available.num_bytes < num_blocks * one_block_bytes:
-            fitting = int(_POOL_SHARE * available.num_bytes) // one_block_bytes
+        if available is not None and (fitting := blocks_in(available.num_bytes, one_block_bytes)) < num_blocks:
             smallest = memory_need(settings, config, dtype).pool_bytes // one_block_bytes
             num_blocks = min(num_blocks, max(fitting, smallest))
             log.warning(
@@ -80,6 +88,21 @@ def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
             )
         claims.claim(num_blocks * one_block_bytes)
     return num_blocks
+
+
+def wanted_cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
+    """The KV blocks of --kv-cache-gib, at most what all slots use at full length. Raises ModelError if not even one
+    block fits into --kv-cache-gib."""
+    one_block_bytes = block_bytes(settings, config, dtype)
+    wanted = int(settings.kv_cache_gib * GIB) // one_block_bytes
+    if not wanted:
+        raise ModelError(f"no room for a KV block of {one_block_bytes} bytes in {settings.kv_cache_gib:.3f} GiB")
+    return min(wanted, settings.max_num_seqs * -(-max_model_len // settings.block_size))
+
+
+def blocks_in(num_bytes: int, one_block_bytes: int) -> int:
+    """The KV blocks that a worker allocates, at most, where so much memory is available."""
+    return int(_POOL_SHARE * num_bytes) // one_block_bytes
 
 
 def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:

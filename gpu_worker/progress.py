@@ -1,5 +1,5 @@
 """Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a line per
-tenth."""
+tenth, and at least one in five seconds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from gpu_worker.steps.graphs import CaptureProgress
 
 # A shorter load prints no lines.
 _QUIET_S = 1.0
+# Without a terminal, a tenth of a large load may take minutes. Then there is a line after this time.
+_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,16 @@ def _bar_report(progress: Progress, what: str) -> Report:
 
 def _line_report(what: str, show: Callable[[int], str]) -> Report:
     began: float | None = None
-    last_tenth = 0
+    last_s, last_percent = 0.0, 0
 
     def report(done: int, total: int) -> None:
-        nonlocal began, last_tenth
-        began = time.monotonic() if began is None else began
-        tenth = 10 * done // max(total, 1)
-        if tenth > last_tenth and time.monotonic() - began > _QUIET_S:
-            last_tenth = tenth
-            print(f"{what}: {10 * tenth} % of {show(total)}", file=sys.stderr, flush=True)
+        nonlocal began, last_s, last_percent
+        now_s = time.monotonic()
+        began = now_s if began is None else began
+        percent = 100 * done // max(total, 1)
+        is_due = percent // 10 > last_percent // 10 or (percent > last_percent and now_s - last_s > _LINE_EVERY_S)
+        if is_due and now_s - began > _QUIET_S:
+            last_s, last_percent = now_s, percent
+            print(f"{what}: {percent} % of {show(total)}", file=sys.stderr, flush=True)
 
     return report

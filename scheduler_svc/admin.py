@@ -40,14 +40,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Admin(AdminServiceServicer):
+    """Serves AdminService for a scheduler core."""
+
     def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
         self.choice = self._configured = choice
         self._order = core.policies.order  # of the choice
 
+    @property
+    def policies(self) -> PolicyChoice:
+        """The current policies, without an order that failed."""
+        choice = self._in_force
+        return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
+
     async def GetPolicy(self, request: GetPolicyRequest, context: Context) -> GetPolicyResponse:
         return GetPolicyResponse(
-            choice=self._message(),
+            choice=self.policies,
             presets=list(PRESETS),
             orders=sorted(names("order")),
             capacities=sorted(names("capacity")),
@@ -89,7 +97,7 @@ class Admin(AdminServiceServicer):
             await _invalid(context, f"order: {error!r} when it took over the queue")
         self.choice, self._order = choice, policies.order
         log.info("policies changed", **{kind: getattr(choice, kind) for kind in KINDS}, options=choice.options)
-        return SetPolicyResponse(choice=self._message())
+        return SetPolicyResponse(choice=self.policies)
 
     async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
         tenant = request.tenant if request.HasField("tenant") else None
@@ -120,6 +128,7 @@ class Admin(AdminServiceServicer):
                     detail=_encodable(span.detail),
                     worker=span.worker,
                     request_id=record.request_id,
+                    behind=_encodable(span.behind),
                 )
                 for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
@@ -141,10 +150,6 @@ class Admin(AdminServiceServicer):
         if not self._has_failed:
             return self.choice
         return choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice)
-
-    def _message(self) -> PolicyChoice:
-        choice = self._in_force
-        return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
 
 
 def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:

@@ -50,7 +50,7 @@ def own_secret() -> bytes:
             _make(path)
     except OSError as error:
         log.warning(
-            "no place for the cache secret: after a restart, kept KV of tenants and salts is computed again "
+            "no folder to store the cache secret: after a restart, kept KV of tenants and salts is computed again "
             "(--cache-secret-file names a secret)",
             reason=str(error),
         )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from scheduler_svc.core.types import STEP_TOKENS, StepTokens
 from scheduler_svc.links import SchedulerServer
 
 PREFIX = "paceline_scheduler_"
 
 
 class SchedulerMetrics(Collector):
+    """The collector of the series paceline_scheduler_*."""
+
     def __init__(self, server: SchedulerServer) -> None:
         self._server = server
         REGISTRY.register(self)
@@ -76,6 +80,16 @@ class SchedulerMetrics(Collector):
             ("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued),
         )
         yield from _families(CounterMetricFamily, totals_of_model, model)
+        yield _step_tokens(counters.step_tokens, model)
+
+
+def _step_tokens(steps: StepTokens, labels: dict[str, str]) -> Metric:
+    family = HistogramMetricFamily(
+        PREFIX + "step_tokens", "Tokens of a step: prompt tokens computed and tokens sampled", labels=list(labels)
+    )
+    edges = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
+    family.add_metric(list(labels.values()), list(zip(edges, accumulate(steps.counts), strict=True)), steps.total)
+    return family
 
 
 def _families(

@@ -11,6 +11,8 @@ MAX_ERRORS = 64  # log lines in SAME_ERROR_S at most, even if each error is a di
 
 
 class PolicyErrors:
+    """Logs each kind of error at most once per interval."""
+
     def __init__(self, log: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
         """`log` takes an event, `exc_info` and fields."""
         self._log = log

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.v1 import admin_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
+from paceline.v1 import admin_pb2_grpc, inference_pb2_grpc, live_pb2_grpc, worker_pb2_grpc
 from scheduler_svc.admin import Admin
 from scheduler_svc.cache_secret import own_secret, read_secret
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.links import SchedulerServer
+from scheduler_svc.live_view import LiveView
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.policies.registry import KINDS, build, check_given, choose
 from scheduler_svc.policy_errors import PolicyErrors
@@ -105,6 +106,10 @@ async def serve(
         "paceline.v1.WorkerService", lambda s: worker_pb2_grpc.add_WorkerServiceServicer_to_server(server, s)
     )
     grpc_server.add("paceline.v1.AdminService", lambda s: admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, s))
+    live = LiveView(core, admin, lambda: server.core_seconds)
+    grpc_server.add(
+        "paceline.v1.LiveViewService", lambda s: live_pb2_grpc.add_LiveViewServiceServicer_to_server(live, s)
+    )
     metrics = SchedulerMetrics(server)
     metrics_server = start_metrics_server(settings.host, settings.metrics_port)
     port = await grpc_server.start()

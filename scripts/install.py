@@ -179,7 +179,9 @@ def install_torch(choice: str, reporter: Reporter, log: TextIO) -> None:
     if choice == "pip" or platform.system() != "Linux":  # elsewhere the default index has CPU builds
         return
     if choice == "auto" and has_nvidia_gpu():
-        reporter.say("an NVIDIA GPU is there: pip decides on the build of torch (CUDA: some GB; TORCH=cpu avoids it)")
+        reporter.say(
+            "this machine has an NVIDIA GPU: pip decides on the build of torch (CUDA: some GB; TORCH=cpu avoids it)"
+        )
         return
     reporter.say("no NVIDIA GPU: looking for the CPU build of torch" if choice == "auto" else "the CPU build of torch")
     # A wheel in a folder that pip is configured with (find-links) needs no network.

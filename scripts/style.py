@@ -2,6 +2,7 @@
 
 Kinds of findings:
   people      a word for people (see PEOPLE) in a .py, .md or .proto file, where requests, workers and blocks are things
+  test        a test name that does not begin with the thing that it tests (see SUBJECTLESS)
   class       a public top-level class with the name of a class in another module
   docstring   a module without a docstring
   folder      a folder with more than MAX_MODULES modules
@@ -22,8 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-KINDS = ("people", "class", "docstring", "folder")
-PEOPLE = re.compile(r"\b(who|whom|whose|whoever|somebody|nobody|everybody)\b", re.IGNORECASE)
+KINDS = ("people", "test", "class", "docstring", "folder")
+# An underscore ends a word, so that the words of an identifier are found, too.
+PEOPLE = re.compile(r"(?<![^\W_])(who|whom|whose|whoever|(?:some|no|every|any)bodys?)(?![^\W_])", re.IGNORECASE)
+# A report shows a test's name alone, so a pronoun or a conjunction refers to nothing. `of` puts the subject last.
+SUBJECTLESS = re.compile(r"test_(also|and|it|its|nor|of|so|their|they|those|what|whatever)_")
 # A line about people ends with this marker (in Markdown as a comment: <!-- style: person -->).
 MARKER = "style: person"
 # Sentences about people, or words that are data: the file, and a phrase of the line.
@@ -64,6 +68,13 @@ def people(path: str, text: str) -> Iterator[Finding]:
             yield Finding("people", path, number, f"`{match[0]}` is for people")
 
 
+def subjectless(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """Test names without a subject."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (found := SUBJECTLESS.match(node.name)):
+            yield Finding("test", path, node.lineno, f"{node.name} begins with `{found[1]}`; name the thing first")
+
+
 def classes(trees: dict[str, ast.Module]) -> Iterator[Finding]:
     """Public top-level classes of one name, in modules outside the tests."""
     found: dict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -89,6 +100,9 @@ def check(root: Path) -> list[Finding]:
     texts = {path: (root / path).read_text("utf-8") for path in tracked(root)}
     trees = {path: ast.parse(text, path) for path, text in texts.items() if path.endswith(".py")}
     findings = [finding for path, text in texts.items() for finding in people(path, text)]
+    findings += [
+        finding for path, tree in trees.items() if path.startswith(TESTS) for finding in subjectless(path, tree)
+    ]
     bare = [path for path, tree in trees.items() if not ast.get_docstring(tree)]
     findings += [Finding("docstring", path, 1, "no docstring") for path in bare]
     return [*findings, *classes(trees), *folders([path for path in trees if not path.endswith("__init__.py")])]

@@ -38,6 +38,8 @@ class PolicyFailed(Exception):
 
 @dataclass(slots=True)
 class Scheduled:
+    """The part of a request in a step."""
+
     id: str
     tokens: int
     cached_tokens: int
@@ -46,6 +48,8 @@ class Scheduled:
 
 @dataclass(slots=True)
 class ScenarioStep:
+    """What one step decides, and the state after it."""
+
     step: int
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[dict[str, str]] = field(default_factory=list)
@@ -59,6 +63,8 @@ class ScenarioStep:
 
 @dataclass(slots=True)
 class ScenarioOutcome:
+    """All steps of a scenario."""
+
     steps: list[ScenarioStep]
     num_steps: int
     generated_tokens: dict[str, int]
@@ -127,6 +133,8 @@ class NullWorker:
 
 
 class ScenarioRun:
+    """Plays one scenario on real cores."""
+
     def __init__(self, scenario: Scenario, policies: Policies, **config: Any) -> None:
         """`config`: other fields of SchedulerConfig."""
         self.scenario = scenario

@@ -28,11 +28,15 @@ class Strict(BaseModel):
 
 
 class Prefix(Strict):
+    """A prefix that the requests of one family share."""
+
     family: Name
     len: int = Field(ge=0, le=MAX_TOKENS)
 
 
 class ScenarioRequest(Strict):
+    """One request of a scenario."""
+
     id: Name
     arrive: int = Field(0, ge=0, le=MAX_STEPS)
     prompt: list[TokenId] | None = None
@@ -62,6 +66,8 @@ class ScenarioRequest(Strict):
 
 
 class PolicyNames(Strict):
+    """One policy per decision; "": the default."""
+
     order: str = ""
     capacity: str = ""
     batch: str = ""
@@ -77,6 +83,8 @@ Preset = Annotated[Annotated[str, Tag("name")] | Annotated[PolicyNames, Tag("nam
 
 
 class Scenario(Strict):
+    """A whole scenario file."""
+
     block_size: int = Field(ge=1, le=MAX_BLOCK_SIZE)
     num_blocks: int = Field(ge=1, le=MAX_BLOCKS)
     num_host_blocks: int = Field(0, ge=0, le=MAX_BLOCKS)

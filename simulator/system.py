@@ -100,6 +100,8 @@ class Client:
 
 
 class LocalSystem:
+    """A scheduler and a cache with the queues of their links."""
+
     def __init__(
         self,
         config: SchedulerConfig | None = None,

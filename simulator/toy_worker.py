@@ -84,6 +84,8 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 @dataclass(slots=True)
 class ToySequence:
+    """A sequence in a slot."""
+
     tokens: list[int]
     num_computed: int
     table: list[int]
@@ -106,6 +108,8 @@ class ToySequence:
 
 
 class ToyWorker:
+    """Executes plans, and raises an error for a wrong plan."""
+
     def __init__(
         self, *, block_size: int, num_blocks: int, max_num_seqs: int, max_batched_tokens: int, num_host_blocks: int = 0
     ) -> None:
@@ -278,7 +282,7 @@ class ToyWorker:
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
         for position in range(start, end):
             block, place = sequence.table[position // self.block_size], position % self.block_size
-            self._expect(place >= filled.get(block, 0), f"block {block} is written again, at place {place}")
+            self._expect(place >= filled.get(block, 0), f"block {block} is written again, at position {place}")
             self.blocks[block][place], filled[block] = sequence.hashes[position], place + 1
         for position in range(end):
             read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]

@@ -214,7 +214,7 @@ class World:
         for queue in (core.queue.online, core.queue.offline):
             assert not any([len(queue), queue.num_requests, queue.num_tokens, queue.tenant_tokens])
         assert len(core.workers) == self.sizes.num_workers, "not every worker is back"
-        assert len(core.sessions) == NUM_GATEWAYS, "not every gateway is back, or one is there twice"
+        assert len(core.sessions) == NUM_GATEWAYS, "not every gateway is back, or a gateway has two sessions"
         for session in core.sessions.values():
             assert not session.live
         for worker in core.workers.values():

@@ -99,7 +99,7 @@ def measure_memory(block_size: int, peer: Peer, sizes: Sizes) -> dict[str, float
 
 
 def in_turns(block_size: int, peer: Peer, sizes: Sizes) -> dict[str, Samples]:
-    """By system, then by figure."""
+    """The samples by system, then by figure."""
     samples: dict[str, Samples] = {name: {} for name in ("ours", *cores(block_size))}
 
     def add(name: str, some: Samples | None) -> None:

@@ -40,7 +40,7 @@ class OurCache:
         return self.device.held(*self.tree.walk(key, self.root, 0))
 
     def to_insert(self, tokens: Tokens) -> Sequence:
-        """One that has computed everything itself: it goes down from the root, as SGLang's insert does."""
+        """A sequence that has computed all its tokens: the insert walks from the root, as SGLang's insert does."""
         subscription, table = self.subscription(packed(tokens)), self.device.take(len(tokens) // self.tree.block_size)
         sequence = Sequence(subscription, self.worker.worker_id, table, self.root, len(tokens))
         self.worker.sequences[sequence.sequence_id] = sequence
@@ -52,7 +52,7 @@ class OurCache:
         return subscription
 
     def to_insert_rest(self, tokens: Tokens) -> Sequence:
-        """One that was admitted, with what of it is stored."""
+        """An admitted sequence with its cached prefix."""
         key = packed(tokens)
         sequence = self.worker.admit(
             self.subscription(key), *self.tree.walk(key, self.root, 0), 0, copies=False

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.device.measure import Clock
 from gpu_worker.sampling.filters import mask_top_k, mask_top_p
 
-# in, out of a layer's products: qkv, output, gate and up, down.
+# Input and output widths of a layer's matmuls: qkv, output, gate and up, down.
 PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 ROWS = (1, 32, 128)
 # The weights rotate over this many bytes, which is more than a cache holds.
@@ -21,7 +21,7 @@ ROTATED_BYTES = 512 << 20
 def choices(
     flashinfer: Any, clock: Clock, device: torch.device, dtype: torch.dtype, scale: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """`scale` divides the widths."""
+    """Measures each choice and its alternative. `scale` divides the widths."""
     for rows in ROWS:
         as_stored = transposed = 0.0
         for width, out in PRODUCTS:
@@ -68,7 +68,7 @@ def _residual(
 
 
 def _top_p(flashinfer: Any, clock: Clock, rows: int, vocab: int, device: torch.device, top_k: int) -> dict[str, float]:
-    """And in how many rows the two keep different tokens. Of logits as a model gives them, with many that are equal."""
+    """Both ways to filter by top-p, and in how many rows they differ. The logits are bf16, so many are equal."""
     logits, top_p = (
         (2 * torch.randn(rows, vocab, device=device)).bfloat16().float(),
         torch.full((rows,), 0.9, device=device),

@@ -24,6 +24,8 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
+    """A request of the load."""
+
     prompt_tokens: int
     cached_tokens: int  # of the prompt; their KV is leftover content of the blocks
     output_tokens: int
@@ -40,6 +42,8 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
+    """A plan, and what the measurement needs to know of it."""
+
     plan: StepPlan
     placed: list[int]  # numbers of the requests
     sampled: list[int]  # in row order
@@ -48,6 +52,8 @@ class PlannedStep:
 
 
 class Load:
+    """Makes the plans of a run, in order."""
+
     def __init__(
         self, limits: SlotLimits, requests: list[LoadRequest], sampling: SamplingParams = GREEDY, seed: int = 0
     ) -> None:
@@ -118,7 +124,7 @@ class Load:
         return grown
 
     def _chunks(self, budget_tokens: int) -> dict[int, int]:
-        """By slot: the prompt tokens that this step computes."""
+        """The number of prompt tokens that this step computes, by slot."""
         chunks = {}
         for slot, running in self._running.items():
             left = running.request.prompt_tokens - running.computed

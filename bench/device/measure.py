@@ -61,11 +61,11 @@ class Measured:
     """One step of a run."""
 
     step: PlannedStep
-    began: Any  # the device comes to its first kernel: the host has planned it, and the inputs are there
+    began: Any  # the device comes to its first kernel: the host has planned it, and the inputs are copied
     ended: Any  # the device is done with all of it
     launched_s: float  # the host begins to launch it
     host_ms: float  # to launch it
-    result_s: float  # its result is there
+    result_s: float  # the host has its result
 
 
 def play(

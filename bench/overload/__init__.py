@@ -1,1 +1,1 @@
-"""What many, large or hostile requests cost other clients."""
+"""Measures how much many, large or hostile requests slow down other clients."""

@@ -61,6 +61,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The outcome of one request."""
+
     status: int  # 0: there is none
     retry_after_s: int
     took_ms: float
@@ -136,7 +138,7 @@ class Connection(asyncio.Protocol):
 
 
 class Clients:
-    """All of one process."""
+    """All clients of one process."""
 
     def __init__(self, port: int, number: float, seconds: float) -> None:
         self.port, self.number, self.seconds = port, number, seconds

@@ -286,7 +286,7 @@ async def lean_refusals(port: int, *, connected: bool) -> list[tuple[int, float]
 
 
 async def httpx_refusals(url: str) -> list[tuple[int, float]]:
-    """The same with the client that OpenAI's library uses."""
+    """Measures refusals with httpx, the client that OpenAI's library uses."""
     saw: list[tuple[int, float]] = []
     body = {"prompt": list(range(8, 24)), "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     limits = httpx.Limits(max_connections=None)

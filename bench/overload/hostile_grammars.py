@@ -1,10 +1,11 @@
-"""What structured outputs that are costly to compile cost the other users.
+"""Measures how much grammars that are costly to compile slow down other clients.
 
-The demo model behind the real services on this machine. Three clients stream plain completions while four connections
-of another process send grammars of one kind, each a little different from the one before, so that no cache helps.
-Written down, for turns beside these, beside as many requests with a simple mistake, and beside none: the gaps between
-the others' tokens, their time to first token, what the requests got, and the largest resident memory of worker and
-gateway. `--before FOLDER` measures another checkout of the repository in the same run.
+The real services on this machine serve the demo model. Three clients stream plain completions. Four connections of
+another process send grammars of one kind. Each grammar differs a little from the one before, so that no cache helps.
+Two more phases are for comparison: as many requests with a simple mistake, and no such requests. The results of each
+phase are the inter-token latency and the time to first token of the plain streams, and the statuses of the other
+requests. Per kind they also have the peak resident memory of worker and gateway. `--before FOLDER` also measures
+another checkout of the repository in the same run.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from bench.overload.overload import percentile
 from tests.support.stack import Stack
 
 SECONDS, VICTIMS, ATTACKERS, OUTPUT_TOKENS = 4.0, 3, 4, 64
-PAUSE_S = 0.1  # of an attacker between two requests
+PAUSE_S = 0.1  # between two requests of an attacker
 MISTAKE = "max_tokens of -1"
 
 
-def asked(kind: str, number: int) -> dict[str, Any]:
-    """`structured_outputs` of the number-th request of this kind."""
+def hostile_grammar(kind: str, number: int) -> dict[str, Any]:
+    """The `structured_outputs` of request `number` of this kind."""
     match kind:
         case "multipleOf 5,000,011":
             return {"json": {"type": "integer", "multipleOf": 5_000_011 + 2 * number}}
@@ -54,7 +55,7 @@ KINDS = ("multipleOf 5,000,011", "product of multipleOf", "x* 30,000 times", "2,
 
 
 async def attack(url: str, kind: str) -> None:
-    """Until stdin ends; then prints what was answered."""
+    """Sends requests of this kind until stdin ends, then prints the number of answers by status."""
     statuses: Counter[str] = Counter()
     numbers = iter(range(10**9))
 
@@ -62,7 +63,7 @@ async def attack(url: str, kind: str) -> None:
         while True:
             body: dict[str, Any] = {"prompt": "a", "max_tokens": -1}
             if kind != MISTAKE:
-                body = {"prompt": "a", "max_tokens": 4, "structured_outputs": asked(kind, next(numbers))}
+                body = {"prompt": "a", "max_tokens": 4, "structured_outputs": hostile_grammar(kind, next(numbers))}
             try:
                 answer = await client.post(f"{url}/v1/completions", json=body)
                 statuses[str(answer.status_code)] += 1
@@ -79,9 +80,9 @@ async def attack(url: str, kind: str) -> None:
         print(json.dumps(statuses))
 
 
-async def others(url: str, seconds: float) -> dict[str, Any]:
-    """Milliseconds between the tokens of plain streams, and until their first ones. A gap that has not ended when the
-    time is over counts as long as it has lasted."""
+async def plain_streams(url: str, seconds: float) -> dict[str, Any]:
+    """The inter-token latency and the time to first token of plain streams, in ms. If a gap between tokens has not
+    ended after `seconds`, it counts with its length so far."""
     gaps: list[float] = []
     firsts: list[float] = []
     until_s = time.perf_counter() + seconds
@@ -118,7 +119,8 @@ async def others(url: str, seconds: float) -> dict[str, Any]:
 
 
 def most_resident_mib(stack: Stack, name: str) -> int | None:
-    """Of a service's process, ever; None if it has died. The processes in which grammars are tried have a limit."""
+    """The peak resident memory of a service's process; None if it has died. The processes that try grammars are not
+    measured, because they have a memory limit."""
     try:
         status = Path(f"/proc/{stack.processes[name].pid}/status").read_text()
     except OSError:
@@ -127,8 +129,8 @@ def most_resident_mib(stack: Stack, name: str) -> int | None:
     return int(lines[0].split()[1]) // 1024 if lines else None
 
 
-async def beside(stack: Stack, kind: str) -> dict[str, Any]:
-    """The others' times while another process sends requests of this kind, and what these get."""
+async def under_attack(stack: Stack, kind: str) -> dict[str, Any]:
+    """The latencies of the plain streams while another process sends requests of this kind, and their answers."""
     attacker = subprocess.Popen(  # noqa: ASYNC220 - nothing is measured yet
         [sys.executable, "-m", "bench.overload.hostile_grammars", "--attack", kind, "--url", stack.url],
         stdin=subprocess.PIPE,
@@ -137,21 +139,21 @@ async def beside(stack: Stack, kind: str) -> dict[str, Any]:
     )
     assert attacker.stdout is not None
     assert attacker.stdout.readline() == "ready\n"
-    times = await others(stack.url, SECONDS)
+    times = await plain_streams(stack.url, SECONDS)
     return {**times, "answers": json.loads(attacker.communicate("")[0])}
 
 
 async def measure(stack: Stack, kind: str) -> dict[str, Any]:
-    await others(stack.url, 1.0)  # warm
-    quiet = await others(stack.url, SECONDS)
-    mistake = await beside(stack, MISTAKE)
-    hostile = await beside(stack, kind)
+    await plain_streams(stack.url, 1.0)  # warm
+    quiet = await plain_streams(stack.url, SECONDS)
+    mistake = await under_attack(stack, MISTAKE)
+    hostile = await under_attack(stack, kind)
     most = {name: most_resident_mib(stack, name) for name in ("worker-1", "gateway")}
     return {"quiet": quiet, MISTAKE: mistake, "grammars": hostile, "most_resident_mib": most}
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
-    """Against services of their own, of the checkout in `folder`."""
+    """Starts the services of the checkout in `folder` and measures them."""
     environment, here = dict(os.environ), Path.cwd()
     with tempfile.TemporaryDirectory() as logs:
         stack = Stack(Path(logs))
@@ -174,7 +176,7 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout, to measure as well")
+    parser.add_argument("--before", type=Path, help="another checkout, which is measured as well")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "hostile_grammars.json")
     parser.add_argument("--attack", help=argparse.SUPPRESS)

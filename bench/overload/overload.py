@@ -1,15 +1,16 @@
-"""The whole server under more than it can do, and under clients that mean it ill: `--part overload`.
+"""Measures the whole server under overload and under hostile clients: `--part overload`.
 
-The demo model behind the real services on this machine; clients of each kind in a process of their own
-(bench.overload.clients). At first what the server does at its best (`peak`): as many requests at once as have a place;
-and, in turns with it, ten times as many requests as it has just served, by the clock, from clients that never come
-again (`10x`); the peak beside a process that takes as much of the cores as those clients do. Then ten times as many
-clients as have a place, and each comes again when told to (`10x, come back`). Then beside readers that do not read,
-heads of requests that come byte by byte, connections that ask nothing, and clients that go away as soon as they have
-asked.
+The real services on this machine serve the demo model. Each kind of clients runs in a process of its own
+(bench.overload.clients). The cases:
+- `peak`: as many requests at once as the slots and half of the queue hold. Another process takes the CPU time
+  that the clients of `10x` take in addition, so that both cases leave the server equal cores.
+- `10x`, in turns with `peak`: clients send ten times the request rate that the peak has just served. They do not retry.
+- `10x, come back`: ten times as many clients as slots and queue positions. Each retries after its retry-after time.
+- normal clients beside readers that do not read, request heads that come byte by byte, connections that send nothing,
+  and clients that disconnect after their request.
 
-Beside what clients saw stands how late the event loops were, the gateway's (its own metric) and the clients': what a
-client saw has both in it, and of the cores, which they share.
+The report also has the event-loop lag of the gateway (its own metric) and of the clients, because the latencies that
+clients see include both, and the wait for the shared cores.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from tests.support.stack import Stack
 SLOTS, QUEUE = 32, 64
 OVERLOAD = 10
 SECONDS = 12.0
-# A virtual machine may be half as fast from one minute to the next, as its host gives its cores to others: many short
-# turns, until there have been so many from which no more than that many cores were stolen.
+# The host of a virtual machine may give its cores to others, so its speed may halve from one minute to the next.
+# So the turns are short. They end after TURNS quiet turns, in which at most QUIET_STOLEN_CORES were stolen.
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
-FLOOD_CORES = 0.08  # what the clients of a flood take more than those of the peak, before it has been measured
+FLOOD_CORES = 0.08  # the first guess of how many more cores the clients of `10x` take than those of `peak`
 LONGEST_S = 90.0  # limit until all refused clients have come back and have been served
 IDLE_CONNECTIONS, SLOW_HEADS, STALLED_READERS = 10_000, 500, 8
 STORM_PER_S = 1000
@@ -49,7 +50,7 @@ _LAG = "paceline_gateway_event_loop_lag_seconds_bucket"
 
 
 class Role:
-    """A process of clients. Use as a context: it has begun on entry; `result` asks it to end."""
+    """A process of clients. As a context manager it starts the process; `result` asks the process to end."""
 
     def __init__(self, stack: Stack, role: str, number: float, seconds: float = 0.0) -> None:
         command = [
@@ -64,7 +65,7 @@ class Role:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def cpu_s(self) -> float:
-        """User and system."""
+        """User and system CPU seconds of the process."""
         return sum(psutil.Process(self._process.pid).cpu_times()[:2])
 
     def __enter__(self) -> Role:
@@ -81,7 +82,7 @@ class Role:
             pipe.close()
 
     def result(self, *, end: bool = True) -> dict[str, Any]:
-        """The client's result after its end; with `end` that is now."""
+        """Waits for the end of the clients and returns their result. `end` asks them to end now."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if end:
@@ -91,7 +92,7 @@ class Role:
 
 
 class Most(threading.Thread):
-    """The largest value of something, looked at five times a second for as long as the context lasts."""
+    """Samples a value five times a second while the context lasts, and keeps the largest."""
 
     def __init__(self, look: Callable[[], int]) -> None:
         super().__init__(daemon=True)
@@ -119,18 +120,20 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 def bucket_percentile_ms(before: dict[float, float], after: dict[float, float], share: float) -> float | None:
-    """Upper edge of the bucket of a Prometheus histogram in which it lies."""
+    """The upper edge, in ms, of the Prometheus histogram bucket that has this percentile."""
     grown = {edge: after[edge] - before.get(edge, 0.0) for edge in sorted(after)}
     total = max(grown.values(), default=0.0)
     return next((round(1000 * edge, 1) for edge, count in grown.items() if total and count >= share * total), None)
 
 
 def stolen_by_host_s() -> float:
-    """Of the time of all cores, since the machine started; 0 where the system does not tell: all is quiet there."""
+    """CPU seconds of all cores that the host has taken since boot; 0 where the system does not report them."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 class Measurement:
+    """Measures a running stack."""
+
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.rows: list[dict[str, Any]] = []
@@ -202,8 +205,8 @@ class Measurement:
                 "gateway_lag_p50_ms": bucket_percentile_ms(*lags, 0.5),
                 "gateway_lag_p99_ms": bucket_percentile_ms(*lags, 0.99),
                 "client_lag_p99_ms": percentile(saw["lag_ms"], 0.99),
-                # The clients share the cores: what they take, no server has. So beside the raw goodput what a second of
-                # the server's own CPU brings, with the refusals that it paid for.
+                # The clients take CPU time from the servers. So the row also has the tokens per CPU second of
+                # the servers, which includes the cost of refusals.
                 "cpu_s": {process: round(seconds, 2) for process, seconds in spent_s.items()},
                 "cores_busy": round(sum(spent_s.values()) / saw["seconds"], 2),
                 "tokens_per_server_cpu_s": round(saw["tokens"] / servers_s, 1) if servers_s else None,
@@ -217,7 +220,7 @@ class Measurement:
         return self.rows[-1]
 
     def beside(self, name: str, role: str, number: float) -> None:
-        """The throughput of SLOTS clients beside other clients. The memory of all counts."""
+        """The throughput of SLOTS clients beside other clients. The memory figures include the effect of both."""
         before = self.resident_mib()["gateway"]
         with Role(self.stack, role, number) as others:
             row = self.row(name, "closed", SLOTS)
@@ -226,8 +229,8 @@ class Measurement:
         self.rest()
 
     def peak(self, flood_cores: float) -> dict[str, Any]:
-        """Beside a process that takes what the flood's clients take: they are no part of the server, and share its
-        cores."""
+        """The peak, beside a process that takes the CPU time that the clients of `10x` take in addition: clients are no
+        part of the server, but share its cores."""
         with Role(self.stack, "burn", flood_cores):
             row = self.row("peak", "closed", SLOTS + QUEUE // 2, TURN_SECONDS)
         row["burnt_cores"] = flood_cores
@@ -244,7 +247,7 @@ class Measurement:
             spent_s = row["cpu_s"]["clients"] - before["cpu_s"]["clients"]
             after = self.peak(round(max(spent_s, 0.0) / TURN_SECONDS, 3))
             row["offered_per_s"] = round(per_s, 1)
-            # Of the mean of the peaks before and after it: the machine is not the same from one minute to the next.
+            # Relative to the mean of the peaks before and after it, because the machine's speed changes.
             row["of_peak"] = round(2 * row["tokens_per_s"] / (before["tokens_per_s"] + after["tokens_per_s"]), 3)
             row["quiet"] = max(part["stolen_cores"] for part in (before, row, after)) <= QUIET_STOLEN_CORES
             num_quiet += row["quiet"]

@@ -1,7 +1,7 @@
-"""What a prefix cache is asked in bench/cache/cache.py: the same sequences and calls for ours and for SGLang's.
+"""The workload of bench/cache/cache.py: the same sequences and calls for the prefix caches of Paceline and SGLang.
 
-Imported in our environment and in SGLang's, so it needs numpy only. Of 1,024 tokens, 512 are one of 16 system prompts,
-256 those of a session (8 sequences each), 256 a sequence's own: 71 % are shared at 1,000 sequences.
+The environments of both systems import this module, so it needs numpy only. A sequence has 1,024 tokens: 512 are one of
+16 system prompts, 256 belong to a session of 8 sequences, and 256 are its own. At 1,000 sequences, 71 % are shared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = 16  # requests matched at once for 8 workers
 
 
 class Work:
-    """`sequences` are stored, in this order, which is a random one. The rest are asked for."""
+    """`sequences` are stored, in this random order. The other lists are arguments of the measured calls."""
 
     def __init__(self, num_sequences: int, times: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ class Work:
         order = self.rng.permutation(num_sequences).tolist()
         self.sequences = [self._sequence(i // PER_SESSION, own[i]) for i in order]
         self.long = [np.concatenate((self.systems[0], own)) for own in self._tokens(NUM_LONG, LONG - SYSTEM)]
-        # Nothing shared by mere chance: what is new has other ids than what is stored.
+        # New tokens have other ids than the stored ones, so that nothing is shared by chance.
         self.hits = [self.asked(self.sequences[i]) for i in self._some(num_sequences)]
         self.long_hits = [self.asked(self.long[i]) for i in self._some(NUM_LONG)]
         self.partial = [self._sequence(i // PER_SESSION, self._new(OWN + 1)) for i in self._some(num_sequences)]
@@ -50,15 +50,15 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """At most, with all that is inserted."""
+        """The largest number of tokens in the cache, with all inserts."""
         return (len(self.sequences) + 2 * self.times) * LENGTH + NUM_LONG * LONG
 
     def asked(self, stored: Tokens) -> Tokens:
-        """A model computes one token at least, so a match never has the last one: one more than what is stored."""
+        """The stored tokens and one more: a model computes at least one token, so a match never includes the last."""
         return np.concatenate((stored, self._new(1)))
 
     def holders(self) -> list[list[int]]:
-        """Which of the workers have each sequence, whole."""
+        """For each sequence, the workers that have all of it."""
         counts = self.rng.integers(1, MAX_HOLDERS + 1, len(self.sequences)).tolist()
         return [self.rng.permutation(WORKERS)[:count].tolist() for count in counts]
 
@@ -76,7 +76,7 @@ class Work:
 
 
 class Cache(Protocol):
-    """One memory's prefix cache. What a call needs is made before (`key`, `to_insert`, ...) and not counted."""
+    """One memory's prefix cache. The arguments of a call are made before (`key`, `to_insert`, ...) and not measured."""
 
     def key(self, tokens: Tokens) -> Any: ...
     def match(self, key: Any) -> Any:
@@ -85,21 +85,21 @@ class Cache(Protocol):
     def to_insert(self, tokens: Tokens) -> Any: ...
     def insert(self, made: Any) -> Any: ...
     def inserted(self, made: Any) -> None:
-        """It has no user any more."""
+        """The inserted sequence has no user any more."""
 
     def to_lock(self, tokens: Tokens) -> Any: ...
     def lock_unlock(self, place: Any) -> Any: ...
     def lock_table_unlock(self, place: Any) -> Any:
-        """And between the two, what blocks the path has."""
+        """Locks a path, reads its blocks, and unlocks it."""
 
     def fill_up(self) -> None:
-        """All that is free is taken, so that the next blocks are evicted."""
+        """Takes all free blocks, so that the next allocation evicts blocks."""
 
     def evict(self, num_tokens: int) -> Any: ...
 
 
 def timed(call: Callable[[Any], Any], arguments: Iterable[Any]) -> list[float]:
-    """Microseconds of each call, but the first tenth, which warms up."""
+    """Microseconds of each call, without the first tenth, which is the warm-up."""
     arguments = list(arguments)
     samples: list[float] = []
     clock = time.perf_counter
@@ -118,7 +118,7 @@ def store(cache: Cache, sequences: Iterable[Tokens]) -> None:
 
 
 def measure_calls(cache: Cache, work: Work) -> Samples:
-    """Every call but `evict`, on a tree of all sequences."""
+    """Measures every call except `evict`, on a tree of all sequences."""
     store(cache, work.sequences)
     store(cache, work.long)
     asked = {"match_hit_1024": work.hits, "match_partial_768_of_1024": work.partial, "match_miss_1024": work.misses}
@@ -146,13 +146,15 @@ def measure_evict(cache: Cache, work: Work) -> Samples:
 
 
 def bytes_of(cache: Cache, work: Work, block_size: int) -> float:
-    """What a stored block takes: the growth of a child process's resident memory over the stored tokens' blocks."""
+    """The bytes of a stored block: the growth of a child process's resident memory over the stored tokens' blocks."""
     num_tokens = work.systems.size + work.sessions.size + len(work.sequences) * OWN
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
         gc.disable()
-        ctypes.CDLL(None).malloc_trim(0)  # or the tree would grow into what is freed, unseen
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # otherwise the tree would grow into freed memory, and the growth would not be seen
         before = resident_bytes()
         store(cache, work.sequences)
         os.write(writes, str(resident_bytes() - before).encode())

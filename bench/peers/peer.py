@@ -1,4 +1,4 @@
-"""A peer's benchmark as a process: one job a line in, one result a line out, so that ours and theirs can take turns."""
+"""A peer's benchmark as a process: one job a line in, one result a line out, so that both systems can take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Peer:
-    """If its environment is not there, or it cannot start, every answer is None and `absent` says why."""
+    """If the peer's environment is missing, or the peer cannot start, every answer is None and `absent` says why."""
 
     def __init__(self, name: str, environments: Path) -> None:
         self.name = name
@@ -20,7 +20,7 @@ class Peer:
         self._process: subprocess.Popen[str] | None = None
         python = environments / name / "bin" / "python"
         if not python.exists():
-            self.absent = f"{name}: not measured, its environment is not there; to make it: tests/peer/env.sh {name}"
+            self.absent = f"{name}: not measured, its environment is missing; to make it: tests/peer/env.sh {name}"
             return
         script = ROOT / "bench" / "peers" / f"{name}_bench.py"
         self._process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """Runs the workload of cache_work.py on SGLang's prefix caches, as jobs of sglang_bench.py in SGLang's environment.
 
-rust    UnifiedRadixCache on its Rust tree, what a server runs by default
-python  the same on its Python tree
-radix   RadixCache, the older class in Python
+rust    UnifiedRadixCache on its Rust tree, the default of SGLang's server
+python  UnifiedRadixCache on its Python tree
+radix   RadixCache, an older class in Python
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Allocator:
 
 
 class SGLangCache:
+    """One of SGLang's prefix caches, with its allocator."""
+
     def __init__(self, core: str, page_size: int) -> None:
         torch.set_num_threads(1)
         self.allocator = Allocator(page_size)
@@ -92,7 +94,7 @@ def cache_calls(core: str, block_size: int, sequences: int, times: int, seed: in
 def cache_evict(core: str, block_size: int, sequences: int, times: int, seed: int) -> Samples:
     cache = SGLangCache(core, block_size)
     samples = measure_evict(cache, Work(sequences, times, seed))
-    assert cache.allocator.freed, "evicted blocks are given back"
+    assert cache.allocator.freed, "the allocator got no evicted block back"
     return samples
 
 

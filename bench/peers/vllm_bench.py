@@ -43,6 +43,8 @@ BLOCK_SIZE = 16
 
 
 class VllmBench:
+    """vLLM's scheduler with the requests of a job."""
+
     def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, priority: bool = False):
         self.scheduler = make_scheduler(
             {

@@ -1,1 +1,1 @@
-"""Placement rules compared, in simulation and on real workers."""
+"""Compares placement rules in simulation and on real workers."""

@@ -1,10 +1,10 @@
-"""One system prompt that all requests share, and conversations, on real workers: `python -m bench.placement.live`.
+"""Measures placement on real workers: `python -m bench.placement.live`.
 
-The demo model over HTTP, on one worker and on two, of 16 sequences each. A request warms one worker's cache; then
-requests of the same prefix and 8 tokens of their own come, 32 at a time or 2.5 a second. In conversations each turn's
-prompt is the one before with 128 tokens more. Printed and written to bench/results/placement_live.json: the share of
-the output tokens that the first worker generated, tokens per second, and the share of the prompt tokens that were
-cached.
+One or two workers of 16 sequences each serve the demo model over HTTP. In the first load all requests share a system
+prompt: one request warms one worker's cache, then requests with this prefix and 8 tokens of their own arrive, 32 at a
+time or 2.5 a second. The second load is conversations: each turn's prompt is the previous prompt and 128 more tokens.
+The results (printed, and in bench/results/placement_live.json) are the share of the output tokens that the first
+worker generated, tokens per second, and the share of the prompt tokens that were cached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "placement_live.json"
 PREFIXES = (842, 1_500)  # tokens; the demo model takes 2,048
 OWN_TOKENS, OUTPUT_TOKENS = 8, 48
 REQUESTS, CONCURRENCY, PER_S = 64, 32, 2.5
-MAX_NUM_SEQS = 16  # of a worker: so 32 requests at a time are twice what one runs
+MAX_NUM_SEQS = 16  # per worker; 32 requests at a time are twice as many as one worker runs
 CONVERSATIONS, TURNS, TURN_TOKENS, THINK_S = 24, 8, 128, 0.5
 TIMEOUT_S = 300.0
 
@@ -67,8 +67,8 @@ Load = Callable[[AskedPrompt, random.Random], Awaitable[float]]  # returns secon
 
 
 async def share_prefix(asked: AskedPrompt, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
-    """One request that warms a cache, then the others, of which the time is taken. `per_s`: arrivals; 0: always
-    CONCURRENCY at a time."""
+    """One request warms a cache; then the others are measured. `per_s` requests arrive a second; with 0, CONCURRENCY
+    requests always run."""
     prefix = prompt(rng, prefix_tokens)
     await AskedPrompt(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
     gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
@@ -109,7 +109,7 @@ LOADS: dict[str, Load] = {
 
 
 async def play(url: str, load: Load, rng: random.Random) -> tuple[AskedPrompt, float]:
-    """The results of the requests, and how many seconds they took."""
+    """The results of the requests, and their time in seconds."""
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
         asked = AskedPrompt(client)
@@ -122,7 +122,7 @@ def decoded(stack: Stack, workers: int) -> list[float]:
 
 
 def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
-    """All cases on one set of servers, each with a prefix of its own."""
+    """Measures all cases on the same servers. Each case has its own prefix."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder), worker_module="bench.overload.slow_worker" if slow else "")

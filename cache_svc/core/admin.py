@@ -35,19 +35,19 @@ def pin(
         raise OpError(Code.NOT_FOUND, f"workers: {', '.join(map(str, unknown[:8]))} not known")
     workers = [worker for worker in core.workers.values() if not worker_ids or worker.worker_id in worker_ids]
     made = core.pins.pin(core.tree, workers, name, token_ids, namespace, now_ms + ttl_ms if ttl_ms else 0)
-    core.touch(made.places)
+    core.touch(made.last_nodes)
     return made
 
 
 def unpin(core: CacheCore, name: str) -> None:
     """Raises OpError(NOT_FOUND)."""
-    core.touch(core.pins.unpin(name).places)
+    core.touch(core.pins.unpin(name).last_nodes)
 
 
 def expire_pins(core: CacheCore, now_ms: int) -> None:
     """Removes the expired pins."""
     for over in core.pins.expire(now_ms):
-        core.touch(over.places)
+        core.touch(over.last_nodes)
 
 
 def forget_unused(
@@ -68,4 +68,4 @@ def forget_unused(
 
 def pinned_tokens(pin: Pin) -> list[tuple[WorkerBlocks, int]]:
     """Returns, for each worker, how many tokens of the prefix are pinned there."""
-    return [(worker, node.end * worker.tree.block_size) for worker, node in pin.places.items()]
+    return [(worker, node.end * worker.tree.block_size) for worker, node in pin.last_nodes.items()]

@@ -136,8 +136,8 @@ def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
     for sequence in worker.sequences.values():
         users.update(id(node.residencies[worker.index]) for node in _path(sequence.node))
         private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
-    for place in pins.places(worker):
-        users.update(id(node.residencies[worker.index]) for node in _path(place))
+    for node in pins.last_nodes(worker):
+        users.update(id(node.residencies[worker.index]) for node in _path(node))
     _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
     residencies = _residencies(worker, worker.index)
     for residency in residencies:
@@ -243,7 +243,7 @@ def _check_tree(
         _require(root.namespace == namespace, "a root is not that of its namespace")
         _require(root.users == users.pop(id(root), 0), "wrong number of sequences of a namespace")
         _require(bool(root.users or root.children), "an empty namespace is left")
-    _require(not users, "a sequence is of a namespace that is not there")
+    _require(not users, "a sequence is of a namespace that the tree does not have")
     indexes = {memory.index for worker in workers.values() for memory in (worker.device, worker.host)}
     running = [sequence for worker in workers.values() for sequence in worker.sequences.values()]
     for top in _tops(tree, running):

@@ -48,6 +48,8 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
+    """Decodes of similar length that one SDPA call serves."""
+
     rows: Tensor | None  # int64 [group]; None: all rows of the step, in order
     gather: Gather
     mask: Tensor  # [group, 1, 1, width * block_size], added to the scores
@@ -64,6 +66,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
+    """One prefill chunk, in tiles of rows."""
+
     rows: slice
     gather: Gather | None  # None: the chunk has all keys itself
     tiles: tuple[Tile, ...]
@@ -71,6 +75,8 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
+    """The work of a step for all layers with the same attention window."""
+
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[ChunkPlan, ...]
 

@@ -37,6 +37,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
+    """The sizes and features of a decoder."""
+
     architecture: str
     vocab_size: int
     hidden_size: int

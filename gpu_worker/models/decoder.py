@@ -14,6 +14,8 @@ from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
+    """Computes hidden states and logits for the rows of a step."""
+
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, attention: AttentionBackend, ops: LayerOps, matmul: Matmul
     ) -> None:

@@ -12,7 +12,7 @@ from gpu_worker.models.rope import angle_table
 
 
 class FlashInferOps:
-    """`flashinfer`: the module (passed in, so that tests can read its calls)."""
+    """LayerOps on FlashInfer's kernels. `flashinfer`: the module (passed in, so that tests can read its calls)."""
 
     def __init__(self, flashinfer: Any, config: DecoderConfig, max_positions: int, device: torch.device) -> None:
         self._flashinfer = flashinfer

@@ -17,7 +17,7 @@ from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.embedding import EMBEDDING_FILES, EmbeddingConfig, read_embedding
 from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
-from services.runtime.model.hub import NoSuchModel, checkpoint_folder, more_files
+from services.runtime.model.hub import NoSuchModel, checkpoint_folder, local_folder, more_files
 from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
 
 # Arguments: bytes read so far, bytes in all.
@@ -33,6 +33,8 @@ _PREFIX = "model."
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
+    """The weights and the config of a model."""
+
     name: str
     folder: Path
     config: DecoderConfig
@@ -56,6 +58,23 @@ class _Entry:
         return LOADABLE_DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that can be served, as far as all but its weights' values tell."""
+
+    folder: Path
+    config: DecoderConfig
+    dtype: torch.dtype  # to serve
+    embedding: EmbeddingConfig | None
+    entries: dict[str, _Entry]  # of every tensor; empty for dummy weights
+    absent: tuple[str, ...] = ()  # weight files that are still to be downloaded
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weights in the files."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+
 def resolve_checkpoint(model: str) -> Path:
     """The folder of a local checkpoint, or of a hub snapshot still without weights. Raises ModelError."""
     try:
@@ -77,6 +96,35 @@ def load_model(
 ) -> LoadedModel:
     """Load the model. `pooling` as of read_embedding. Raises ModelError, in one line, if the model cannot be served.
     `check` runs before any download of weights."""
+    opened = open_checkpoint(
+        model, load_format=load_format, dtype=dtype, pooling=pooling, device=device, check=check, fetch=True
+    )
+    folder, config, served, embedding = opened.folder, opened.config, opened.dtype, opened.embedding
+    expected = expected_tensors(config)
+    if load_format == "dummy":
+        weights = assemble(config, _dummy_source(expected, served, device, seed))
+        tensors: list[object] = ["dummy", seed]
+    else:
+        weights = _read(opened.entries, expected, config, served, device, progress)
+        tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(opened.entries.items())]
+    identity = read_identity(folder, with_weights=load_format != "dummy")
+    described = str(config) if embedding is None else f"{config}\n{embedding}"
+    fingerprint = hashlib.sha256(f"{described}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
+    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint, identity, embedding)
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    load_format: str,
+    dtype: str,
+    pooling: Literal["auto", "last", "mean"],
+    device: torch.device,
+    check: SizeCheck | None = None,
+    fetch: bool,
+) -> OpenCheckpoint:
+    """Read everything but the weights' values. `fetch`: download weights that are missing. Raises ModelError, in one
+    line, if the model cannot be served."""
     folder = resolve_checkpoint(model)
     config = read_config(folder)
     if (embedding := read_embedding(folder, pooling)) is not None:
@@ -84,25 +132,19 @@ def load_model(
     served = _served_dtype(dtype, config, device)
     if check is not None:
         check(config, served)
-    expected = expected_tensors(config)
     if load_format == "dummy":
-        entries: dict[str, _Entry] = {}
-        weights = assemble(config, _dummy_source(expected, served, device, seed))
-        tensors: list[object] = ["dummy", seed]
-    else:
-        # Here, because a model that is refused for its config must not cause a download of its weights.
-        files = _weight_files(folder)
+        return OpenCheckpoint(folder, config, served, embedding, {})
+    # Here, because a model that is refused for its config must not cause a download of its weights.
+    files = _weight_files(folder)
+    if fetch:
         _fetch_weights(model, folder, files)
-        entries = _index(folder, files)
-        if embedding is not None:
-            entries = _with_prefix(entries)
-        _check(entries, expected, config)
-        weights = _read(entries, expected, config, served, device, progress)
-        tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(entries.items())]
-    identity = read_identity(folder, with_weights=load_format != "dummy")
-    described = str(config) if embedding is None else f"{config}\n{embedding}"
-    fingerprint = hashlib.sha256(f"{described}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
-    return LoadedModel(_display_name(model, folder), folder, config, weights, served, fingerprint, identity, embedding)
+    elif local_folder(model) is None and (absent := sorted(file.name for file in files if not file.exists())):
+        return OpenCheckpoint(folder, config, served, embedding, {}, tuple(absent))
+    entries = _index(folder, files)
+    if embedding is not None:
+        entries = _with_prefix(entries)
+    _check(entries, expected_tensors(config), config)
+    return OpenCheckpoint(folder, config, served, embedding, entries)
 
 
 def _display_name(model: str, folder: Path) -> str:

@@ -20,6 +20,8 @@ TILE_ROWS = 32
 
 
 class Matmul(Protocol):
+    """Computes the matrix products of a decoder."""
+
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if given."""
 
@@ -28,6 +30,8 @@ class Matmul(Protocol):
 
 
 class PlainMatmul:
+    """torch's own products."""
+
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
 
@@ -36,6 +40,8 @@ class PlainMatmul:
 
 
 class TiledMatmul:
+    """Products in tiles of TILE_ROWS rows: a row does not depend on the other rows, bit for bit."""
+
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = rows.new_empty(len(rows), weight.shape[1])

@@ -17,6 +17,8 @@ from gpu_worker.models.rope import angle_table, rotate
 
 
 class LayerOps(Protocol):
+    """The operations that a decoder layer calls."""
+
     def angles(self, positions: Tensor) -> Any:
         """The angles for rotary(). Call once per step. positions: int64 [rows]."""
 

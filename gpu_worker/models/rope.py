@@ -1,8 +1,8 @@
 """Rotary positions: the angles of every scaling type, and the rotation.
 
 Checkpoints pair element i of a head with element i + head_dim/2. The loader reorders the rows of the q and k
-projections (`interleave_heads`), so that a pair lies side by side. Scores do not change, because q and k are reordered
-in the same way. The rotation is then one complex multiplication instead of four passes over memory."""
+projections (`interleave_heads`), so that a pair lies side by side. Attention scores do not change, because q and k
+are reordered in the same way. The rotation is then one complex multiplication instead of four passes over memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(rope, plain), 1.0
     if rope.type == "yarn":
         return _yarn(rope, head_dim, plain), _yarn_attention_factor(rope)
-    # default. dynamic is the same up to the model's own length, which is our limit.
+    # `default` and `dynamic` differ only beyond the model's own length. The worker accepts no longer sequence.
     return plain, 1.0
 
 
@@ -36,7 +36,10 @@ def angle_table(rope: RopeConfig, head_dim: int, max_positions: int, device: tor
 
 
 def rotate(heads: Tensor, turns: Tensor) -> Tensor:
-    """heads [rows, heads, head_dim] with pairs side by side, turns complex64 [rows, 1, head_dim / 2]."""
+    """Rotate each pair of elements by its angle.
+
+    heads: [rows, heads, head_dim] with pairs side by side. turns: rows of angle_table(), complex64
+    [rows, 1, head_dim / 2]."""
     wide = heads if heads.dtype == torch.float32 else heads.float()
     pairs = torch.view_as_complex(wide.view(*heads.shape[:-1], -1, 2))
     turned = torch.view_as_real(pairs * turns).view(heads.shape)

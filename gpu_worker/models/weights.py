@@ -22,6 +22,8 @@ Source = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """The tensors of one layer."""
+
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -36,6 +38,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
+    """The tensors of a decoder."""
+
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor

@@ -20,6 +20,8 @@ _NICE = 19  # the model's thread is more urgent
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
+    """A compiled grammar."""
+
     matcher: LLMatcher  # at the start of a text; copy it before use
     cpu_s: float  # CPU time of the compilation
 

@@ -41,8 +41,9 @@ class Filter:
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """logits: float32 [rows, vocab]. temperatures: float32 [rows], above 0. Each row's best becomes 0. Otherwise a
-    small temperature would give numbers where float32 is coarse, or overflows."""
+    """Divide each row by its temperature, after moving its largest logit to 0. Otherwise a small temperature would give
+    numbers where float32 is coarse, or overflows. logits: float32 [rows, vocab]. temperatures: float32 [rows], above 0.
+    """
     return (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
 
 
@@ -100,7 +101,8 @@ def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
 
 
 def beyond_by_sorting(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """wanted: float64 [rows, 1]. Examines a few tokens first, and sorts only the rows that need more."""
+    """`_beyond` by sorting: examines a few tokens first, and sorts only the rows that need more. wanted: float64
+    [rows, 1]."""
     first, places = values.topk(min(FIRST_CANDIDATES, values.shape[-1]), dim=-1)
     least, enough = _least_taken(first, weights.gather(1, places), wanted)
     if not enough.all():
@@ -118,8 +120,9 @@ def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tenso
 
 
 def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """wanted: float64 [rows, 1]. Finds the threshold value in two halves: the upper 16 bits from the weights of all
-    tokens by their upper bits, and the lower 16 bits from the tokens with these upper bits."""
+    """`_beyond` without a sort: finds the threshold value in two halves, the upper 16 bits from the weights of all
+    tokens by their upper bits, and the lower 16 bits from the tokens with these upper bits. wanted: float64 [rows, 1].
+    """
     keys = _ordered_bits(values)
     upper, lower = (keys >> 16).to(torch.int64) + _DIGITS // 2, (keys & (_DIGITS - 1)).to(torch.int64)
     weights, none = weights.double(), wanted.new_zeros(())

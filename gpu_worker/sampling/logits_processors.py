@@ -106,7 +106,7 @@ class BatchLogitsProcessors:
             penalise(logits, rows, self.counts.index_select(0, count_rows), **strengths)
 
     def record(self, tokens: Tensor) -> None:
-        """tokens: int64 [rows], as sampled."""
+        """Add the sampled tokens to the state of their rows. tokens: int64 [rows]."""
         if self.noted_tails is not None and self.tails is not None:
             rows, tail_rows = self.noted_tails
             newest = tokens.index_select(0, rows).to(torch.int32).unsqueeze(-1)

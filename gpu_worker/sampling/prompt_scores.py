@@ -78,8 +78,9 @@ def score_prompts(
     chunks: Sequence[ScoredChunk],
     slice_bytes: int = SLICE_BYTES,
 ) -> PromptScores:
-    """hidden: [scored tokens, hidden size]. head: computes their logits, of any float type. Does not wait for the
-    device."""
+    """Compute the log probabilities of prompt tokens. Does not wait for the device.
+
+    hidden: [scored tokens, hidden size]. head: computes their logits, of any float type."""
     targets = upload(np.concatenate([chunk.tokens for chunk in chunks]), hidden.device)
     num_top = max(chunk.num_top for chunk in chunks)
     rows = rows_at_once(vocab_size, slice_bytes)

@@ -52,6 +52,8 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
+    """The sampled tokens of a step, on the device."""
+
     tokens: Tensor  # int64 [rows] on the device; 0 for a failed row
     failed: Tensor  # bool [rows] on the device: the row has no token
     # bool [rows] on the device: the failed rows with parameters that exclude every token. In the other failed rows the
@@ -73,8 +75,9 @@ class Scores:
 def sample(
     logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None = None, mask: GrammarMask | None = None
 ) -> Sampled:
-    """logits [rows, vocab], any float type; float32 logits are overwritten. A row's token depends only on its own
-    logits, parameters and past."""
+    """Sample one token per row. A row's token depends only on its own logits, parameters and past.
+
+    logits: [rows, vocab], any float type; float32 logits are overwritten."""
     logits = logits.float()
     broken = None
     if processors is not None or mask is not None or len(rows.banned_rows):

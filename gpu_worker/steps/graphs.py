@@ -21,6 +21,8 @@ CaptureProgress = Callable[[int, int], None]
 
 
 class Capture(Protocol):
+    """Captures a graph."""
+
     def __call__(self, run: Callable[[], object]) -> Replay:
         """Record the work that `run` queues. `run` may run more than once. Its inputs and outputs must not move."""
 
@@ -33,6 +35,8 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
+    """The captured graphs, by batch size."""
+
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sorted(sizes)
         self._replays: dict[int, tuple[Replay, Tensor]] = {}

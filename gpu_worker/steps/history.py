@@ -29,6 +29,8 @@ class SampledSlots:
 
 @dataclass(slots=True)
 class TokenHistory:
+    """The known tokens of every slot, on the host."""
+
     num_slots: int
     max_model_len: int  # tokens
     tokens: Int32s = field(init=False)  # [slots, max_model_len + 1]: the longest sequence may sample once more

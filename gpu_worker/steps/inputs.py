@@ -20,6 +20,8 @@ _WORD = 8  # bytes
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
+    """The arrays of a step on the device."""
+
     decode_slots: Tensor  # int64 [decodes]
     prefill_tokens: Tensor | None  # int64 [rows - decodes]; None if there are no such rows
     positions: Tensor  # int64 [rows]
@@ -29,6 +31,8 @@ class StepInput:
 
 
 class StepInputs(Protocol):
+    """Copies the arrays of a step to the device."""
+
     def send(self, arrays: StepArrays, captured: bool = False) -> StepInput:
         """The result is valid until the next send(). `captured`: see AttentionMetadata."""
 
@@ -124,7 +128,7 @@ class PinnedInputs:
         self._fences[self._turn].record()
 
     def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
-        """The array's position on the device. It is there after the copy."""
+        """The view of the array on the device. The view is valid after the copy."""
         start, self._used = self._used, self._used + len(array)
         self._views[self._turn][start : self._used] = array
         return self._block[start : self._used]

@@ -41,6 +41,8 @@ class Pooled:
 
 
 class Pooler:
+    """Pools hidden states to vectors. Keeps the sums of unfinished inputs by slot."""
+
     def __init__(self, config: EmbeddingConfig, hidden_size: int, max_num_seqs: int, device: torch.device) -> None:
         self._normalize = config.normalize
         self._device = device

@@ -29,11 +29,11 @@ from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
 
-NO_NUMBER = "the model gave no number (NaN or infinity in the logits)"
+NO_NUMBER = "the model's logits contain NaN or infinity"
 INVALID_ARGUMENT = 3  # google.rpc.Code
 NO_TOKEN = (
     "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and structured outputs together "
-    "rule out all"
+    "exclude every token"
 )
 
 
@@ -83,7 +83,7 @@ class LaunchedStep:
         if self.pooled is not None:
             self.pooled.add_to(result, NO_NUMBER)
         result.step = self.step
-        # A step that is launched early begins when the step before ends.
+        # A step that is launched early begins when the previous step ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
         result.finished_us = self.clock.finished_us = _now_us()
         return result
@@ -102,6 +102,10 @@ class _Clock:
 
 
 class ModelRunner:
+    """Executes the step plans of one link after the other on one device: `launch` queues a step, `reset` forgets all
+    sequences. After an exception in a step, only `reset` makes the runner usable again.
+    """
+
     def __init__(
         self,
         decoder: Decoder,
@@ -113,7 +117,8 @@ class ModelRunner:
         tokenizer: LLTokenizer | None = None,
         pooler: Pooler | None = None,
     ) -> None:
-        """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, every sequence gives its vector."""
+        """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
+        and samples no token."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -150,7 +155,7 @@ class ModelRunner:
 
     @property
     def pools(self) -> bool:
-        """Whether the model gives vectors, and samples nothing."""
+        """Whether the model is an embedding model: its steps return vectors and sample no token."""
         return self._pooler is not None
 
     @property
@@ -169,8 +174,8 @@ class ModelRunner:
         self._is_whole = True
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """The contents of the blocks, for the sequences of an ended link; nothing after a failed step. Waits for the
-        launched steps."""
+        """The sequences of an ended link with their tokens and block tables, up to `max_bytes`. None after a failed
+        step. Waits for the launched steps."""
         if not self._is_whole:
             return []
         self._note_all()
@@ -194,7 +199,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Forget every sequence, and run a dummy step. Raises what a broken device raises."""
+        """Forget every sequence, and run a dummy step. If the device is broken, this raises the device's error."""
         self.reset()
         if self.is_asynchronous:
             torch.cuda.empty_cache()  # memory of a step that ran out of memory
@@ -205,7 +210,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
-        """Capture graphs, which later steps with only decodes use if they fit. Call this before the first step."""
+        """Capture graphs of these sizes (rows). A later step of decodes alone uses the smallest graph with enough rows.
+        Call this before the first step."""
         graphs = DecodeGraphs(sizes)
         logits = torch.zeros(sizes[-1], self.limits.vocab_size, dtype=self._pool.storage.dtype, device=self._device)
 
@@ -227,7 +233,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Queue a step without waiting for the device, so that step n + 1 is queued while step n runs. A row with a
-        grammar is an exception: after its forward pass is queued, this waits for the step before, and then samples.
+        grammar is an exception: after its forward pass is queued, this waits for the previous step, and then samples.
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
         started_us = _now_us()

@@ -65,6 +65,8 @@ class StepRows:
 
 @dataclass(slots=True)
 class SlotBuffers:
+    """The state of every slot, as arrays with one element per slot. `apply` and `commit` change it, once per step."""
+
     limits: SlotLimits
     occupied: Bools = field(init=False)
     decoding: Bools = field(init=False)  # all tokens but the last are computed, and the last one was sampled here
@@ -111,7 +113,7 @@ class SlotBuffers:
         """Entries of the block tables of all sequences in slots."""
         return int(self.num_blocks[self.occupied].sum())
 
-    # ── patching ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── applying a plan ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Apply the plan, in the order that worker.proto gives, and return the rows of its forward pass.
@@ -147,7 +149,7 @@ class SlotBuffers:
         back = _pairs("swap_in", plan.swap_in_from, plan.swap_in_to, host, device)
         copies = _pairs("copy", plan.copy_from, plan.copy_to, device, device)
         if np.isin(*copies).any():
-            raise ProtocolViolation("copy_to names one of copy_from")
+            raise ProtocolViolation("copy_to names a block of copy_from")
         return out, back, copies
 
     def _free(self, slots: Int32s) -> None:
@@ -171,7 +173,8 @@ class SlotBuffers:
             or (self.paused[slots] == paused).any()
             or len(np.unique(slots)) != len(slots)
         ):
-            raise ProtocolViolation(f"{what}: not every slot of {slots.tolist()} is decoding and changes by it")
+            state = "not paused" if paused else "paused"
+            raise ProtocolViolation(f"{what}: each slot must be decoding, {state} and named once, not {slots.tolist()}")
         self.paused[slots] = paused
 
     def _add_sequence(self, sequence: NewSequence) -> None:
@@ -273,9 +276,9 @@ class SlotBuffers:
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")
         if len(np.unique(slots)) != len(slots) or self.decoding[slots].any():
-            raise ProtocolViolation("prefill_slots names a slot twice, or one that decodes")
+            raise ProtocolViolation("prefill_slots names a slot twice, or a decoding slot")
         if (counts < 1).any() or (counts > self.num_tokens[slots] - self.num_computed[slots]).any():
-            raise ProtocolViolation("prefill_tokens does not fit what is left to compute")
+            raise ProtocolViolation("prefill_tokens: each count must be from 1 to the slot's uncomputed tokens")
 
     def prefill_tokens(self, rows: StepRows) -> Int64s:
         """The token ids of the prefill rows, concatenated."""
@@ -305,7 +308,8 @@ class SlotBuffers:
         return self.history.sampling(slots, self.num_tokens[slots])
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """The contents of the blocks, up to `max_bytes`. Call after every step has run and is noted."""
+        """The sequences in slots, with their tokens and block tables, up to `max_bytes` in all. Call this after every
+        step has run and `history` has its tokens."""
         kept, num_bytes = [], 0
         for slot in np.flatnonzero(self.occupied).tolist():
             known = self.history.of(slot)

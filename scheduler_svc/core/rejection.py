@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.v1.inference_pb2 import QueueLimit
+
 # google.rpc.Code as numbers, because the core does not import grpc.
 CODE_INVALID_ARGUMENT = 3
 CODE_DEADLINE_EXCEEDED = 4
@@ -15,10 +17,13 @@ CODE_UNAVAILABLE = 14
 
 @dataclass(eq=False)
 class Rejection(Exception):
+    """A refusal. `code`: google.rpc.Code. `field`: the field at fault, "" if none is."""
+
     code: int
     message: str
     field: str = ""
     retry_after_s: float = 0.0
+    queue_limit: QueueLimit.ValueType = QueueLimit.QUEUE_LIMIT_UNSPECIFIED
 
 
 def invalid(field: str, message: str) -> Rejection:

@@ -53,6 +53,7 @@ from scheduler_svc.core.step.policy_failures import PolicyFailures
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.step.schedule import StepScheduler
+from scheduler_svc.core.step.step_log import StepLog
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.slots import SlotLedger
@@ -102,6 +103,7 @@ class SchedulerCore:
             config, self.queue, budgets, cache, self.workers, self.sessions, self.counters, output_length
         )
         self.timeline = life.timeline
+        self.step_log = StepLog()
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
@@ -112,7 +114,7 @@ class SchedulerCore:
         self._rounds = Rounds(
             self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
         )
-        self._results = ResultReader(life, self._publisher, self._groups)
+        self._results = ResultReader(life, self._publisher, self._groups, self.step_log)
         self._status = StatusReport(config, self.workers, self.sessions, self.queue.online, cache)
         self._note_outage()
 
@@ -125,6 +127,11 @@ class SchedulerCore:
     def policy_failures(self) -> PolicyFailures:
         """Failures since the policies were last set."""
         return self._step_scheduler.failures
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the cache answers."""
+        return self._cache.connected
 
     def event_at(self, now_s: float) -> None:
         """Set the time of the next event. Without this call, it is the time of the last `poll` or `tick`."""

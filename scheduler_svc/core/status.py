@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.v1.inference_pb2 import SchedulerLoad, SchedulerStatus
+from paceline.v1.inference_pb2 import SchedulerLoad, SchedulerStatus, StepTokens
 from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.admission.queue import WaitingQueue
-from scheduler_svc.core.admission.validation import Limits, queue_credit
+from scheduler_svc.core.admission.validation import Limits, limit_reached, queue_credit
 from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.output.sessions import Session
-from scheduler_svc.core.types import SchedulerConfig, SchedulerCounters
+from scheduler_svc.core.types import STEP_TOKENS, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.state import WorkerState
 
 
 @dataclass(slots=True, eq=False)
 class StatusReport:
+    """The status of the scheduler, which the sessions get when it has changed."""
+
     _config: SchedulerConfig
     _workers: Mapping[int, WorkerState]
     _sessions: Mapping[str, Session]
@@ -48,6 +50,7 @@ class StatusReport:
             ready=bool(active) and self._cache.connected and not full,
             full=full,
             no_worker_timeout_s=self._config.no_worker_timeout_s,
+            queue_limit=limit_reached(self._queue, self._config),
         )
         if limits:
             status.model.CopyFrom(limits.model)
@@ -72,6 +75,9 @@ class StatusReport:
             num_preemptions=counters.preempted,
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,
+            step_tokens=StepTokens(
+                bounds=STEP_TOKENS, counts=counters.step_tokens.counts, total=counters.step_tokens.total
+            ),
         )
 
     def _waiting_s(self, budgets: Budgets, now_s: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,8 @@ CacheScope = Literal["tenant", "server"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
+    """The settings of the core."""
+
     window: int = 2
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
@@ -52,11 +55,30 @@ class Failure:
 
 @dataclass(slots=True)
 class Outbox:
+    """The messages that the core wants to send, by receiver."""
+
     to_cache: list[CacheServiceLinkRequest] = field(default_factory=list)
     to_workers: list[tuple[int, WorkerServiceLinkResponse]] = field(default_factory=list)
     to_sessions: list[tuple[str, SessionResponse]] = field(default_factory=list)
     lost_workers: list[tuple[int, str]] = field(default_factory=list)  # worker and reason: their links are to be closed
     failures: list[Failure] = field(default_factory=list)  # for the log
+
+
+# Upper edges of the buckets of StepTokens: vLLM's, for `vllm:iteration_tokens_total`.
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """A histogram of steps by their tokens: prompt tokens computed and tokens sampled."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    total: int = 0
+
+    def observe(self, num_tokens: int) -> None:
+        """Count a step."""
+        self.counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.total += num_tokens
 
 
 @dataclass(slots=True)
@@ -81,3 +103,4 @@ class SchedulerCounters:
     refused_restores: int = 0  # requests that it did not take over
     prefix_query_tokens: int = 0  # looked up in the prefix cache at first admissions
     prefix_hit_tokens: int = 0  # of these, with reused KV
+    step_tokens: StepTokens = field(default_factory=StepTokens)

@@ -12,11 +12,11 @@ import grpc
 API_KEY_ENV = "PACELINE_API_KEY"
 
 
-def add_flag(parser: argparse.ArgumentParser) -> None:
+def add_flag(parser: argparse.ArgumentParser, kind: str = "admin key") -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"admin key, if the server has keys [env: {API_KEY_ENV}, which other users of this machine cannot read]",
+        help=f"{kind}, if the server has keys [env: {API_KEY_ENV}, which other users of this machine cannot read]",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import unicodedata
 from typing import NoReturn
 
 from rich.console import Console
@@ -11,9 +12,13 @@ from rich.console import Console
 USAGE_ERROR = 2
 MAX_LINE = 600
 PIPE_WIDTH = 160
+# Line feed, tab, zero-width non-joiner and joiner.
+_KEPT = "\n\t\u200c\u200d"
 
 
 class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that reports a mistake in one line."""
+
     def error(self, message: str) -> NoReturn:
         sys.exit(usage_error(self.prog, f"{message} (see --help)"))
 
@@ -30,6 +35,12 @@ def console() -> Console:
     the text."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(highlight=False, markup=False, emoji=False, width=width)
+
+
+def readable(text: str) -> str:
+    """A foreign text of several lines, for a terminal. Lines, tabs, spaces of all widths and the joiners of scripts and
+    emoji stay; other control characters, which could move the cursor or reverse the text, are escaped."""
+    return "".join(c if c in _KEPT or unicodedata.category(c) == "Zs" else plain(c) for c in text)
 
 
 def plain(text: str) -> str:

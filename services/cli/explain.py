@@ -18,13 +18,17 @@ PROG = "paceline explain"
 TIMEOUT_S = 10.0
 
 
-def main(argv: list[str]) -> int:
+def parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("request_id", help="an X-Request-ID, or the id of an answer (cmpl-…, chatcmpl-…)")
     parser.add_argument("--tenant", help="of the request, if several tenants have requests of this id")
     parser.add_argument("--key", help="name of its API key, if several keys have requests of this id")
     add_flags(parser, "scheduler")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
     request = ExplainRequest()
     for name, given in (("request_id", arguments.request_id), ("tenant", arguments.tenant), ("key", arguments.key)):
         try:

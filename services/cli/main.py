@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from services.runtime.exit_status import CONFIGURATION_ERROR
 
@@ -24,10 +25,27 @@ SERVICES = {
     "gateway": ("services.gateway.settings", "GatewaySettings", "services.gateway.server"),
 }
 
+# name: the module with `main`, and with `parser` for shell completion
+MODULES = {
+    "up": "services.cli.up.main",
+    "chat": "services.cli.chat.main",
+    "doctor": "services.cli.doctor.main",
+    "policy": "services.cli.policy",
+    "cache": "services.cli.cache",
+    "explain": "services.cli.explain",
+    "keys": "services.cli.keys",
+    "scenario": "services.cli.scenario",
+    "certs": "services.cli.certs.main",
+    "bench": "services.cli.bench.main",
+    "completion": "services.cli.completion.main",
+}
+
 USAGE = """\
 usage: paceline COMMAND [flags]
 
   up                 start all services on this machine and serve a model
+  chat [QUESTION]    talk to a running server
+  doctor             what `up` would refuse on this machine, and what will be slow
   worker             start one more worker, for a running server: paceline worker
   serve SERVICE      start one service: cache, scheduler, worker or gateway
   policy             show or change the scheduling policies of a running scheduler
@@ -37,14 +55,16 @@ usage: paceline COMMAND [flags]
   scenario FILE      what every step of a small workload decides, under any preset
   certs DIR          make certificates for development: a CA, and one for each service
   bench              put load on an OpenAI-compatible server and measure it; compare two runs
+  completion SHELL   print the completion script for bash, zsh or fish
   version            print the version
 
 `paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
 PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
 
-worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run, --server PORT or
+chat, worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run, --server PORT or
 PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
-If the server has API keys, policy, cache and explain need an admin key: PACELINE_API_KEY, or --api-key.
+chat takes --url for a server of any machine. If the server has API keys, chat needs one, and policy, cache and explain
+need an admin key: PACELINE_API_KEY, or --api-key.
 """
 
 
@@ -115,16 +135,9 @@ def serve_command(argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands: dict[str, Callable[[list[str]], int]] = {
-        "up": lambda rest: lazily("services.cli.up.main", rest),
+        **{name: partial(lazily, module) for name, module in MODULES.items()},
         "serve": serve_command,
         "worker": worker,
-        "policy": lambda rest: lazily("services.cli.policy", rest),
-        "cache": lambda rest: lazily("services.cli.cache", rest),
-        "keys": lambda rest: lazily("services.cli.keys", rest),
-        "explain": lambda rest: lazily("services.cli.explain", rest),
-        "scenario": lambda rest: lazily("services.cli.scenario", rest),
-        "certs": lambda rest: lazily("services.cli.certs.main", rest),
-        "bench": lambda rest: lazily("services.cli.bench.main", rest),
     }
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command in ("-h", "--help", "help"):

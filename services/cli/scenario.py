@@ -20,12 +20,16 @@ from simulator.scenario_file import Scenario
 PROG = "paceline scenario"
 
 
-def main(argv: list[str]) -> int:
+def parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__)
     parser.add_argument("file", help="a scenario as JSON; - reads standard input")
     parser.add_argument("--preset", help="this preset instead of the file's")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
     try:
         values = _read(arguments.file)
         if arguments.preset is not None and isinstance(values, dict):
@@ -96,7 +100,7 @@ def show(outcome: ScenarioOutcome, out: Console) -> None:
         i = last + 1
     out.print(table)
     if outcome.stuck:
-        out.print("no further progress: what waits can never run under these policies")
+        out.print("no further progress: the waiting requests can never run under these policies")
     out.print(f"{outcome.num_steps} steps, {sum(outcome.generated_tokens.values())} tokens")
 
 

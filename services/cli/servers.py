@@ -48,6 +48,8 @@ class Server:
     started: str  # kernel ticks; a later process with the same pid has another value
     machine: str  # boot and pid namespace, within which a pid is unique
     tls_dir: str = ""  # absolute; empty: without TLS
+    url: str = ""  # of the gateway, for a client on this machine
+    http_cert: str = ""  # absolute path of the certificate that the gateway shows to clients; empty: without TLS
 
     def __str__(self) -> str:
         return f"{self.port} ({self.model})" if self.model else f"{self.port}"
@@ -107,11 +109,26 @@ def target_of(arguments: argparse.Namespace, service: Service) -> Target:
             return Target(service, _checked(address, origin), origin)
         if server:
             return _target(service, _named(server, server_origin))
+    running = _only_server()
+    return _target(service, running) if running else Target(service, DEFAULT_ADDRESSES[service], "")
+
+
+def running_server(name: str | None) -> Server | None:
+    """The running `paceline up` of --server, of the environment, or the only one. None if none runs. Raises
+    NoAddress."""
+    for given, origin in ((name, "--server"), (os.environ.get(SERVER_ENV), SERVER_ENV)):
+        if given:
+            return _named(given, origin)
+    return _only_server()
+
+
+def _only_server() -> Server | None:
+    """None if no server runs. Raises NoAddress if several run."""
     running = running_servers()
     if len(running) > 1:
         raise NoAddress(f"{len(running)} servers run here: {_listed(running)}; choose one with --server, like "
                         f"--server {running[0].port}, or with {SERVER_ENV}")  # fmt: skip
-    return _target(service, running[0]) if running else Target(service, DEFAULT_ADDRESSES[service], "")
+    return running[0] if running else None
 
 
 def server_of(name: str | None) -> Server:
@@ -136,9 +153,12 @@ def running_servers() -> list[Server]:
 
 
 @contextlib.contextmanager
-def announced(port: int, model: str, scheduler: str, cache: str, tls_dir: str = "") -> Iterator[Announcement]:
+def announced(
+    port: int, model: str, scheduler: str, cache: str, tls_dir: str = "", url: str = "", http_cert: str = ""
+) -> Iterator[Announcement]:
     """Announce this process as a server while the block runs. Raises OSError before the block."""
-    server = Server(port, model, scheduler, cache, os.getpid(), started(os.getpid()), machine(), tls_dir)
+    pid = os.getpid()
+    server = Server(port, model, scheduler, cache, pid, started(pid), machine(), tls_dir, url, http_cert)
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
@@ -154,6 +174,8 @@ def announced(port: int, model: str, scheduler: str, cache: str, tls_dir: str = 
 
 
 class Announcement:
+    """The state file of a running `paceline up`."""
+
     def __init__(self, server: Server, path: Path) -> None:
         self.server = server
         self._path = path
@@ -183,8 +205,8 @@ def _folder() -> Path:
 def _read(path: Path) -> Server | None:
     try:
         values: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        # A file of an earlier version has no tls_dir.
-        known = {"tls_dir": "", **values}
+        # A file of an earlier version has fewer fields.
+        known = {"tls_dir": "", "url": "", "http_cert": "", **values}
         return TypeAdapter(Server).validate_python({field.name: known[field.name] for field in fields(Server)})
     except (OSError, ValueError, KeyError, TypeError):  # ValidationError is a ValueError
         return None

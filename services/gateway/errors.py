@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
+from paceline.v1 import inference_pb2
+
+QueueLimit = Literal["requests", "tokens"]
 CLIENT_CLOSED_REQUEST = 499  # the client has gone, or has aborted the request
 # An error names at most this many wrong fields, as vLLM's, and this much of a path, which may have the client's names.
 MAX_NAMED_FIELDS = 10
@@ -48,6 +51,10 @@ _TYPES = {
 # OpenAI's clients compare `code` with this name. Every other `code` is the HTTP status, as vLLM's.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _REASONS = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline_exceeded"}
+QUEUE_LIMITS: dict[int, QueueLimit] = {
+    inference_pb2.QUEUE_LIMIT_REQUESTS: "requests",
+    inference_pb2.QUEUE_LIMIT_TOKENS: "tokens",
+}
 # A retry cannot succeed: the request itself failed, or its time is over. OpenAI's clients retry twice after any 5xx,
 # and a request that kills its worker would kill a worker at each attempt.
 _FINAL = (500, 504)
@@ -109,6 +116,14 @@ class ApiError(Exception):
         code = self.code if self.code == CONTEXT_LENGTH_EXCEEDED else self.status
         error = {"message": self.message, "type": self.type, "param": self.param, "code": code, "reason": self.code}
         return {"error": error}
+
+
+class QueueFull(ApiError):
+    """A 429: the gateway or the scheduler has no room for the request. `limit`: of requests, or of tokens."""
+
+    def __init__(self, message: str, limit: QueueLimit, *, retry_after_s: float) -> None:
+        super().__init__(429, message, retry_after_s=retry_after_s)
+        self.limit = limit
 
 
 class Gone(Exception):

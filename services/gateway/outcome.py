@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.v1 import inference_pb2
 
@@ -19,6 +20,7 @@ class SequenceOutcome:
     finish_reason: str  # stop, length, abort (the client has gone) or error
     status: int  # HTTP status, also for gRPC; 499 for an abort
     message: str  # error message
+    queue_limit: Literal["requests", "tokens"] | None  # of the scheduler's queue, if it refused the sequence
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None

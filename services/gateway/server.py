@@ -39,6 +39,8 @@ from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
+from services.gateway.live_view.feed import LiveFeed
+from services.gateway.live_view.routes import live_api
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
@@ -117,7 +119,8 @@ async def serve(
     responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
-    apis += [files_api(batches), batches_api(batches)]
+    live_feed = LiveFeed(gateway)
+    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed)]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
@@ -139,15 +142,17 @@ async def serve(
             gateway.draining = True
             gateway.requests.drain()
             kv_events.close()
+            live_feed.close()
             await http_server.close_listener()
-            await _drain(gateway, http_server, grpc_server, settings.drain_s)
+            drain = _drain(gateway, http_server, grpc_server, settings.drain_s)
+            await asyncio.gather(batches.close(), drain)
 
         await _beside(background, until_drained())
     finally:
         for task in periodic:
             task.cancel()
         gateway.parser.close()
-        await batches.close()
+        await batches.close()  # unless the gateway has drained
         await responses.close()
         await session.close()
         kv_events.close()
@@ -311,7 +316,8 @@ def _make_gateway(
     )
     metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
     if settings.vllm_metrics:
-        metrics.registry.register(VllmMetrics(metrics, settings.model_name, lambda: session.load))
+        names = VllmMetrics(metrics, settings.model_name, lambda: session.load, lambda: builder.max_model_len)
+        metrics.registry.register(names)
     return Gateway(
         settings.model_name,
         builder,

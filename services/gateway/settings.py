@@ -187,7 +187,10 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
 
     max_file_bytes: int = Field(200 * 2**20, ge=1024, description="largest file of /v1/files; a larger one gets 413")
     max_files_bytes: int = Field(
-        2 * 2**30, ge=1024, description="size of all files of one API key; above it, uploads and new batches get 413"
+        2 * 2**30,
+        ge=1024,
+        description="size of all files of one API key and the results of its running batches; above it, uploads and "
+        "new batches get 413, and running batches end",
     )
     file_ttl_s: float = Field(
         30 * 86400.0, ge=1, description="seconds after which a file is deleted, and a batch after its completion window"

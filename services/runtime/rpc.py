@@ -252,7 +252,7 @@ class CallInterceptor(_Interceptor):
             if not method.startswith("/grpc."):
                 gate = self._gate
             watched, decode = _watched(behaviour, method, decode, gate), None
-        # For a method that takes a stream, gRPC reads nothing by itself.
+        # For a method with a client stream, gRPC reads a message only when the handler asks for one.
         make = _MAKE_HANDLER[streaming or gate is not None, handler.response_streaming]
         return make(watched, decode, handler.response_serializer)
 

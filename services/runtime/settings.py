@@ -178,17 +178,7 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None,
     `--help` and `--print-config` (YAML that `--config` reads back) print and exit 0. A bad value prints one line on
     stderr that names where it came from, and exits 2.
     """
-    prog = prog or f"paceline serve {cls.section}"
-    parser = _Parser(
-        prog=prog,
-        description=(cls.__doc__ or "").strip().partition("\n")[0],
-        epilog=f"Flags win over the environment, the environment over the file's section `{cls.section}`. {note}",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
-    )
-    parser.add_argument("--config", metavar="FILE", help=f"YAML file with settings [env: {CONFIG_ENV}]")
-    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML and exit")
-    flags = CliSettingsSource[Any](cls, root_parser=parser)
+    parser, flags = _declare(cls, prog, note)
     arguments = vars(parser.parse_args(list(argv)))
     config, print_config = arguments.pop("config"), arguments.pop("print_config")
     flags_token, config_token = _flags.set(flags), _config_flag.set(config)
@@ -206,6 +196,26 @@ def load_settings(cls: type[S], argv: Sequence[str], *, prog: str | None = None,
         sys.stdout.write(dump_settings(settings))
         raise SystemExit(0)
     return settings
+
+
+def settings_parser(cls: type[ServiceSettings], *, prog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of load_settings(), with every flag declared. For shell completion."""
+    parser, _ = _declare(cls, prog, "")
+    return parser
+
+
+def _declare(cls: type[ServiceSettings], prog: str | None, note: str) -> tuple[_Parser, CliSettingsSource[Any]]:
+    """A parser with the flags of the settings, and the source that reads what it has parsed."""
+    parser = _Parser(
+        prog=prog or f"paceline serve {cls.section}",
+        description=(cls.__doc__ or "").strip().partition("\n")[0],
+        epilog=f"Flags win over the environment, the environment over the file's section `{cls.section}`. {note}",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"YAML file with settings [env: {CONFIG_ENV}]")
+    parser.add_argument("--print-config", action="store_true", help="print the settings as YAML and exit")
+    return parser, CliSettingsSource[Any](cls, root_parser=parser)
 
 
 def dump_settings(settings: ServiceSettings) -> str:
@@ -316,5 +326,6 @@ __all__ = [
     "config_path",
     "dump_settings",
     "load_settings",
+    "settings_parser",
     "split_addresses",
 ]

@@ -30,6 +30,8 @@ class _Json:
 
 @dataclass(frozen=True)
 class EtcdQuestion(_Json):
+    """A request to etcd."""
+
     number: int
     method: str
     arguments: list[Any]
@@ -37,6 +39,8 @@ class EtcdQuestion(_Json):
 
 @dataclass(frozen=True)
 class EtcdAnswer(_Json):
+    """etcd's answer to a request."""
+
     number: int
     value: Any
 
@@ -53,6 +57,8 @@ class EtcdData:
 
 
 class EtcdParty(Party):
+    """An etcd as a party of the network."""
+
     def __init__(self, network: Network, name: str, data: EtcdData, ttl_s: float) -> None:
         super().__init__(network, name)
         self.data = data

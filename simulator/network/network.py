@@ -22,6 +22,8 @@ Action = Callable[[], object]
 
 
 class SerializableMessage(Protocol):
+    """What a connection carries: a protobuf message, or an object with the same two methods."""
+
     def SerializeToString(self) -> bytes: ...
 
     @classmethod

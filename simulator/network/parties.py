@@ -51,6 +51,8 @@ LAST_STREAMS_S = 0.5
 
 
 class SchedulerParty(Party):
+    """A scheduler as a party of the network."""
+
     def __init__(self, network: Network, name: str, core: SchedulerCore, cache: Find) -> None:
         super().__init__(network, name)
         self.core = core

@@ -47,7 +47,7 @@ MOST_STACKS = 5
 
 @dataclass
 class Outcome:
-    """Of a cell: the longest pause of each stream that the fault met, and what went wrong."""
+    """The results of a cell: the longest pause of each stream that the fault met, and the errors."""
 
     cell: Cell
     pauses_s: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Matrix:
     async def _asked(
         self, workload: str, gateways: list[Gateway], patience_s: float
     ) -> AsyncIterator[tuple[list[Answer], asyncio.Future[list[None]]]]:
-        """All at once. With a salt of its own, so that it finds nothing in the prefix cache."""
+        """Ask all questions at once, with a new salt, so that no prompt is in the prefix cache."""
         salt = f"matrix-{next(self._salts)}"
         questions = [varied(question, self._seed) for question in WORKLOADS[workload].questions]
         answers = [Answer(salted(question, salt)) for question in questions]
@@ -161,7 +161,7 @@ def wait_services(stack: Stack) -> None:
 
 
 def wait_rest(stack: Stack) -> None:
-    """All services there, nothing runs or waits, no block is used."""
+    """All services are attached, no request runs or waits, and no block is used."""
     wait_services(stack)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
         stack.wait_metric(f"paceline_scheduler_{name}", 0)

@@ -1,4 +1,4 @@
-"""Which service had which fault when, and what a client may notice: a pause, unless its own gateway had the fault."""
+"""Faults of services, and their allowed effects: a pause for all clients, errors only if their own gateway had it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ LINK_LOST = {
 
 
 async def said(log: Path, words: str) -> None:
-    """Until it is in the log; what was in it before does not count."""
+    """Waits for new lines of the log that contain these words."""
     seen = len(await asyncio.to_thread(log.read_text, errors="replace"))
     while words not in await asyncio.to_thread(lambda: log.read_text(errors="replace")[seen:]):  # noqa: ASYNC110 - another process's
         await asyncio.sleep(0.02)
@@ -96,7 +96,7 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
     async with restarted(stack) as statuses:
         serving = asyncio.create_task(load.stream_all(stack.url, wanted))
         poisoned = load.Wanted(poison(fault, 4, 30, 31, 32), NUM_TOKENS)
-        guilty = asyncio.create_task(load.stream_all(stack.url, [poisoned]))
+        failing = asyncio.create_task(load.stream_all(stack.url, [poisoned]))
         began_s = time.monotonic()
         # Of 60 s configured. Alone with it, the next worker knows nothing yet: that would take 600 s.
         async with asyncio.timeout(50):
@@ -106,14 +106,14 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
             while not statuses:  # noqa: ASYNC110 - a process ends
                 await asyncio.sleep(0.02)
         print(f"step that hangs ({fault.name}): noticed after {time.monotonic() - began_s:.2f} s")
-        guilty.cancel()
-        await asyncio.gather(guilty, return_exceptions=True)
+        failing.cancel()
+        await asyncio.gather(failing, return_exceptions=True)
         for got, undisturbed in zip(await serving, right, strict=True):
             assert (got.errors, got.text) == ([], undisturbed.text)
 
 
-async def test_a_long_prefill_is_none(stack: Stack, tmp_path: Path) -> None:
-    """Longer than anybody may be silent; before the worker knows its pace, and after."""
+async def test_a_long_prefill_is_not_taken_for_a_hang(stack: Stack, tmp_path: Path) -> None:
+    """The prefill takes longer than the liveness limit, before and after the worker knows the time of its steps."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     stack.model = str(tmp_path)
     stack.worker_flags = ["--threads", "1", "--load-format", "dummy", "--num-blocks", "700", "--max-num-seqs", "4"]
@@ -126,7 +126,7 @@ async def test_a_long_prefill_is_none(stack: Stack, tmp_path: Path) -> None:
         [got] = await load.stream_all(stack.url, [load.Wanted(prompt, 2)])
         took_s = time.monotonic() - began_s
         assert (got.errors, got.finish_reason) == ([], "length")
-        assert took_s > 2.0, "not long enough to say anything"
+        assert took_s > 2.0, "the prefill is too short for this test"
         [beside] = await running
         assert (beside.errors, beside.finish_reason) == ([], "length")
         print(f"prompt of 2000 tokens: {took_s:.1f} s, the longest pause beside it {beside.longest_pause_s:.1f} s")

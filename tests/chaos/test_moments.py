@@ -1,4 +1,4 @@
-"""What the soak and the kill matrix take for a client that was let down."""
+"""The soak and the kill matrix tell allowed from forbidden breaks of a client's stream."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
         watching.cancel()
 
 
-async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
+async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack: Stack) -> None:
     """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
@@ -47,7 +47,7 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
     assert not [got.errors for got in undisturbed if got.errors]
     faults = {
         Fault.RAISE: ("alone in what failed", "failed: ValueError: a planted fault"),
-        Fault.NAN: ("the model gave no number", ""),
+        Fault.NAN: ("the model's logits contain NaN or infinity", ""),
         Fault.DIE: ("alone in what failed", "was lost in step"),
         Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s"),
     }
@@ -59,8 +59,8 @@ async def test_each_fails_alone_beside_streams_that_go_on(stack: Stack) -> None:
             await asyncio.sleep(0.05)
     assert [one.text for one in got[:4]] == [one.text for one in undisturbed]
     assert not [one.errors for one in got[:4] if one.errors]
-    for (fault, (why, what)), guilty in zip(faults.items(), got[4:], strict=True):
-        [error] = guilty.errors
+    for (fault, (why, what)), failed in zip(faults.items(), got[4:], strict=True):
+        [error] = failed.errors
         assert why in error, fault
         assert what in error, fault
     assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3

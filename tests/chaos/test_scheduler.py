@@ -46,7 +46,7 @@ async def test_streams_go_on_with_several_workers(stack: Stack) -> None:
     assert await serving == right
 
 
-async def test_so_do_those_of_grpc_clients_that_know_no_gateway(stack: Stack) -> None:
+async def test_streams_of_direct_grpc_clients_go_on(stack: Stack) -> None:
     """They submit what is unfinished themselves, with the tokens that they have."""
     await asyncio.to_thread(stack.up)
     prompts = load.random_prompts(6, 3, 900)

@@ -58,7 +58,7 @@ async def terminated(pair: Pair, leader: str, standby: str) -> None:
 
 
 async def frozen_and_woken(pair: Pair, leader: str, standby: str) -> None:
-    """It wakes up with messages of workers and gateways in its inbox, and a scheduler after it."""
+    """The old leader wakes up with messages of workers and gateways in its inbox, after a new leader was elected."""
     pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     began_s = time.monotonic()
@@ -68,7 +68,7 @@ async def frozen_and_woken(pair: Pair, leader: str, standby: str) -> None:
 
 
 async def frozen_for_long(pair: Pair, leader: str, standby: str) -> None:
-    """It wakes up when all have long left it."""
+    """The old leader wakes up long after all peers have left it."""
     pair.processes[leader].send_signal(signal.SIGSTOP)
     await elected(pair, standby)
     await asyncio.to_thread(pair.wait_metric, WORKERS, NUM_WORKERS, of=standby)
@@ -144,7 +144,7 @@ async def undisturbed(pair: Pair, num_tokens: int) -> AsyncIterator[Callable[[st
 
 
 def assert_epochs_rise(pair: Pair) -> None:
-    """Of the schedulers that each worker and gateway took orders from."""
+    """The epochs of the schedulers rise in the log of each worker and gateway."""
     for name in ("worker-1", "worker-2", "gateway"):
         lines = [json.loads(line) for line in (pair.folder / f"{name}.log").read_text().splitlines()]
         epochs = [line["epoch"] for line in lines if line["message"] in ("registered", "session open")]

@@ -40,7 +40,7 @@ class Seen:
 
 
 def _questions(rng: random.Random) -> Iterator[Question]:
-    """All but the chats: their later turns follow from answers."""
+    """All requests but the chats, because the later turns of a chat follow from answers."""
 
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(8, VOCAB) for _ in range(num_tokens)]
@@ -97,7 +97,7 @@ class Traffic:
         assert not unfit, f"not answered while nothing happens: {why}"
 
     async def run(self, num_clients: int) -> None:
-        """Until `stop`."""
+        """Sends requests until `stop`."""
         await asyncio.gather(*(self._client() for _ in range(num_clients)))
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class Traffic:
         self.go_on()
 
     async def pause(self) -> None:
-        """Until `go_on` no client asks. Returns when all have got their answers."""
+        """Stops all clients until `go_on`. Returns when all have their answers."""
         self._asking.clear()
         while self._num_open:  # noqa: ASYNC110 - some seconds, now and then
             await asyncio.sleep(0.05)

@@ -59,12 +59,12 @@ def varied(question: Question, seed: int) -> Question:
 
 
 def over_grpc(name: str, **options: Any) -> Question:
-    """With the Python client."""
+    """A question that the Python client asks over gRPC."""
     return Question(name, GRPC, {"stream": True, "ignore_eos": True} | options)
 
 
 def _greedy(name: str, count: int, prompt_tokens: int, max_tokens: int, **options: Any) -> list[Question]:
-    """Of different prompts, which the name decides."""
+    """Questions with different prompts; the name is the seed."""
     rng = random.Random(name)
     prompts = [[rng.randrange(8, VOCAB) for _ in range(prompt_tokens)] for _ in range(count)]
     return [completion(name, prompt, max_tokens, **options) for prompt in prompts]
@@ -117,7 +117,7 @@ def _messages() -> list[Question]:
 
 
 def _batches() -> list[Question]:
-    """A batch, of which each line must be there once at the end; half of the lines have a seed."""
+    """A batch. At the end its files must have each line once. Half of the lines have a seed."""
     lines = [{**question.body, "stream": False} for question in _greedy("batches", 24, 12, 100, stream=False)]
     for number, line in enumerate(lines):
         line |= {"temperature": 1.0, "seed": number} if number % 2 else {}

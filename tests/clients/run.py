@@ -102,7 +102,7 @@ class Outcome:
 
 
 class CannotInstall(Exception):
-    """With the last line of what the installer said."""
+    """An installer failed. The message has the last line of its output."""
 
 
 def install(client: Client) -> list[str]:

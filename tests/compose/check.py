@@ -41,7 +41,7 @@ class Streams:
                 self._begun[index].set()
 
     def wait_begun(self) -> None:
-        """Until every stream has brought text."""
+        """Waits until every stream has brought text."""
         for event in self._begun:
             assert event.wait(60), "a stream brought no token within 60 s"
 
@@ -339,7 +339,7 @@ def _size_mb(image: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--skip-build", action="store_true", help="use the images that are there")
+    parser.add_argument("--skip-build", action="store_true", help="use the existing images")
     arguments = parser.parse_args()
     stack = Stack(os.environ.get("COMPOSE", "docker-compose"))
     passed = failed = 0

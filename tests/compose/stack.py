@@ -30,7 +30,7 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float, every
 
 
 def command(*args: str, check: bool = True, env: dict[str, str] | None = None) -> str:
-    """What a command prints on stdout. AssertionError with the end of its stderr if it fails."""
+    """Returns the stdout of a command. If it fails, raises AssertionError with the end of its stderr."""
     done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if check:
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
@@ -165,7 +165,7 @@ class Api:
         assert done, "the stream broke off"
 
     def resuming_stream(self, prompt: str, max_tokens: int, **more: Any) -> Iterator[str]:
-        """The same, by a client that names its request and asks for the rest of a stream that breaks off."""
+        """The text of a stream. The client sends an idempotency key and resumes a stream that breaks."""
         headers = {"Idempotency-Key": str(uuid.uuid4())}
         for _ in range(100):
             if (yield from self._events(prompt, max_tokens, headers, more)):

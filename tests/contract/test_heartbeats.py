@@ -1,6 +1,6 @@
-"""The links between services while one end says nothing: each real end against one played by hand.
+"""Links between services while one end is silent. The test plays the other end of each real service.
 
-No time is asserted: a test that waits for what never happens ends with its timeout.
+The tests assert no times: a test that waits for an event that never comes fails with its timeout.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from services.runtime.liveness import BEAT_S
 from services.runtime.rpc import open_channel
 from tests.support.untyped_grpc import EOF, untyped
 
-# Long enough that a crowded machine has handed a heartbeat from thread to thread by then.
+# Even a crowded machine passes a heartbeat from thread to thread within this time.
 TIMEOUT_S = 2.0
-LONG_S = TIMEOUT_S + 3 * BEAT_S  # nothing is given up in it that should not be
+LONG_S = TIMEOUT_S + 3 * BEAT_S  # a live peer must not be given up within this time
 NUM_BEATS = round(LONG_S / BEAT_S)
 SILENT = grpc.StatusCode.DEADLINE_EXCEEDED
 REGISTRATION = worker_pb2.WorkerRegistration(
@@ -68,7 +68,7 @@ async def cache() -> AsyncIterator[grpc.aio.Channel]:
 
 @pytest.fixture
 async def scheduler() -> AsyncIterator[grpc.aio.Channel]:
-    """Without a cache: nothing is served."""
+    """A scheduler without a cache, so it serves no request."""
     settings = SchedulerSettings(port=0, metrics_port=0, cache="127.0.0.1:1", heartbeat_timeout_s=TIMEOUT_S)
     async with running(serve_scheduler, settings) as channel:
         yield channel
@@ -88,7 +88,7 @@ def first_exchange(**flags: Any) -> cache_pb2.CacheServiceLinkRequest:
     return cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=1, **flags)
 
 
-async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_stops_to(cache: grpc.aio.Channel) -> None:
+async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_sends_none(cache: grpc.aio.Channel) -> None:
     call = untyped(cache_pb2_grpc.CacheServiceStub(cache)).Link()
     await call.write(first_exchange(heartbeats=True))
     assert sorted([(await call.read()).heartbeat, (await call.read()).heartbeat]) == [False, True]
@@ -96,7 +96,7 @@ async def test_the_cache_sends_heartbeats_and_gives_up_a_scheduler_that_stops_to
         await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, heartbeat=True))
         response = await call.read()
         assert (response.heartbeat, response.exchange) == (True, 0)
-    await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))  # which heartbeats do not count as
+    await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))  # heartbeats take no exchange number
     while (response := await call.read()).heartbeat:
         pass
     assert response.exchange == 2
@@ -109,7 +109,7 @@ async def test_the_cache_asks_nothing_of_a_scheduler_that_knows_no_heartbeats(ca
     assert (await call.read()).exchange == 1
     await asyncio.sleep(LONG_S)
     await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))
-    assert (await call.read()).exchange == 2, "and no heartbeat"
+    assert (await call.read()).exchange == 2, "the next message is no heartbeat"
     call.cancel()
 
 
@@ -121,7 +121,7 @@ async def after_status(call: Any) -> inference_pb2.SessionResponse:
             return message
 
 
-async def test_the_scheduler_gives_up_a_gateway_that_stops_to_send_heartbeats(scheduler: grpc.aio.Channel) -> None:
+async def test_the_scheduler_gives_up_a_gateway_that_stops_sending_heartbeats(scheduler: grpc.aio.Channel) -> None:
     call = untyped(inference_pb2_grpc.InferenceServiceStub(scheduler)).Session()
     opening = inference_pb2.SessionRequest()
     opening.CopyFrom(OPEN)
@@ -144,9 +144,9 @@ async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(
     await call.write(OPEN)
     assert (await call.read()).HasField("opened")
     await asyncio.sleep(LONG_S)
-    submission = inference_pb2.Submission(handle=1)  # which lacks all
+    submission = inference_pb2.Submission(handle=1)  # without any field, so the scheduler refuses it
     await call.write(inference_pb2.SessionRequest(submissions=[submission]))
-    assert (await after_status(call)).endings[0].handle == 1, "and no heartbeat"
+    assert (await after_status(call)).endings[0].handle == 1, "the next message is no heartbeat"
     call.cancel()
 
 
@@ -170,7 +170,7 @@ async def test_the_scheduler_gives_up_a_worker_that_is_silent(
 
 
 class Scheduler(inference_pb2_grpc.InferenceServiceServicer):
-    """`behaviours`: in each session, how many heartbeats it sends before it is silent; -1: it does not open it."""
+    """`behaviours`: for each session, the number of heartbeats before it is silent; -1: it opens no session."""
 
     def __init__(self, *behaviours: int) -> None:
         self.behaviours = list(behaviours)
@@ -189,10 +189,8 @@ class Scheduler(inference_pb2_grpc.InferenceServiceServicer):
         await asyncio.Event().wait()
 
 
-async def test_a_gateway_leaves_a_scheduler_that_is_silent_and_one_that_does_not_open_its_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But not one that has never sent a heartbeat: it is of before there were any."""
+async def test_a_gateway_leaves_a_scheduler_that_is_silent_or_opens_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps a scheduler that has never sent a heartbeat: an older version sends none."""
     monkeypatch.setattr(liveness, "OPENING_S", TIMEOUT_S)
     scheduler = Scheduler(NUM_BEATS, -1, 0)
     server = grpc.aio.server()
@@ -214,7 +212,7 @@ async def test_a_gateway_leaves_a_scheduler_that_is_silent_and_one_that_does_not
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
-    """Answers, and sends a heartbeat for each that it gets; so many in its first link, and then it is silent."""
+    """Answers each heartbeat with one. In its first link it is silent after `num_heartbeats`."""
 
     def __init__(self, num_heartbeats: int) -> None:
         self.num_heartbeats = num_heartbeats
@@ -263,7 +261,7 @@ async def test_the_scheduler_knows_how_it_lost_a_worker(
 
     def told(self: SchedulerCore, worker_id: int, loss: Loss = Loss.LINK) -> None:
         worker_lost(self, worker_id, loss)
-        if not lost.done():  # the first counts
+        if not lost.done():  # only the first loss counts
             lost.set_result(loss)
 
     monkeypatch.setattr(SchedulerCore, "worker_lost", told)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
 
@@ -27,3 +29,16 @@ def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
     finally:
         stack.down()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs_redis)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """What gateways share as --response-store: each kind of store in turn."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/store.db"
+        return
+    server = RedisProcess(tmp_path).start()
+    try:
+        yield server.url
+    finally:
+        server.stop()

@@ -42,7 +42,7 @@ def unharmed(stack: Stack, http: httpx.Client) -> Iterator[None]:
 
 
 def check_answer(answer: httpx.Response, name: str) -> dict[str, Any]:
-    """Of a request that is refused: OpenAI's error shape."""
+    """Checks that a refusal has OpenAI's error shape. Returns the error."""
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code", "reason"}, name
     assert error["message"], name

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from openai.types import Batch
 from examples.running_a_batch import run_batch
 from paceline.v1.admin_pb2 import ExplainRequest
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
-from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.timeout(240)  # a lease of 10 s has to end twice
@@ -27,22 +25,9 @@ NUM_LINES = 60
 MODEL = "paceline-demo"
 COMPLETION: Any = "/v1/completions"
 RUNNING = "paceline_scheduler_num_requests_running"
-STORES = ["sqlite", pytest.param("redis", marks=needs_redis)]
 NUM_SLOTS = 4
 OFFLINE = "paceline_scheduler_num_offline_requests_running"
 ENDED = ("failed", "completed", "expired", "cancelled")
-
-
-@pytest.fixture
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/store.db"
-        return
-    server = RedisProcess(tmp_path).start()
-    try:
-        yield server.url
-    finally:
-        server.stop()
 
 
 def client_of(url: str) -> OpenAI:
@@ -125,7 +110,6 @@ def direct(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return moved
 
 
-@pytest.mark.parametrize("store_url", STORES, indirect=True)
 def test_a_batch_of_a_killed_gateway_goes_on_at_another(
     own_stack: Stack, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def target(stack: Stack, server: str) -> str:
 
 
 async def methods(channel: grpc.aio.Channel) -> list[MethodDescriptor]:
-    """Of all services that the server says it has."""
+    """The methods of all services that the server's reflection names."""
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]))
     answer = await call.read()
@@ -224,7 +224,7 @@ async def clean_up(stack: Stack) -> None:
 
 
 async def tokens(stack: Stack) -> list[int]:
-    """Of a greedy request, with its prompt half in the cache."""
+    """The tokens of a greedy request with half of its prompt in the cache."""
     async with open_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=PROMPT),
@@ -239,7 +239,7 @@ def resident(stack: Stack) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
+async def test_random_messages_to_every_method_do_no_harm(stack: Stack, server: str) -> None:
     right, before = await tokens(stack), resident(stack)
     info = await model(stack)
     async with open_channel(target(stack, server)) as channel:
@@ -260,7 +260,7 @@ async def test_whatever_is_sent_to_a_method(stack: Stack, server: str) -> None:
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_what_no_method_takes(stack: Stack, server: str) -> None:
+async def test_calls_that_no_method_accepts_get_their_status(stack: Stack, server: str) -> None:
     """A method that is none, metadata without end, a deadline that is past or far off, a message beyond the limit."""
     right = await tokens(stack)
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:

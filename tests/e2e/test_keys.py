@@ -207,7 +207,7 @@ async def test_a_revoked_key_starts_nothing_and_its_stream_ends(
 
 
 def test_a_flood_of_wrong_keys_delays_no_other_client(keyed: Stack, secrets: dict[str, str]) -> None:
-    """No place of the parser is taken, and no body is read."""
+    """The parse limiter counts no such request, and the gateway reads no such body."""
     stop = threading.Event()
     statuses: set[int] = set()
 

@@ -75,7 +75,7 @@ def under_vllms_names(stack: Stack) -> dict[str, float]:
 
 
 def until_moved(stack: Stack, **wanted: float) -> dict[str, float]:
-    """All values, once these are as wanted: the scheduler's arrive with its next heartbeat."""
+    """All values, as soon as the wanted ones are as given: the scheduler's values arrive with its next heartbeat."""
     end_s, values = time.monotonic() + 30, {f"vllm:{name}": value for name, value in wanted.items()}
     while not (found := under_vllms_names(stack)).items() >= values.items():
         assert time.monotonic() < end_s, found
@@ -91,7 +91,7 @@ def ask(stack: Stack, **fields: Any) -> Any:
 
 
 def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
-    """Through scheduler, worker and cache: what runs, which blocks are used, and what is reused."""
+    """Through scheduler, worker and cache: running requests, used blocks, reused tokens."""
     own_stack.up()
     idle = until_moved(own_stack, num_requests_running=0, cache_config_info=1)
     assert idle["block_size"] > 1
@@ -116,4 +116,5 @@ def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
         inter_token_latency_seconds_count=1203,
         e2e_request_latency_seconds_count=2,
         request_params_max_tokens_sum=1205,
+        iteration_tokens_total_sum=400 - hits + 1205,
     )

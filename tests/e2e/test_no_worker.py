@@ -1,4 +1,4 @@
-"""A server without workers: requests wait for a while, and are then told so."""
+"""A server without workers: requests wait until the limit, and then fail with 503."""
 
 from __future__ import annotations
 

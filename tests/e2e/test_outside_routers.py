@@ -57,12 +57,12 @@ def openai_client(url: str) -> Any:
 
 
 def test_smg_gives_the_answers_of_the_gateway(stack: Stack, smg: Smg, tmp_path: Path) -> None:
-    """By OpenAI's client: whole and streamed, samples with log probabilities, stop strings, structured outputs."""
+    """OpenAI's client asks: whole and streamed, samples with log probabilities, stop strings, structured outputs."""
     client = next(client for client in CLIENTS if client.key == "smg")
     assert_all_worked(client, [sys.executable, str(client.script)], stack, tmp_path / "log", smg.url)
 
 
-def test_smg_routes_by_our_kv_events_and_loads(smg: Smg) -> None:
+def test_smg_routes_by_the_gateways_kv_events_and_loads(smg: Smg) -> None:
     hits = smg.metric("smg_cache_aware_policy_branch_total", 'branch="event_hit"')
     for _ in range(3):
         openai_client(smg.url).chat.completions.create(model=MODEL, messages=STORY, max_tokens=4)

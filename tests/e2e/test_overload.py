@@ -1,4 +1,4 @@
-"""More than the server can do, and clients that mean it ill: others get their tokens, and nothing stays behind.
+"""Overload and hostile clients: other clients get their tokens, and no request or block is left.
 
 How quickly it answers meanwhile is measured by `python -m bench.run --part overload`: no time is asserted here.
 """
@@ -65,7 +65,7 @@ async def test_ten_times_as_many_requests_as_there_is_room_for(own_stack: Stack)
 
 
 async def test_clients_that_obey_retry_after_are_served(own_stack: Stack) -> None:
-    """Forty requests at once, for two slots and a queue of four. Each waits for as long as it is told to."""
+    """Forty requests at once, for two slots and a queue of four. Each client waits for its retry-after time."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
     stack = await asyncio.to_thread(own_stack.up)

@@ -12,7 +12,7 @@ from tests.support.stack import Stack
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_its_python_runs(stack: Stack, tmp_path: Path) -> None:
+def test_the_python_examples_of_the_readme_run(stack: Stack, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) == 3
     script = tmp_path / "readme.py"

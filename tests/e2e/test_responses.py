@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from openai import OpenAI
 
 from examples.resuming_responses import resuming_events
-from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
 
 NUM_TOKENS = 600
@@ -25,19 +24,6 @@ ASKED: dict[str, Any] = {
     "extra_body": {"ignore_eos": True, "seed": 11},
 }
 RUNNING = "paceline_scheduler_num_requests_running"
-STORES = ["sqlite", pytest.param("redis", marks=needs_redis)]
-
-
-@pytest.fixture
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/responses.db"
-        return
-    server = RedisProcess(tmp_path).start()
-    try:
-        yield server.url
-    finally:
-        server.stop()
 
 
 def client_of(url: str) -> OpenAI:
@@ -66,7 +52,6 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("store_url", STORES, indirect=True)
 def test_a_stream_of_a_killed_gateway_goes_on_at_another(
     own_stack: Stack, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +107,6 @@ def test_the_example_gives_each_event_once(own_stack: Stack, tmp_path: Path, mon
     assert without_ids(got) == without_ids(right)
 
 
-@pytest.mark.parametrize("store_url", STORES, indirect=True)
 def test_a_response_is_cancelled_at_another_gateway(
     own_stack: Stack, store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ STORY = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"
 
 
 class OpenAiPenalties(LogitsProcessor):
-    """transformers has none; the formula of OpenAI's documentation."""
+    """The penalties of OpenAI's documentation, which transformers does not have."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self.frequency, self.presence = frequency, presence
@@ -46,7 +46,7 @@ def echo(tokens: list[int]) -> str:
 
 
 def cases(plain: list[int]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What we are asked for, and what transformers calls it."""
+    """Pairs: fields of a request to Paceline, and arguments of transformers with the same effect."""
     allowed = sorted({*plain[:5], *range(100, 400, 7)})
     words = [[plain[1]], plain[2:4], plain[5:8]]
     return [
@@ -73,7 +73,7 @@ def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
         assert answer(stack, prompt=STORY, **ours)["text"] == text(expected), ours
 
 
-def test_a_bad_word_is_not_said(stack: Stack) -> None:
+def test_a_bad_word_is_not_generated(stack: Stack) -> None:
     story = {"prompt": "Once there was a fox", "max_tokens": 60}
     plain = answer(stack, **story)["text"]
     word = plain.split()[3]
@@ -148,7 +148,7 @@ def test_sampling_with_everything_is_the_same_alone_and_in_a_crowd(stack: Stack)
     assert len({choice["text"] for choice in together}) == 8
 
 
-def test_a_request_that_rules_out_every_token_fails_and_says_so(stack: Stack) -> None:
+def test_a_request_that_rules_out_every_token_is_refused_with_the_reason(stack: Stack) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "allowed_token_ids": [7, 8], "bad_words": [[7], [8]]}
     response = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200)
     assert response.status_code == 400

@@ -90,7 +90,8 @@ def test_beam_search_is_that_of_transformers(client: openai.OpenAI) -> None:
 
 
 def test_samples_of_one_prompt_are_those_of_their_seeds(client: openai.OpenAI) -> None:
-    """They fork from the first inside a block (the prompt is no whole number of them); each is what it is alone."""
+    """Samples fork from the first one inside a block, because the prompt does not fill its last block. Each sample is
+    the same as alone."""
     options: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.0}
     together = client.completions.create(**options, n=4, seed=7)
     alone = [client.completions.create(**options, seed=7 + i).choices[0].text for i in range(4)]

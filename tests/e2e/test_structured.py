@@ -1,4 +1,4 @@
-"""Forms of texts end to end: by OpenAI's client and ours, beside transformers, and where a stream is taken up."""
+"""Structured outputs end to end: clients of OpenAI and Paceline, comparison with transformers, resumed streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.client import PacelineClient
 from services.client.types import Options, make_request
 from services.gateway.grammars.trial import grammar_of
 from tests.support import reference
-from tests.support.forms import Follows
+from tests.support.grammars import Follows
 from tests.support.stack import Stack
 
 STORY = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
@@ -46,7 +46,7 @@ SCHEMA = {
     "required": ["kind", "legs", "tame"],
     "additionalProperties": False,
 }
-FORM = {"json": SCHEMA, "disable_any_whitespace": True}
+STRUCTURE = {"json": SCHEMA, "disable_any_whitespace": True}
 
 
 def openai(stack: Stack) -> OpenAI:
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
     ids = reference.processed(CHECKPOINT, STORY, 60, logits_processor=processor)
     expected = reference.tokenizer(str(CHECKPOINT)).decode(ids, skip_special_tokens=True)
     jsonschema.validate(json.loads(expected), SCHEMA)
-    body = {"prompt": STORY, "max_tokens": 60, "temperature": 0, "structured_outputs": FORM}
+    body = {"prompt": STORY, "max_tokens": 60, "temperature": 0, "structured_outputs": STRUCTURE}
     answer = httpx.post(f"{stack.url}/v1/completions", json=body, trust_env=False, timeout=200).json()
     assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (expected, "stop")
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
@@ -84,11 +84,11 @@ def test_greedy_tokens_equal_transformers(stack: Stack) -> None:
     assert "".join(piece.text for piece in pieces) in (expected, "no")
 
 
-def test_samples_are_all_of_the_form(stack: Stack) -> None:
+def test_all_samples_match_the_schema(stack: Stack) -> None:
     with openai(stack) as client:
         answer = client.chat.completions.create(
             model=MODEL, messages=CHAT, max_tokens=60, temperature=1.5, seed=1, n=16, logprobs=True,
-            extra_body={"structured_outputs": FORM},
+            extra_body={"structured_outputs": STRUCTURE},
         )  # fmt: skip
     texts = [choice.message.content or "" for choice in answer.choices]
     for text in texts:
@@ -96,8 +96,8 @@ def test_samples_are_all_of_the_form(stack: Stack) -> None:
     assert len(set(texts)) > 8
 
 
-def test_log_probabilities_are_shared_among_the_tokens_of_the_form(stack: Stack) -> None:
-    """The likeliest 20 tokens of the whole vocabulary would share far less at the unlikely text."""
+def test_log_probabilities_are_normalized_over_the_allowed_tokens(stack: Stack) -> None:
+    """The text is unlikely, so over the whole vocabulary the 20 likeliest tokens would have a much smaller sum."""
     body = {
         "prompt": STORY,
         "max_tokens": 20,
@@ -135,5 +135,5 @@ def test_a_stream_resumes_after_any_token(stack: Stack) -> None:
 def test_the_process_that_tries_grammars_is_started_without_a_warning(stack: Stack) -> None:
     """gRPC has threads by then. It warns of a fork unless the gateway declares that no child process calls gRPC."""
     with openai(stack) as client:
-        client.completions.create(model=MODEL, prompt="a", max_tokens=2, extra_body={"structured_outputs": FORM})
+        client.completions.create(model=MODEL, prompt="a", max_tokens=2, extra_body={"structured_outputs": STRUCTURE})
     assert "fork" not in (stack.folder / "gateway.log").read_text()

@@ -1,4 +1,4 @@
-"""Real processes in a pool that is too small: what was in host memory goes on with the right tokens."""
+"""Real processes with a small KV pool: a request that was swapped to host memory continues with the right tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         stack.down()
 
 
-async def test_streams_that_were_swapped_are_those_that_were_not(stack: Stack, tiny: Stack) -> None:
+async def test_swapped_streams_give_the_text_of_undisturbed_streams(stack: Stack, tiny: Stack) -> None:
     wanted = [load.Wanted(prompt, 60) for prompt in load.random_prompts(12, 22, VOCAB, longest=60)]
     right = await load.stream_all(stack.url, wanted)
     for before, after in zip(right, await load.stream_all(tiny.url, wanted), strict=True):
@@ -39,8 +39,8 @@ async def test_streams_that_were_swapped_are_those_that_were_not(stack: Stack, t
     assert tiny.metric('paceline_cache_host_blocks{state="free",worker="1"}', "cache") == 400
 
 
-def test_samples_of_one_prompt(stack: Stack, tiny: Stack) -> None:
+def test_samples_of_one_prompt_are_the_same_in_a_tiny_pool(stack: Stack, tiny: Stack) -> None:
     body = {"prompt": list(range(8, 40)), "max_tokens": 50, "n": 12, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     answers = [httpx.post(f"{each.url}/v1/completions", json=body, timeout=200).json() for each in (stack, tiny)]
-    roomy, squeezed = ([choice["text"] for choice in answer["choices"]] for answer in answers)
-    assert squeezed == roomy
+    right, swapped = ([choice["text"] for choice in answer["choices"]] for answer in answers)
+    assert swapped == right

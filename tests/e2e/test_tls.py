@@ -86,7 +86,7 @@ def test_clients_are_served_over_https_and_grpc(stack: Stack, certificates: Path
     assert told == streamed == answer.choices[0].text != ""
 
 
-def test_a_client_trusts_only_a_gateway_whose_ca_it_knows(stack: Stack, tmp_path: Path) -> None:
+def test_a_client_trusts_only_a_gateway_of_a_known_ca(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_bytes(other_authority().pair.cert)
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
         ask_https(stack.url, tmp_path / "ca.pem")

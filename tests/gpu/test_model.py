@@ -18,7 +18,7 @@ from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from tests.gpu.models import FAMILIES, VOCAB, Checkpoint, check_near, gpu_runner
 from tests.support import reference
-from tests.support.forms import FORMS, Follows
+from tests.support.grammars import GRAMMARS, Follows
 from tests.unit.worker.driver import Driver
 
 pytestmark = pytest.mark.gpu
@@ -39,17 +39,19 @@ def test_float32_on_torch_is_transformers_token_for_token(family: str, checkpoin
     assert [s.output for s in sequences] == [reference.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-def test_forms_of_texts_are_kept_token_for_token() -> None:
-    """Where a row has one, the token before it is waited for."""
+def test_structured_outputs_equal_transformers_token_for_token() -> None:
+    """A row with a grammar waits for the previous token."""
     ids = reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"]
     driver = Driver(gpu_runner(CHECKPOINT, dtype="float32"))
     plain = driver.add(ids, NEW_TOKENS)
-    asked = {name: SamplingParams(top_p=1, max_tokens=NEW_TOKENS, grammar=grammar) for name, grammar in FORMS.items()}
-    formed = {name: driver.add(ids, NEW_TOKENS, sampling) for name, sampling in asked.items()}
+    asked = {
+        name: SamplingParams(top_p=1, max_tokens=NEW_TOKENS, grammar=grammar) for name, grammar in GRAMMARS.items()
+    }
+    constrained = {name: driver.add(ids, NEW_TOKENS, sampling) for name, sampling in asked.items()}
     driver.run()
     assert plain.output == reference.greedy(CHECKPOINT, ids, NEW_TOKENS)
-    for name, sequence in formed.items():
-        processor = LogitsProcessorList([Follows(FORMS[name], len(ids))])
+    for name, sequence in constrained.items():
+        processor = LogitsProcessorList([Follows(GRAMMARS[name], len(ids))])
         expected = reference.processed(CHECKPOINT, ids, NEW_TOKENS, logits_processor=processor)
         assert sequence.output == expected, name
 
@@ -120,7 +122,7 @@ def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypa
 
 @pytest.mark.parametrize("graph_max_seqs", [0, 24])
 def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpoint: Checkpoints) -> None:
-    """The same plans, so the same kernels on the same numbers."""
+    """The plans are equal, so equal kernels compute equal numbers."""
     runner = gpu_runner(checkpoint("llama3").folder, graph_max_seqs=graph_max_seqs)
     rng = np.random.default_rng(1)
     requests = [LoadRequest(int(rng.integers(1, 200)), 0, int(rng.integers(1, 60))) for _ in range(80)]
@@ -160,7 +162,7 @@ def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
     assert replayed >= 20
 
 
-def test_it_is_reproducible(checkpoint: Checkpoints) -> None:
+def test_a_model_on_a_gpu_is_reproducible(checkpoint: Checkpoints) -> None:
     outputs = []
     for _ in range(2):
         driver = Driver(gpu_runner(checkpoint("mistral").folder), chunk_tokens=50)

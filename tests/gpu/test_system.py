@@ -83,7 +83,7 @@ def run(folder: Path, device: str, preset: str, window: int, **settings: Any) ->
 
 
 def check_moved(system: LaunchingSystem) -> None:
-    """All that can happen to a block has happened."""
+    """Blocks were swapped in, promoted from host memory and copied, and sequences were forked."""
     counters = system.cache.counters
     assert system.scheduler.counters.swapped_in > 0
     assert counters.swapped_in_blocks > 0

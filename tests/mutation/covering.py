@@ -1,4 +1,4 @@
-"""Which tests run which lines: so that a mistake is met by the tests that could notice it, the quickest first."""
+"""Records which tests run which lines. A mutation is tried on the tests that could notice it, the quickest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import coverage
 import pytest
 
-# What is mutated: all that decides, and no shell around it.
+# The mutated modules: those that decide, without the gRPC servers around them.
 MODULES = (
     "scheduler_svc/core/**/*.py",
     "scheduler_svc/policies/**/*.py",
@@ -22,7 +22,7 @@ MODULES = (
     "services/gateway/engine/session_core.py",
     "services/client/continuation.py",
 )
-LEFT_OUT = ("invariants.py", "api.py", "__init__.py")  # checks of the debug mode; names that are only passed on
+LEFT_OUT = ("invariants.py", "api.py", "__init__.py")  # checks of the debug mode; re-exports
 TESTS = (
     "tests/unit/scheduler",
     "tests/unit/policies",
@@ -37,7 +37,7 @@ TESTS = (
 # Tests that run nearly all lines. They are not measured, and run when no other test notices a mistake.
 SYSTEM_TESTS = (
     *(
-        f"tests/simulation/test_world.py::test_every_stream_is_the_undisturbed_one_although_services_die[{n}]"
+        f"tests/simulation/test_world.py::test_every_stream_equals_its_undisturbed_run_although_services_die[{n}]"
         for n in (0, 50)
     ),
     "tests/simulation/test_hostile_policies.py",
@@ -52,7 +52,7 @@ SYSTEM_TESTS = (
 
 
 class Contexts:
-    """A pytest plugin: what runs from now on, runs for this test."""
+    """A pytest plugin that records each line for the test that runs it."""
 
     def __init__(self, measured: coverage.Coverage) -> None:
         self.measured = measured

@@ -116,7 +116,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _changes(site: _Site) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
-    """Of this statement alone, not of those within it: what to replace, and by what."""
+    """The changes of this statement, without those of the statements in it: rule, old node, new node."""
     statement = site.node
     roots: list[ast.AST] = [statement]
     match statement:
@@ -168,7 +168,7 @@ def _dropped(statement: ast.stmt) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
 
 
 def _expressions(root: ast.AST) -> Iterator[ast.expr]:
-    """All expressions below, without texts that are only read by people."""
+    """All expressions below, without texts for people."""
     for child in ast.iter_child_nodes(root):
         if isinstance(child, ast.stmt | ast.JoinedStr):
             continue

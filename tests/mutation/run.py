@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.yaml")
 NOTICED = Path(__file__).with_name("noticed.json")  # which tests noticed which mistakes; they are tried first
 MIN_SCORE = 0.95
-# A mistake that makes a loop endless is noticed by this, too.
+# This time limit also notices a mutation that makes a loop endless.
 TIMEOUT_S = 400.0
 # Beginning of an answer that says nothing about the mutation, because the process itself failed.
 BROKEN = "the process failed"
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with its mistake."""
+    """An import hook that imports one module with its mutation."""
 
     def __init__(self, module: str, file: Path, code: CodeType) -> None:
         self.module, self.file, self.code = module, file, code
@@ -64,7 +64,7 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class FirstFailure:
-    """A pytest plugin: the test that noticed."""
+    """A pytest plugin that keeps the first test that fails."""
 
     name = ""
 
@@ -94,7 +94,7 @@ def first_failure(path: str, tree: ast.Module, batches: Sequence[Sequence[str]])
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={ROOT}"]
         status = pytest.main([*options, *tests], plugins=[failure]) if tests else 0
         if status == pytest.ExitCode.USAGE_ERROR and not failure.name:
-            continue  # a test that noticed once is not there any more
+            continue  # a recorded test does not exist any more
         if status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return failure.name or f"pytest ended with status {int(status)}"
     return ""
@@ -169,7 +169,7 @@ def sample(count: int) -> list[Mutation]:
 
 
 def check_control(mutation: Mutation, batches: Callable[[Mutation], Sequence[Sequence[str]]]) -> None:
-    """The same tests pass with the module as it is. Raises RuntimeError: else every mutation would seem noticed."""
+    """Raises RuntimeError if the tests fail with the unchanged module: then every mutation would seem noticed."""
     tree = ast.parse((ROOT / mutation.path).read_text(encoding="utf-8"))
     tests = batches(mutation)
     pid, reader = in_child(lambda: first_failure(mutation.path, tree, tests))
@@ -220,7 +220,7 @@ def run_sample(count: int, processes: int, record: bool, reuse_lines: bool, quic
 
 
 def read_recorded() -> dict[str, str]:
-    """By a mutation's name, the test that noticed it."""
+    """The test that noticed a mutation, by the mutation's name."""
     recorded: dict[str, str] = json.loads(NOTICED.read_text(encoding="utf-8")) if NOTICED.exists() else {}
     return recorded
 
@@ -232,16 +232,15 @@ def write_recorded(noticed: dict[str, str]) -> None:
 
 
 def run_recorded(count: int, first: int, processes: int) -> int:
-    """Plant some of the mistakes again that were noticed in the last whole run, each with the one test that noticed it;
-    where that test passes now, with the tests in its folder. Status 1 if none of these notices, or if less than half of
-    the places are left.
+    """Plants some mutations again that a test noticed in the last whole run, and runs that test. If that test passes
+    now, the tests in its folder run. Status 1 if none of these fails, or if fewer than half of the mutations exist.
 
-    A property test may come to draw other examples: with another version of hypothesis, or another version of the code.
+    A property test may draw other examples with another version of hypothesis or of the code.
     """
     recorded = read_recorded()
     there = {mutation.name: mutation for path in modules(ROOT) for mutation in mutations(path, ROOT)}
     known = [name for name in recorded if name in there]
-    print(f"{len(known)} of {len(recorded)} recorded places are still there")
+    print(f"{len(known)} of {len(recorded)} recorded places still exist")
 
     def again(mutation: Mutation) -> Sequence[Sequence[str]]:
         test = recorded[mutation.name]

@@ -1,4 +1,4 @@
-"""The prompts of a scenario. The drivers find it beside them; in the peers' environments there is nothing of ours."""
+"""The prompts of a scenario. The drivers find it beside them; the peers' environments do not have Paceline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def prompts(scenario: dict[str, Any]) -> Iterator[list[int]]:
-    """As docs/scenarios.md says: given, or made up, with the first tokens shared within a family."""
+    """The prompts by the rules of docs/scenarios.md: given, or generated with the first tokens shared in a family."""
     ids = itertools.count(1)
     families: dict[str, list[int]] = {}
     for request in scenario["requests"]:

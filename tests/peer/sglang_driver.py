@@ -4,7 +4,7 @@ Runs in the environment that tests/peer/env.sh makes, and imports nothing of Pac
 Scheduler.get_next_batch_to_run with its SchedulePolicy, PrefillAdder, RadixCache (a page is the scenario's block),
 allocator and retraction. Our code (sglang_loop.py) makes the rest: a Scheduler without processes, sockets and a model,
 and the results that a model would return. Overlapped scheduling is off: each step is decided on the finished results of
-the step before.
+the previous step.
 
 How a scenario becomes SGLang's settings:
   max_batched_tokens   chunked_prefill_size; with `chunked_prefill: false` chunking is off

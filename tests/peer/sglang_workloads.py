@@ -7,8 +7,8 @@ from typing import Any
 
 
 def workload(seed: int, preset: str, kind: str) -> dict[str, Any]:
-    """Of one kind: "uncached", no prefix cache and a pool that forces retraction; "roomy", a cache and room for all
-    that is ever computed; "tight", a cache and a pool that forces eviction and retraction.
+    """A random workload. The kinds: "uncached" has no prefix cache and a pool that forces retraction; "roomy" has a
+    cache and room for all computed blocks; "tight" has a cache and a pool that forces eviction and retraction.
 
     No request is longer than SGLang's limit, because SGLang would cut a longer one.
     """

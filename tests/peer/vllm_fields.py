@@ -35,7 +35,7 @@ MESSAGES: list[Any] = [
 
 fields = {model.__name__: sorted(field.alias or name for name, field in model.model_fields.items()) for model in MODELS}
 fields["messages"] = sorted({name for message in MESSAGES for name in get_type_hints(message)})
-# Names with an underscore are vLLM's own notes.
+# vLLM uses names with an underscore internally.
 public = (field.name for field in dataclasses.fields(StructuredOutputsParams) if not field.name.startswith("_"))
 fields["StructuredOutputsParams"] = sorted(public)
 print(json.dumps(fields, indent=1))

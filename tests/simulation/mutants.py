@@ -150,7 +150,7 @@ def dropped_with_worker(patch: Patch) -> None:
     patch.setattr(Lifecycle, "evacuate", mistaken)
 
 
-def claim_too_long(patch: Patch) -> None:
+def restore_entry_too_long(patch: Patch) -> None:
     fill = Recovery._fill
 
     def mistaken(self: Recovery, claim: Any, request: Any) -> None:
@@ -239,7 +239,7 @@ def matches_outlive_cache(patch: Patch) -> None:
     patch.setattr(Holdings, "forget_matches", nothing)
 
 
-def draft_lost_with_worker(patch: Patch) -> None:
+def pending_step_lost_with_worker(patch: Patch) -> None:
     patch.setattr(WorkerState, "drop_pending_step", lambda self: [])
 
 
@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
     Mutant("a request that waits for the cache when the cache dies waits for ever", lost_wake_up, 83),
     Mutant("the requests of a lost worker are not requeued", dropped_with_worker, 19),
-    Mutant("a restore entry has one computed token too many", claim_too_long, 49),
+    Mutant("a restore entry has one computed token too many", restore_entry_too_long, 49),
     Mutant("a draining worker is never released", never_released, 2),
     Mutant("a gateway resubmits without the last token that it has", token_twice, 0),
     Mutant("a gateway does not pass on the tokens that a client has brought", brought_tokens_kept_back, 0),
@@ -306,7 +306,7 @@ MUTANTS = [
     Mutant("a beam without forks keeps its blocks", beam_not_unparked, 29),
     Mutant("the blocks of a step count as written before the step is sent", planned_counts_as_written, 0),
     Mutant("a waiting request keeps its match when the cache is lost", matches_outlive_cache, 5),
-    Mutant("a step that waits for the cache is lost with its worker", draft_lost_with_worker, 76),
+    Mutant("a step that waits for the cache is lost with its worker", pending_step_lost_with_worker, 76),
     Mutant("a block that is to be copied is granted in the same exchange", copied_block_granted, 23),
     Mutant("a request is bound before its grammar is prepared", grammar_not_awaited, 1000),
     Mutant("a worker does not check the leader's epoch", worker_forgets_epoch, 231),

@@ -1,4 +1,4 @@
-"""The simulation's own checks: each finds what it is there for."""
+"""The simulator's own checks: each check finds its kind of error."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def toy() -> ToyWorker:
 @pytest.mark.parametrize(
     ("cached", "table", "written"),
     [
-        (0, packed(1, 3), "block 1 is written again, at place 0"),
-        (4, packed(1, 2), "block 2 is written again, at place 0"),
+        (0, packed(1, 3), "block 1 is written again, at position 0"),
+        (4, packed(1, 2), "block 2 is written again, at position 0"),
     ],
-    ids=["a block that is full", "the places of a last block that are taken"],
+    ids=["a block that is full", "the filled positions of a partial block"],
 )
 def test_a_worker_notices_a_write_to_a_block_of_another_sequence(
     toy: ToyWorker, cached: int, table: bytes, written: str
 ) -> None:
-    """Also where the same content would come of it, as here."""
+    """The check also finds a write of equal content, as here."""
     with pytest.raises(Corruption, match=written):
         toy.run(prefill(2, new(1, packed(1, 2, 3, 4, 5, 6), cached, table)))
 

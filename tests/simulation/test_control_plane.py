@@ -148,7 +148,7 @@ class Run:
             self.attach()
 
     def lose_cache(self) -> None:
-        """What runs, runs on; and is there still when the cache is back, which may be at once or take a while."""
+        """Running requests run on, and are still live when the cache is back, at once or after a while."""
         scheduler, before = self.system.scheduler, self.running()
         requeued = scheduler.counters.requeued
         self.system.lose_cache()
@@ -277,7 +277,7 @@ class SwapRun(Run):
 
 
 @pytest.mark.parametrize("first", [0])
-def test_every_stream_is_the_undisturbed_one_also_swapped(first: int) -> None:
+def test_every_stream_equals_its_undisturbed_run_also_swapped(first: int) -> None:
     swapped = 0
     for seed in range(first, first + 50):
         run = SwapRun(seed)
@@ -291,7 +291,7 @@ def test_every_stream_is_the_undisturbed_one_also_swapped(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
-def test_every_stream_is_the_undisturbed_one(first: int) -> None:
+def test_every_stream_equals_its_undisturbed_run(first: int) -> None:
     for seed in range(first, first + 50):
         run = Run(seed)
         try:

@@ -93,7 +93,7 @@ def test_entry_points_are_found() -> None:
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_foreign_package_takes_no_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_package_cannot_take_the_name_of_a_built_in_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.fcfs", ORDER, registry.GROUP)]  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()
@@ -125,7 +125,7 @@ class CustomRun(Run):
         return build(choose(self.rng.choice(["paceline", "vllm-v0"]), {"order": ORDER, "capacity": CAPACITY}, options))
 
 
-def test_every_stream_is_the_undisturbed_one() -> None:
+def test_every_stream_equals_its_undisturbed_run() -> None:
     for seed in range(20):
         run = CustomRun(seed)
         run.play()
@@ -158,7 +158,7 @@ def random_scenario(seed: int, capacity: str) -> dict[str, Any]:
     }
 
 
-def test_reserve_all_decides_as_our_guaranteed_no_evict() -> None:
+def test_reserve_all_decides_as_guaranteed_no_evict() -> None:
     admitted_later = 0
     for seed in range(30):
         outcomes = [

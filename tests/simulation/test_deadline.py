@@ -1,4 +1,4 @@
-"""The order `deadline` on the cores, one second a step: with ample time one is served, without hope failed early."""
+"""The order `deadline` on the cores, one second a step: it serves requests in time and gives up hopeless ones early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Failed = dict[str, tuple[int, str]]
 
 
 def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: Any) -> tuple[ScenarioOutcome, Failed]:
-    """With these deadlines, by the step, of others at a thousand; and which requests failed for it, when and why."""
+    """Plays a scenario. `deadlines` are steps; other requests have 1,000. Also returns why and when requests failed."""
     scenario = Scenario.model_validate(
         {
             "block_size": 10,
@@ -38,7 +38,7 @@ def play(requests: list[dict[str, Any]], deadlines: dict[str, float], **fields: 
     return outcome, failed
 
 
-def test_one_slot_and_light_traffic() -> None:
+def test_with_one_slot_and_light_traffic_a_request_ends_before_its_deadline() -> None:
     requests = [{"id": f"s{i}", "arrive": 4 * i, "prompt_len": 20, "max_new_tokens": 5} for i in range(6)]
     requests.append({"id": "big", "arrive": 22, "prompt_len": 1500, "max_new_tokens": 3})
     outcome, failed = play(requests, {"big": 80.0}, max_num_seqs=1, max_batched_tokens=8192)
@@ -46,8 +46,8 @@ def test_one_slot_and_light_traffic() -> None:
     assert outcome.generated_tokens["big"] == 3
 
 
-def test_always_a_prompt_to_compute() -> None:
-    """A hundred tokens a second, so that a prompt of 1,500 takes fifteen; at best two of 130 have begun in a second."""
+def test_a_request_that_would_be_late_is_given_up_while_prompts_always_wait() -> None:
+    """The worker computes 100 tokens a second: a prompt of 1,500 tokens takes 15 s. At most two of 130 begin in 1 s."""
     requests = [{"id": f"s{i}", "prompt_len": 130, "max_new_tokens": 1} for i in range(40)]
     requests += [{"id": name, "arrive": 10, "prompt_len": 1500, "max_new_tokens": 1} for name in ("late", "in_time")]
     outcome, failed = play(requests, {"late": 15.0, "in_time": 40.0}, max_num_seqs=8, max_batched_tokens=100)

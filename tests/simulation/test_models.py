@@ -105,7 +105,7 @@ def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("window", [1, 3])
 def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_caching: bool, window: int) -> None:
-    """KV that was in host memory gives the tokens that it gave before. Without prefix caching all of it was there."""
+    """KV that was swapped to host memory gives the same tokens. Without prefix caching all of the KV was swapped."""
     asked = prompts(1, [9, 10, 11, 12, 13, 14])
     tiny: dict[str, Any] = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
     check(models["llama3"], asked, preset=preset, prefix_caching=prefix_caching, window=window, swap=True, **tiny)
@@ -134,7 +134,7 @@ def test_presets(models: dict[str, Path], preset: str) -> None:
 
 
 def test_a_scored_prompt_in_a_tiny_pool(models: dict[str, Path]) -> None:
-    """Prefilled in chunks, preempted, cached: each place is scored as transformers scores it."""
+    """Prefilled in chunks, preempted, cached: each position gets the score of transformers."""
     asked = prompts(4, [9, 10, 11, 12, 30])
     asked.append(asked[-1])
     system = LocalSystem()

@@ -44,7 +44,7 @@ class OfflineRun(Run):
             assert not any(request.offline for request in worker.host.swapped.values())
 
 
-def test_every_stream_is_the_undisturbed_one_with_offline_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stream_equals_its_undisturbed_run_with_offline_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     preempt = Lifecycle.preempt
 

@@ -1,4 +1,4 @@
-"""Pins and resets at any moment change no stream, and keep no request from its end (docs/design.md, invariants)."""
+"""Pins and resets at any moment change no stream, and every request still ends (docs/design.md, invariants)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PinRun(Run):
     tenant_limits = (0,)
 
     def policies(self) -> Policies:
-        """Also policies that reserve all blocks that a request may need."""
+        """All presets, also those that reserve all blocks that a request may need."""
         preset = self.rng.choice([*PRESETS])
         return build(choose(preset, {}, {"chunked_prefill": True, "watermark": self.rng.choice([0.0, 0.2])}))
 
@@ -58,7 +58,7 @@ class PinRun(Run):
         elif self.asked:
             prompt, sampling = self.rng.choice(list(self.asked.values()))
             tokens = d.pack([*prompt, *expected_output(prompt, sampling)])
-            for tenant in "xyz":  # one of them has asked
+            for tenant in "xyz":  # one of these tenants has sent the request
                 namespace = Namespace(cache_salt=self.system.scheduler.namespaces.name(tenant, ""))
                 with contextlib.suppress(OpError):
                     admin.pin(core, str(self.rng.random()), tokens, namespace)
@@ -67,7 +67,7 @@ class PinRun(Run):
 
 
 @pytest.mark.parametrize("first", [0])
-def test_every_stream_is_the_undisturbed_one(first: int) -> None:
+def test_every_stream_equals_its_undisturbed_run(first: int) -> None:
     pinned = given_up = 0
     for seed in range(first, first + 50):
         run = PinRun(seed)
@@ -83,7 +83,7 @@ def test_every_stream_is_the_undisturbed_one(first: int) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_pins_keep_no_request_waiting_that_has_room_without_them(preset: str) -> None:
+def test_pins_delay_no_request_that_fits_beside_them(preset: str) -> None:
     system = LocalSystem(policies=build(choose(preset, {}, {"chunked_prefill": True})))
     system.attach(ToyWorker(block_size=4, num_blocks=24, max_num_seqs=4, max_batched_tokens=64))
     client = system.open("a")

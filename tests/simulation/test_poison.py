@@ -98,7 +98,7 @@ class PoisonRun(Run):
 
 
 @pytest.mark.parametrize("first", range(0, 40, 20))
-def test_poison_fails_alone_and_every_other_stream_is_the_undisturbed_one(first: int) -> None:
+def test_poison_fails_alone_and_every_other_stream_equals_its_undisturbed_run(first: int) -> None:
     poisoned = retried = 0
     for seed in range(first, first + 20):
         run = PoisonRun(seed)

@@ -96,7 +96,7 @@ def test_every_request_ends_and_no_budget_is_exceeded(preset: str, scenario: dic
     preset=st.sampled_from(list(PRESETS)),
     changes=st.dictionaries(st.integers(1, 40), st.sampled_from(list(PRESETS)), min_size=1, max_size=4),
 )
-def test_also_if_the_preset_changes_in_the_middle(
+def test_every_request_ends_if_the_preset_changes_in_the_middle(
     scenario: dict[str, Any], preset: str, changes: dict[int, str]
 ) -> None:
     check(scenario | {"preset": preset}, changes)

@@ -51,7 +51,7 @@ class SharingRun(Run):
         return [(r.session_id, r.handle) for w in workers if w.pending_step is not None for r in w.bound]
 
 
-def test_every_stream_is_the_undisturbed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stream_equals_its_undisturbed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     taken_back = 0
     requeue = Lifecycle.requeue
 

@@ -103,7 +103,7 @@ def test_4_5_adapters_that_fit_the_batch_and_one_that_does_not() -> None:
         assert ranges(outcome) == "0-49 {0,2}; 50-99 {1}"
 
 
-def test_9_by_priority_and_then_by_arrival() -> None:
+def test_9_requests_run_by_priority_and_then_by_arrival() -> None:
     priorities = [0.5, 0.5, 0.6, 0.6, 0.6, 1.0, 0.3, 0.3, 0.3, 0.6, 1.0, 0.5]
     requests = [request(i, 10, 1, priority=priority) for i, priority in enumerate(priorities)]
     outcome = run(NO_EVICT, requests, num_blocks=200, max_num_seqs=1)
@@ -144,7 +144,7 @@ def test_17_new_requests_of_higher_priority_pause_running_ones() -> None:
 
 
 @pytest.mark.parametrize("preset", [NO_EVICT, MAX_UTIL])
-def test_20_wait_for_a_prefix_that_is_being_computed(preset: str) -> None:
+def test_20_requests_wait_for_a_prefix_that_is_being_computed(preset: str) -> None:
     requests = [request(i, range(21), 2) for i in range(3)]
     outcome = run(preset, requests, max_num_seqs=3, prefix_caching=True)
     assert ranges(outcome) == "0-0 {0}; 1-1 {0,1,2}; 2-2 {1,2}"
@@ -157,7 +157,7 @@ def test_20_a_static_batch_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("preset", [NO_EVICT, MAX_UTIL])
-def test_21_wait_for_all_chunks_of_a_prefix(preset: str) -> None:
+def test_21_a_request_waits_for_all_chunks_of_a_prefix(preset: str) -> None:
     requests = [request(i, range(50), 40) for i in range(2)]
     outcome = run(preset, requests, prefix_caching=True, options=CHUNKS_OF_20)
     assert ranges(outcome) == "0-2 {0}; 3-41 {0,1}; 42-42 {1}"
@@ -238,7 +238,7 @@ def test_cached_tokens_cost_nothing_of_the_budget() -> None:
     assert prefills(outcome, "2") == prefills(outcome, "3") == [(2, 10, 10)]
 
 
-def test_max_utilization_pauses_no_request_for_the_order_of_other_policies() -> None:
+def test_max_utilization_pauses_requests_in_turns_only_under_the_priority_order() -> None:
     """Under orders other than `priority`, running requests are not paused in turns."""
     fair = {"order": "fair", "capacity": "max-utilization", "batch": "two-stage", "preemption": "last-in"}
     requests = [request(i, 10, 10, tenant="a" if i < 7 else "b") for i in range(8)]

@@ -21,7 +21,7 @@ NUM_SEEDS, BATCH = 2000, 50
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
-def test_every_stream_is_the_undisturbed_one_although_services_die(first: int) -> None:
+def test_every_stream_equals_its_undisturbed_run_although_services_die(first: int) -> None:
     for seed in range(first, first + BATCH):
         outcome = play_seed(seed)
         assert not outcome.error, explain(outcome)

@@ -96,7 +96,7 @@ class Answer:
 
 
 def _apart(mine: str, whole: str) -> str:
-    """Where they part."""
+    """Shows where two texts begin to differ."""
     pairs = enumerate(zip(mine, whole, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), min(len(mine), len(whole)))
     return f"{mine[max(0, at - 30) : at + 50]!r} instead of {whole[max(0, at - 30) : at + 50]!r}"
@@ -172,7 +172,7 @@ def _next_request(answer: Answer) -> tuple[str, str, dict[str, Any] | None]:
 
 
 async def _read(response: httpx.Response, answer: Answer, headers: dict[str, str]) -> str:
-    """Until the end, or until it breaks: then it says why."""
+    """Reads until the stream ends or breaks. Returns why it broke."""
     if not answer.question.body.get("stream"):
         answer.add(Event("", (await response.aread()).decode()))
         answer.is_done = True

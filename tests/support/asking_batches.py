@@ -1,5 +1,4 @@
-"""The same with a batch: its client polls whatever gateway answers, and notes progress and results as if they were
-events."""
+"""Asks a question as a batch. The client polls any gateway that answers, and records progress and results as events."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ HEAD = {"id": "", "created": 0, "model": "", "object": "batch"}
 
 
 async def ask_batch(http: httpx.AsyncClient, gateways: Sequence[Gateway], answer: Answer) -> None:
-    """Run the question's `lines` as a batch that the first gateway makes. A poll that fails is no break: the next one
-    asks the next gateway."""
+    """Run the question's `lines` as a batch that the first gateway makes. After a failed poll, the next
+    poll asks the next gateway."""
     body = answer.question.body
     shared = {name: value for name, value in body.items() if name not in ("lines", "stream")}
     lines = [
@@ -55,7 +54,7 @@ async def ask_batch(http: httpx.AsyncClient, gateways: Sequence[Gateway], answer
 
 
 async def _read(http: httpx.AsyncClient, gateway: Gateway, batch: dict[str, Any], answer: Answer) -> None:
-    """One event for each line of both files. A line that comes twice has two reasons to end."""
+    """One event for each line of both files. A line that comes twice gives its choice two finish reasons."""
     results: list[dict[str, Any]] = []
     for file_id in (batch["output_file_id"], batch["error_file_id"]):
         if file_id is not None:

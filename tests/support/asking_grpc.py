@@ -1,4 +1,4 @@
-"""The same over gRPC: the Python client goes on by itself, and what it brings is noted as if it were events."""
+"""Asks a question over gRPC. The Python client resumes by itself, and its messages are recorded as events."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ client_module.Continuation = _HeardContinuation  # type: ignore[attr-defined]
 
 
 async def ask_grpc(gateways: Sequence[Gateway], answer: Answer) -> None:
-    """Until the answer is whole. With one gateway nothing is tried again: raises PacelineError where it breaks."""
+    """Asks until the answer is whole. With one gateway there is no retry: a broken stream raises PacelineError."""
     question = answer.question
     retry_for_s = RETRY_FOR_S if len(gateways) > 1 else 0.0
     options: dict[str, Any] = {name: value for name, value in question.body.items() if name != "stream"}

@@ -187,7 +187,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 # Each rule may match the empty text.
 _RULES = "start: " + " ".join(f"r{i}" for i in range(3000)) + "".join(f'\nr{i}: "a"? | "b" r{i}' for i in range(3000))
-# By the name that the error must have.
+# By the field name that the error must have.
 _WRONG_FORMS: dict[str, tuple[Any, ...]] = {
     "json": (5, [], "{", "[]", {"type": 1}, {"$ref": "http://127.0.0.1:9/x"}),
     "json_object": (1, "yes"),

@@ -65,7 +65,7 @@ def stranger(folder: Path, server: Path) -> Path:
 
 
 def credentials(folder: Path, service: str = "cli") -> grpc.ChannelCredentials:
-    """Of certificates that are valid now."""
+    """Channel credentials with certificates that are valid now."""
     return channel_credentials(TlsFiles(TlsPaths.of(folder, service)))
 
 
@@ -76,7 +76,7 @@ def raw_credentials(folder: Path) -> grpc.ChannelCredentials:
 
 
 def server_tls(folder: Path, *, clients: Path | None = None, handshake_timeout_s: float = 10.0) -> ServerTls:
-    """Of the gateway. `clients`: the CA of the certificates that clients must show."""
+    """The gateway's TLS. `clients` is the CA of the certificates that clients must show."""
     own = TlsPaths.of(folder, "gateway")
     paths = TlsPaths(own.cert, own.key, (clients,) if clients is not None else ())
     return ServerTls(TlsFiles(paths), handshake_timeout_s)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_of(name: str) -> Path:
-    """The Python of the environment, which is made if it is not there. Skips the test where it cannot be installed."""
+    """The Python of the environment, which is made if it is missing. Skips the test where it cannot be installed."""
     try:
         made = subprocess.run(
             [ROOT / "tests/peer/env.sh", name], capture_output=True, text=True, timeout=600, check=False

@@ -50,7 +50,7 @@ class EtcdProcess:
         return self
 
     def launch(self) -> None:
-        """Without waiting: one of several is healthy when most of them are there."""
+        """Without waiting: a member of a cluster is healthy when most members run."""
         assert BINARY is not None
         log = self._log.open("ab")
         self.process = subprocess.Popen(
@@ -83,7 +83,7 @@ class EtcdProcess:
 
     @property
     def is_leader(self) -> bool:
-        """Of the members."""
+        """Whether this member is the leader of the etcd cluster."""
         url = f"{self.url}/v3/maintenance/status"
         with urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=5) as answer:
             status = json.load(answer)
@@ -111,7 +111,7 @@ class EtcdProcess:
 
 
 def start_cluster(folder: Path, num_members: int) -> list[EtcdProcess]:
-    """It survives the loss of less than half of its members."""
+    """A cluster that survives the loss of less than half of its members."""
     members = [EtcdProcess(folder, name=f"member-{i}") for i in range(num_members)]
     for member in members:
         member.cluster = ",".join(f"{one.name}={one.peer_url}" for one in members)

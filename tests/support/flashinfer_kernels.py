@@ -1,7 +1,7 @@
-"""FlashInfer on a CPU: its own Python, and in place of its compiled modules a reference that reads what they are handed
-by their rules (CSR block tables, last_page_len, bottom-right causal masks, windows, interleaved rotary pairs).
+"""Runs FlashInfer's Python code on a CPU. A reference replaces the compiled modules. It reads their arguments by their
+rules (CSR block tables, last_page_len, bottom-right causal masks, windows, interleaved rotary pairs).
 
-So a test sees that the arguments fit FlashInfer's real signatures and checks, and that the arrays mean what we mean.
+So a test sees that the arguments fit FlashInfer's signatures and checks, and that the arrays have the right meaning.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
-# Where scripts/flashinfer_api.sh puts it.
+# scripts/flashinfer_api.sh installs FlashInfer here.
 FOLDER = Path(sys.prefix) / "flashinfer-api"
 
 
 def import_flashinfer() -> Any:
-    """The real package. Skips where there is none, except where CI says that there has to be."""
+    """The real package. Skips the test if there is none, except where CI requires it."""
     sys.path.append(str(FOLDER))
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # 2,000 files, of which 300 are read
     try:
@@ -44,7 +44,7 @@ def import_flashinfer() -> Any:
 
 @contextmanager
 def reference_kernels() -> Iterator[Any]:
-    """The module `flashinfer`, for as long as this lasts without its kernels."""
+    """The module `flashinfer`. While the context lasts, the reference replaces its kernels."""
     flashinfer = import_flashinfer()
     real_empty = torch.empty
 

@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not into the test's output."""
+        """Writes no request log, because it would go into the test's output."""
 
 
 def _paths(folder: Path) -> list[str]:

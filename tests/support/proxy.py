@@ -91,7 +91,7 @@ class Proxy:
             writer.close()
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Until either side ends."""
+        """Copies data until either side ends."""
         there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
         self._writers.add(back)
         if self._is_cut:  # while the connection to the target was opened

@@ -1,4 +1,4 @@
-"""A real redis-server or valkey-server, where there is one: in the PATH, or where scripts/redis.sh puts it."""
+"""A real redis-server or valkey-server, from the PATH or from the folder of scripts/redis.sh, if there is one."""
 
 from __future__ import annotations
 

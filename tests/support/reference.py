@@ -78,7 +78,7 @@ def processed(path: str | Path, prompt: list[int], max_tokens: int, **options: A
 
 
 def logprobs(path: str | Path, tokens: list[int]) -> torch.Tensor:
-    """float32 [tokens, vocab]: at each place the log probabilities of what comes next."""
+    """float32 [tokens, vocab]: for each position, the log probabilities of the next token."""
     with torch.no_grad():
         logits: torch.Tensor = load(str(path))(torch.tensor([tokens])).logits[0]
     return logits.float().log_softmax(-1)

@@ -107,7 +107,7 @@ def _entries(logprobs: Any) -> list[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """The same but for the last bits of log probabilities, which depend on the other requests in a step."""
+    """Whether two values are equal, except the last bits of log probabilities, which depend on the batch."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

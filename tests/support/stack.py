@@ -127,7 +127,7 @@ class Stack:
         return sum(map(float, values)) if status == 200 and values else None
 
     def total(self, name: str, labels: str, of: str) -> float:
-        """Of a service's series with this name and labels that contain `labels`; infinite while it does not answer."""
+        """The sum of a service's series with this name and these labels; infinite while the service does not answer."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and labels in line]
         return sum(float(line.split()[-1]) for line in lines) if status == 200 else float("inf")

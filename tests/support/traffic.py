@@ -53,7 +53,7 @@ class Traffic:
     wrong: list[str] = field(default_factory=list)
 
     async def learn(self) -> None:
-        """What is right."""
+        """Asks for the right answers while no service is disturbed."""
         self.right = dict(zip(self.asks, await asyncio.gather(*(ask() for ask in self.asks.values())), strict=True))
 
     @contextlib.asynccontextmanager

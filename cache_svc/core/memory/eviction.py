@@ -85,7 +85,7 @@ class EvictionQueue:
         return bucket is not None and bucket.key == self._key(of) and next(reversed(bucket)) is residency
 
     def use(self, residency: BlockResidency) -> None:
-        """It has a user again."""
+        """The residency has a user again."""
         self.remove(residency)
         if residency.duration_ms and residency.expires_ms <= self._now_ms:
             self._end_retention(residency)

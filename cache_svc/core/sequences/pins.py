@@ -1,11 +1,12 @@
 """Prefixes that an operator has pinned: the cache does not evict them.
 
-A pin is one more user of a path. So its blocks count as used, and every rule for paths in use holds for them. A pin
-keeps the blocks that are cached when it is made, on the workers that have them, and ends with the worker.
+A pin counts as one more user of each block on a path of the prefix tree, like a sequence that never runs. A pin keeps
+the blocks that are cached when the pin is made, on the workers that have them. When a worker leaves, the pin keeps
+nothing there. A pin without a worker is removed.
 
-Pins must not stop requests that would run without them. So they get only a share of a worker's blocks. If no request
-runs on a worker, and the policies still admit none for lack of blocks, the scheduler sends a GiveUpPinsOp and the cache
-removes all pins of that worker (`give_up`). Only the scheduler knows that this is the case.
+Pins must not stop requests that would run without them. So pins get only a share of a worker's blocks. If no request
+runs on a worker, and too few blocks are free to admit one, the scheduler sends a GiveUpPinsOp and the cache removes all
+pins of that worker (`give_up`). The cache cannot decide this, because only the scheduler knows the waiting requests.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_NAME_CHARS = 128
 
 @dataclass(slots=True)
 class Pin:
-    """`places`: by worker, the node where the pinned prefix ends."""
+    """`last_nodes`: by worker, the node where the pinned prefix ends."""
 
     name: str
     namespace: Namespace
     expires_ms: int  # by the caller's clock; 0: never
-    places: dict[WorkerBlocks, PrefixNode] = field(default_factory=dict)
+    last_nodes: dict[WorkerBlocks, PrefixNode] = field(default_factory=dict)
 
 
 class Pins:
@@ -50,7 +51,7 @@ class Pins:
         namespace: Namespace,
         expires_ms: int,
     ) -> Pin:
-        """Pins the whole cached blocks of the prefix on these workers. Raises OpError, having changed nothing."""
+        """Pins the whole cached blocks of the prefix on these workers. If it raises OpError, nothing has changed."""
         self._check_name(name)
         check_token_bytes(token_ids)
         if tree is None:
@@ -59,7 +60,7 @@ class Pins:
         if num_tokens < tree.block_size:
             raise OpError(
                 Code.INVALID_ARGUMENT,
-                f"token_ids: {num_tokens} tokens, and only whole blocks of {tree.block_size} can be pinned",
+                f"token_ids: has {num_tokens} tokens, but only whole blocks of {tree.block_size} tokens can be pinned",
             )
         namespace = _the_only_model(tree, namespace)
         found: dict[WorkerBlocks, tuple[PrefixNode, int]] = {}
@@ -72,12 +73,12 @@ class Pins:
                     if num_blocks:
                         found[worker] = last, num_blocks
         if not found:
-            raise OpError(Code.NOT_FOUND, f"token_ids: not one block of the {num_tokens} tokens is cached there")
+            raise OpError(Code.NOT_FOUND, f"token_ids: no block of the {num_tokens} tokens is cached on these workers")
         for worker, (node, depth) in found.items():
             self._check_share(worker, node, depth)
         pin = Pin(name, namespace, expires_ms)
         for worker, (node, depth) in found.items():
-            pin.places[worker] = last = tree.cut(node, depth)
+            pin.last_nodes[worker] = last = tree.cut(node, depth)
             worker.device.use_path(last)
         self.by_name[name] = pin
         return pin
@@ -103,8 +104,8 @@ class Pins:
         if before + more > limit:
             raise OpError(
                 Code.RESOURCE_EXHAUSTED,
-                f"token_ids: {more} more blocks of worker {worker.worker_id} to pin, where {before} are pinned; "
-                f"the limit is {limit} (of {worker.device.num_blocks})",
+                f"token_ids: would pin {more} more blocks of worker {worker.worker_id}, which has {before} pinned "
+                f"blocks; the limit is {limit} (of {worker.device.num_blocks})",
             )
 
     def unpin(self, name: str) -> Pin:
@@ -113,7 +114,7 @@ class Pins:
         if pin is None:
             raise OpError(Code.NOT_FOUND, f"name: nothing is pinned as {name!r}")
         del self.by_name[name]
-        for worker, node in pin.places.items():
+        for worker, node in pin.last_nodes.items():
             worker.device.leave_path(node)
         return pin
 
@@ -125,16 +126,16 @@ class Pins:
     def forget_worker(self, worker: WorkerBlocks) -> None:
         """The worker is gone, with its blocks."""
         for pin in list(self.by_name.values()):
-            if pin.places.pop(worker, None) is not None and not pin.places:
+            if pin.last_nodes.pop(worker, None) is not None and not pin.last_nodes:
                 del self.by_name[pin.name]
 
     def give_up(self, worker: WorkerBlocks) -> bool:
         """Removes all pins of the worker, because a request has no room beside them. Returns whether there were any."""
-        places = self.places(worker)
-        for node in places:
+        last_nodes = self.last_nodes(worker)
+        for node in last_nodes:
             worker.device.leave_path(node)
         self.forget_worker(worker)
-        return bool(places)
+        return bool(last_nodes)
 
     def max_blocks(self, worker: WorkerBlocks) -> int:
         """How many blocks of the worker may be pinned."""
@@ -144,13 +145,13 @@ class Pins:
         """How many blocks of the worker are pinned."""
         return _num_blocks(self._pinned_nodes(worker))
 
-    def places(self, worker: WorkerBlocks) -> list[PrefixNode]:
+    def last_nodes(self, worker: WorkerBlocks) -> list[PrefixNode]:
         """The last node of each pin on the worker."""
-        return [pin.places[worker] for pin in self.by_name.values() if worker in pin.places]
+        return [pin.last_nodes[worker] for pin in self.by_name.values() if worker in pin.last_nodes]
 
     def _pinned_nodes(self, worker: WorkerBlocks) -> set[PrefixNode]:
         nodes: set[PrefixNode] = set()
-        for node in self.places(worker):
+        for node in self.last_nodes(worker):
             while node.parent is not None and node not in nodes:
                 nodes.add(node)
                 node = node.parent

@@ -1,7 +1,7 @@
 """Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports each node that it begins to hold or forgets. While no watcher is there, and the kept events are too old
-to continue from, a report costs one test: the log records nothing and computes no prefix id.
+A memory reports each node that it begins to hold or forgets. After more events than the log keeps without a watcher, a
+report costs one test: the log records nothing and computes no prefix id until a watcher connects.
 
 The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
 It fails when that event is no longer kept. A watcher that cannot continue begins with a snapshot. The snapshot records
@@ -194,7 +194,7 @@ class Watcher:
         return self.number < self._log.oldest
 
     def wake(self) -> None:
-        """Tells the stream that a message is there."""
+        """Tells the stream that it can read a message."""
         self._wake(self)
 
     def take(self) -> pb.WatchEventsResponse | None:

@@ -1,1 +1,1 @@
-"""Two policies that docs/custom-policies.md walks through."""
+"""The three policies that docs/custom-policies.md explains."""

@@ -313,6 +313,7 @@ class Explanation(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
     first_decision: _builtins.int
     """Decisions of the scheduler, counted from its start."""
     last_decision: _builtins.int
@@ -327,6 +328,8 @@ class Explanation(_message.Message):
     """The worker that the decisions are for; 0: several workers, or no worker."""
     request_id: _builtins.str
     """The sequence: its X-Request-ID, with the number of its prompt and its sample."""
+    behind: _builtins.str
+    """The request that was before it in the queue and waited itself; `detail` names it, too. It may be another tenant's."""
     def __init__(
         self,
         *,
@@ -338,10 +341,11 @@ class Explanation(_message.Message):
         detail: _builtins.str = ...,
         worker: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        behind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "request_id", b"request_id", "to_s", b"to_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind", b"behind", "detail", b"detail", "first_decision", b"first_decision", "from_s", b"from_s", "last_decision", b"last_decision", "reason", b"reason", "request_id", b"request_id", "to_s", b"to_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,24 @@ EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 2
 """When no beam can become better than the worst finished hypothesis."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
+class _QueueLimit:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QueueLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QueueLimit.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUEUE_LIMIT_UNSPECIFIED: _QueueLimit.ValueType  # 0
+    QUEUE_LIMIT_REQUESTS: _QueueLimit.ValueType  # 1
+    QUEUE_LIMIT_TOKENS: _QueueLimit.ValueType  # 2
+
+class QueueLimit(_QueueLimit, metaclass=_QueueLimitEnumTypeWrapper):
+    """Which limit of the queue refuses a request: that of requests, or that of tokens (also of a tenant's tokens)."""
+
+QUEUE_LIMIT_UNSPECIFIED: QueueLimit.ValueType  # 0
+QUEUE_LIMIT_REQUESTS: QueueLimit.ValueType  # 1
+QUEUE_LIMIT_TOKENS: QueueLimit.ValueType  # 2
+Global___QueueLimit: _TypeAlias = QueueLimit  # noqa: Y015
+
 @_typing.final
 class EmbedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1039,6 +1057,7 @@ class SchedulerLoad(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests with a slot, and requests in the queue."""
     num_waiting: _builtins.int
@@ -1061,6 +1080,10 @@ class SchedulerLoad(_message.Message):
     with reused KV. Samples of one prompt count once; a request that is admitted again is not counted again.
     """
     prefix_hit_tokens: _builtins.int
+    @_builtins.property
+    def step_tokens(self) -> Global___StepTokens:
+        """Since the scheduler's start, over all workers, offline requests included."""
+
     def __init__(
         self,
         *,
@@ -1075,14 +1098,49 @@ class SchedulerLoad(_message.Message):
         num_preemptions: _builtins.int = ...,
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
+        step_tokens: Global___StepTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_tokens", b"step_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_tokens", b"step_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class StepTokens(_message.Message):
+    """A histogram of steps by their tokens: prompt tokens computed and tokens sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Tokens of all steps."""
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Inclusive upper edges of the buckets. The last bucket has none."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Steps in each bucket."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.int] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
 
 @_typing.final
 class QueueRoom(_message.Message):
@@ -1199,6 +1257,7 @@ class Ending(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     HYPOTHESES_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     code: _builtins.int
@@ -1209,6 +1268,8 @@ class Ending(_message.Message):
     cached_tokens: _builtins.int
     retry_after_s: _builtins.float
     """With RESOURCE_EXHAUSTED and UNAVAILABLE: try again after this many seconds."""
+    queue_limit: Global___QueueLimit.ValueType
+    """With RESOURCE_EXHAUSTED."""
     @_builtins.property
     def hypotheses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hypothesis]:
         """Of a beam search, best first."""
@@ -1229,10 +1290,11 @@ class Ending(_message.Message):
         retry_after_s: _builtins.float = ...,
         hypotheses: _abc.Iterable[Global___Hypothesis] | None = ...,
         timing: Global___RequestTiming | None = ...,
+        queue_limit: Global___QueueLimit.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "hypotheses", b"hypotheses", "message", b"message", "reason", b"reason", "retry_after_s", b"retry_after_s", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "code", b"code", "field", b"field", "handle", b"handle", "hypotheses", b"hypotheses", "message", b"message", "queue_limit", b"queue_limit", "reason", b"reason", "retry_after_s", b"retry_after_s", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1315,6 +1377,7 @@ class SchedulerStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     NO_WORKER_TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    QUEUE_LIMIT_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
     ready: _builtins.bool
     """A worker is attached, the cache answers and the queue takes requests."""
@@ -1322,6 +1385,8 @@ class SchedulerStatus(_message.Message):
     """The queue is full: new submissions of online requests are refused, unless they were accepted before."""
     no_worker_timeout_s: _builtins.float
     """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
+    queue_limit: Global___QueueLimit.ValueType
+    """If the queue is full: which limit it has reached."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """Absent until the first worker has registered."""
@@ -1334,10 +1399,11 @@ class SchedulerStatus(_message.Message):
         model: _common_pb2.ModelInfo | None = ...,
         full: _builtins.bool = ...,
         no_worker_timeout_s: _builtins.float = ...,
+        queue_limit: Global___QueueLimit.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "model", b"model", "no_worker_timeout_s", b"no_worker_timeout_s", "num_workers", b"num_workers", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "model", b"model", "no_worker_timeout_s", b"no_worker_timeout_s", "num_workers", b"num_workers", "queue_limit", b"queue_limit", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

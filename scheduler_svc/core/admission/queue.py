@@ -76,13 +76,13 @@ class WaitingQueue:
             self._change(lambda lines: lines.remove(request))
 
     def free_tokens_changed(self, tenant: str) -> None:
-        """The tokens that the tenant may still have running have changed."""
+        """The rest of the tenant's budget of running tokens has changed."""
         if self._lines is not None:
             self._change(lambda lines: lines.balance(tenant))
 
-    def is_aside(self, request: Request) -> bool:
+    def is_stuck(self, request: Request) -> bool:
         """Whether the request does not count against its tenant's tokens. See reconsider()."""
-        return self._lines is not None and self._lines.is_aside(request)
+        return self._lines is not None and self._lines.is_stuck(request)
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> bool:
         """Check whether these requests are stuck for another reason than their tenant's tokens. A stuck request does
@@ -102,7 +102,7 @@ class WaitingQueue:
             for request in change(self._lines):
                 if turned.pop(request.arrival_index, None) is None:
                     turned[request.arrival_index] = request
-        except Exception as error:  # an error of the order: its ranks cannot be compared
+        except Exception as error:  # an error of the order: its sort keys cannot be compared
             self.reorder(self._fallback(error))
             return
         coming = [request for request in turned.values() if request.arrival_index not in self._shown]
@@ -218,6 +218,7 @@ class ClassQueues:
 
 
 def _rank(order: OrderPolicy, request: Request) -> Any:
-    """The request's rank in its tenant's line. Without ranks, the queue position decides. Raises PolicyError."""
+    """The request's sort key in its tenant's line. If the order has none, the queue position decides. Raises
+    PolicyError."""
     view = view_of(request)
     return sortable(order.rank(view), view), request.queue_position

@@ -1,11 +1,13 @@
-"""Which requests the order sees, if tenants have a budget of running tokens.
+"""Which requests the order policy sees, if tenants have a budget of running tokens.
 
-A tenant at its limit may have thousands of waiting requests that cannot run before one of its own has ended. Of each
-tenant, the order sees the requests that fit its budget one after the other, and the first that does not fit. So a step
-does not look at the rest, and no request of a tenant passes another one that waits for the tenant's tokens.
+A tenant at its limit may have thousands of waiting requests that cannot run before one of the tenant's running requests
+has ended. Of each tenant, the order policy sees the first requests of the line that together fit the rest of the
+budget, and the next request, which does not fit. So a step does not look at the requests behind these, and no request
+passes a request of the same tenant that waits for the budget.
 
-The order also sees a stuck request, which no worker could take whatever its tenant has left. But it does not count:
-otherwise the rest of its tenant would wait with it, and perhaps the request that it waits for.
+A stuck request cannot run on any worker now, however large the rest of its tenant's budget is. The order policy sees
+it, but its tokens do not count. Otherwise the tenant's other requests would wait behind the stuck request, perhaps also
+the request that the stuck request waits for.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from sortedcontainers import SortedList
 
 from scheduler_svc.core.requests.request import Request
 
-Entry = tuple[Any, int]  # rank in the order, arrival index
+Entry = tuple[Any, int]  # sort key of the order policy, arrival index
 
 
 @dataclass(slots=True)
 class TenantLine:
-    """The waiting requests of a tenant. The order sees the first `num_shown`."""
+    """The waiting requests of a tenant. The order policy sees the first `num_shown`."""
 
     entries: SortedList[Entry] = field(default_factory=SortedList)
     num_shown: int = 0
-    shown_tokens: int = 0  # tokens that the shown requests may grow to, without requests in `aside`
-    aside: set[int] = field(default_factory=set)  # by arrival index
+    shown_tokens: int = 0  # tokens that the shown requests may grow to, without the stuck requests
+    stuck: set[int] = field(default_factory=set)  # arrival indexes of shown requests that are stuck
 
     def show(self, request: Request) -> None:
         self.num_shown += 1
@@ -38,23 +40,26 @@ class TenantLine:
         """Hide the request, or note that it is gone."""
         self.num_shown -= 1
         self.shown_tokens -= self.tokens_of(request)
-        self.aside.discard(request.arrival_index)
+        self.stuck.discard(request.arrival_index)
 
     def tokens_of(self, request: Request) -> int:
         """Tokens that the request counts while it is shown."""
-        return 0 if request.arrival_index in self.aside else request.max_total_tokens
+        return 0 if request.arrival_index in self.stuck else request.max_total_tokens
 
 
 class TenantLines:
+    """The lines of all tenants. Each method returns the requests that the order policy starts or stops to see."""
+
     def __init__(self, free_tokens: Callable[[str], int]) -> None:
-        """`free_tokens`: tokens that a tenant may still have running on top of what runs."""
+        """`free_tokens`: a tenant's budget minus the tokens to which its running requests may grow."""
         self._free_tokens = free_tokens
         self._lines: dict[str, TenantLine] = {}
         self._entries: dict[int, tuple[Entry, Request]] = {}  # by arrival index
 
-    def add(self, request: Request, rank: Any) -> list[Request]:
-        """Add a waiting request. Returns the tenant's requests to toggle: they become shown, or are shown no more."""
-        entry = (rank, request.arrival_index)
+    def add(self, request: Request, key: Any) -> list[Request]:
+        """Add a waiting request. `key`: its sort key, smaller first. Returns the tenant's requests to toggle: hidden
+        requests become shown, and shown ones hidden."""
+        entry = (key, request.arrival_index)
         self._entries[request.arrival_index] = entry, request
         line = self._lines.setdefault(request.tenant, TenantLine())
         turned = []
@@ -94,9 +99,9 @@ class TenantLines:
             line.hide(last)
         return turned
 
-    def is_aside(self, request: Request) -> bool:
+    def is_stuck(self, request: Request) -> bool:
         line = self._lines.get(request.tenant)
-        return line is not None and request.arrival_index in line.aside
+        return line is not None and request.arrival_index in line.stuck
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> list[Request]:
         """Check whether these requests, and those that become shown, are stuck. Returns as add()."""
@@ -104,10 +109,10 @@ class TenantLines:
         for request in looked_at:
             line, (entry, _) = self._lines[request.tenant], self._entries[request.arrival_index]
             stuck = is_stuck(request)
-            if stuck == (request.arrival_index in line.aside) or line.entries.bisect_left(entry) >= line.num_shown:
+            if stuck == (request.arrival_index in line.stuck) or line.entries.bisect_left(entry) >= line.num_shown:
                 continue
             line.shown_tokens -= line.tokens_of(request)
-            (line.aside.add if stuck else line.aside.discard)(request.arrival_index)
+            (line.stuck.add if stuck else line.stuck.discard)(request.arrival_index)
             line.shown_tokens += line.tokens_of(request)
             more = self.balance(request.tenant)
             turned += more

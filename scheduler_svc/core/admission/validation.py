@@ -16,7 +16,7 @@ from paceline.v1.common_pb2 import (
     RetentionRange,
     SamplingParams,
 )
-from paceline.v1.inference_pb2 import Ending, Submission
+from paceline.v1.inference_pb2 import Ending, QueueLimit, Submission
 from paceline.v1.worker_pb2 import WorkerRegistration
 from scheduler_svc.core.admission.budgets import ClassBudgets
 from scheduler_svc.core.admission.queue import ClassQueues, WaitingQueue
@@ -237,10 +237,19 @@ def queue_credit(queue: WaitingQueue, config: SchedulerConfig) -> int:
     return max(0, config.max_queued_requests - queue.num_requests) if queue.num_tokens < config.max_queued_tokens else 0
 
 
+def limit_reached(queue: WaitingQueue, config: SchedulerConfig) -> QueueLimit.ValueType:
+    """Why `queue_credit` is 0. Unspecified if it is not."""
+    if queue.num_tokens >= config.max_queued_tokens:
+        return QueueLimit.QUEUE_LIMIT_TOKENS
+    full = queue.num_requests >= config.max_queued_requests
+    return QueueLimit.QUEUE_LIMIT_REQUESTS if full else QueueLimit.QUEUE_LIMIT_UNSPECIFIED
+
+
 def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, all_budgets: ClassBudgets) -> None:
     """Check that the queue of the request's class has room for it. Raises Rejection. An empty queue accepts a request
     of any size; otherwise a request larger than the token limit could never enter."""
     queue, budgets = queues.of(request), all_budgets.of(request)
+    queue_limit = QueueLimit.QUEUE_LIMIT_TOKENS
     name, max_requests, max_tokens = "queue", config.max_queued_requests, config.max_queued_tokens
     if request.offline:
         name = "offline queue"
@@ -248,6 +257,7 @@ def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, 
     tokens, tenant = request.num_tokens, None
     queued = queue.tenant_tokens.get(request.tenant, 0)
     if queue.num_requests >= max_requests:
+        queue_limit = QueueLimit.QUEUE_LIMIT_REQUESTS
         why = f"{name}: full with {queue.num_requests} requests"
         # One request has to leave. How many tokens it has is not known, only the average.
         excess = tokens = queue.num_tokens // max(queue.num_requests, 1)
@@ -261,7 +271,7 @@ def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, 
         budgets.accept(request)
         return
     retry_after_s = budgets.retry_after_s(excess, tokens, request.arrival_s, tenant)
-    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s)
+    raise Rejection(CODE_RESOURCE_EXHAUSTED, why, retry_after_s=retry_after_s, queue_limit=queue_limit)
 
 
 def is_sample_of(parent: Request, request: Request) -> bool:
@@ -308,3 +318,4 @@ def explain_rejection(ending: Ending, rejection: Rejection) -> None:
     ending.message = rejection.message
     ending.field = rejection.field
     ending.retry_after_s = rejection.retry_after_s
+    ending.queue_limit = rejection.queue_limit

@@ -61,8 +61,8 @@ class CacheLink:
     operations of pending steps: growth, what the step computes of running sequences, admissions. So the cache can grant
     a block in the same exchange in which another sequence frees it, and a commit never follows its sequence's free.
 
-    A new link to a cache that knows nothing begins with exchanges of their own, while `restoring`: they tell what runs,
-    as of the beginning of the link (recovery.py). Operations that come meanwhile gather.
+    A new link to an empty cache begins with special exchanges, while `restoring` is true: they report the sequences
+    that ran when the link began (recovery.py). Operations that come meanwhile gather.
     """
 
     epoch: int

@@ -33,6 +33,8 @@ from scheduler_svc.core.workers.state import WorkerState
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
+    """Swaps preempted requests to host memory and back."""
+
     cache: CacheLink
     workers: Mapping[int, WorkerState]
     counters: SchedulerCounters

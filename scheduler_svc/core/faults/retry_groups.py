@@ -37,6 +37,8 @@ class _Retry(NamedTuple):
 
 @dataclass(slots=True)
 class RetryGroups:
+    """The groups of suspects that wait for a retry, and the group that each worker retries."""
+
     life: Lifecycle
     suspects: Suspects
     _retries: dict[int, _Retry] = field(default_factory=dict)  # of every suspect, by arrival index

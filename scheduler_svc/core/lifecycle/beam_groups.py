@@ -71,6 +71,8 @@ def check_beam(submission: Submission) -> None:
 
 
 class BeamGroups:
+    """All running beam searches: starts them, forks their members, and ends them."""
+
     def __init__(self, life: Lifecycle) -> None:
         self._life = life
         self._unstarted: list[BeamGroup] = []  # accepted before the model was known

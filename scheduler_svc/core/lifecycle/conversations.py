@@ -27,6 +27,8 @@ RETENTION_PRIORITY = 60
 
 @dataclass(slots=True, eq=False)
 class Conversation:
+    """What the scheduler keeps of a conversation between its requests."""
+
     name: str
     tenant: str
     queue_position: int

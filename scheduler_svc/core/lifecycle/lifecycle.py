@@ -29,6 +29,8 @@ from scheduler_svc.core.workers.step_time import OutputLength
 
 
 class Lifecycle:
+    """Applies the events of phases.py to requests, with all that counts or holds them."""
+
     def __init__(
         self,
         config: SchedulerConfig,

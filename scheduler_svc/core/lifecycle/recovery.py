@@ -55,6 +55,8 @@ def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, sequences: I
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
+    """Restores running and swapped requests in a new cache."""
+
     cache: CacheLink
     workers: dict[int, WorkerState]
     life: Lifecycle

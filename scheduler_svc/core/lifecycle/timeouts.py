@@ -19,6 +19,8 @@ NO_WORKER_RETRY_S = 5.0
 
 
 class Timeouts:
+    """Finds the requests that are late, once per tick."""
+
     def __init__(self, config: SchedulerConfig, queue: ClassQueues, workers: Mapping[int, WorkerState]) -> None:
         self._config = config
         self._queue = queue

@@ -38,6 +38,7 @@ class Span:
     from_s: float
     to_s: float
     worker: int = 0
+    behind: str = ""  # the id of the request that it waited for
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class Wait:
 
 @dataclass(slots=True)
 class Record:
+    """The timeline of one request."""
+
     request_id: str
     answer_id: str
     arrival_index: int
@@ -106,6 +109,8 @@ class AtLimit:
 
 @dataclass(slots=True)
 class RequestTimeline:
+    """The records of all live requests and of the last finished ones."""
+
     tenant_limit: int = 0  # running tokens of one tenant
     decisions: int = 0
     # By arrival index. As many live requests as the queue and the workers take, and the last MAX_ENDED finished ones.
@@ -277,7 +282,8 @@ class RequestTimeline:
             if one.arrival_index == record.arrival_index or top.last <= wait.first or top.first > wait.last:
                 continue
             if one.request_id:
-                top = replace(top, reason="order", detail=f"behind {one.request_id}, which waits for {top.reason}")
+                detail = f"behind {one.request_id}, which waits for {top.reason}"
+                top = replace(top, reason="order", detail=detail, behind=one.request_id)
             told += apart.parts(top, wait)
         return told
 

@@ -2,7 +2,7 @@
 
 A step of one worker is scheduled like this:
 
-    batch.schedule(step)                 what runs, with how many tokens; for waiting requests it asks:
+    batch.schedule(step)                 which requests run, with how many tokens; for waiting requests:
       order.ordered(now_s)                 in which order they are offered a slot
       placement.place(request, ...)        on which worker, if there are several
       capacity.admit(step, request, ...)   whether they may have blocks
@@ -35,7 +35,7 @@ Mode = Literal["recompute", "swap", "auto"]
 
 
 class BatchPolicy(ABC):
-    """Decides what runs in a step."""
+    """Decides which requests run in a step, and with how many tokens."""
 
     # Tokens that a step computes for one request can be shared by requests admitted behind it in the same step, as if
     # they were computed already: a worker writes the KV of all rows of a step before any row attends.

@@ -142,7 +142,7 @@ class Step(StepView):
         if verdict is not Verdict.ADMIT or need_blocks > self._available_blocks:
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
-                if need_blocks <= self._available_blocks:  # the blocks are there, but are promised, or are needed later
+                if need_blocks <= self._available_blocks:  # the blocks are free, but promised or needed later
                     detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
                 return self.reject(request, verdict, "capacity", detail)
             return self.reject(request, Verdict.STOP, "blocks", detail)

@@ -33,7 +33,7 @@ Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best 
 class SearchBeam:
     """A sequence under search. Beams of one origin share their past, so a step adds one token to each of them.
 
-    `parent` is the beam's index among the live beams of the step before.
+    `parent` is the beam's index among the live beams of the previous step.
     """
 
     parent: int
@@ -56,6 +56,8 @@ PROMPT = SearchBeam(parent=-1, token=-1, logprob=0.0, num_tokens=0, origin=None)
 
 
 class FinishedBeam(NamedTuple):
+    """A beam that has ended."""
+
     tokens: tuple[int, ...]  # with the token that ended it
     score: float
     reason: Literal["stop", "length"]

@@ -6,6 +6,8 @@ import enum
 
 
 class Phase(enum.Enum):
+    """The phase of a sequence. The value says what it means."""
+
     WAITING = "in the queue"
     ALLOCATING = "in a step that waits for the cache's answer"
     RUNNING = "in a slot of one worker, with blocks"
@@ -14,6 +16,8 @@ class Phase(enum.Enum):
 
 
 class Event(enum.Enum):
+    """What moves a sequence to another phase. The value says what happens."""
+
     SCHEDULE = "a step takes it"
     GRANT = "the cache grants its blocks, and its plan is emitted"
     REJECT = "the cache has too few blocks, or is lost before it answers"

@@ -341,7 +341,7 @@ class RequestView:
 
     @property
     def ignores_eos(self) -> bool:
-        """It generates `max_new_tokens` tokens, unless a stop token of its own comes first."""
+        """Whether the request generates `max_new_tokens` tokens, unless a stop token of its own comes first."""
         return self._request.sampling.ignore_eos
 
     @property

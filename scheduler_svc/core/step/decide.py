@@ -24,6 +24,8 @@ MAX_PAUSES = 64
 
 @dataclass(frozen=True, slots=True)
 class Decider:
+    """Calls the policies for one step of one worker."""
+
     life: Lifecycle
 
     def decide(self, worker: WorkerState, policies: Policies, waiting: Waiting, now_s: float) -> Step | None:

@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.steps import Decision, PendingStep, PlannedAdmis
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
+    """Makes the plan of a step from the blocks that the cache granted."""
+
     cache: CacheLink
     swaps: Swaps
     publisher: Publisher
@@ -30,7 +32,7 @@ class Emitter:
     counters: SchedulerCounters
 
     def emit(
-        self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None
+        self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None, now_s: float
     ) -> WorkerServiceLinkResponse | None:
         """Build the plan, with the blocks that the cache granted. None if nothing is left to run."""
         decision = pending_step.decision
@@ -49,7 +51,7 @@ class Emitter:
             if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
                 continue  # the caller requeues the request
             self._fill_slot(worker, admission, response, index, plan, sizes)
-        return message if self._run(worker, plan, sizes) else None
+        return message if self._run(worker, plan, sizes, pending_step.planned_s, now_s) else None
 
     @staticmethod
     def _has_lost(worker: WorkerState, decision: Decision) -> bool:
@@ -128,7 +130,7 @@ class Emitter:
         new.sampling.CopyFrom(request.sampling)
         new.request_id, new.cache_salt = request.request_id, request.cache_salt
 
-    def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int]) -> bool:
+    def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int], planned_s: float, now_s: float) -> bool:
         """Record the rows as in flight. Returns whether there are any."""
         slots = worker.batch.slots
         rows = slots.rows_of(NONE) if plan.skip_decodes else slots.decode_rows()
@@ -150,8 +152,11 @@ class Emitter:
             num_sampled=sampled,
             new_tokens=sum(sizes.values()),
             context_tokens=rows.base_tokens + len(rows) * worker.batch.decode_step,
+            planned_s=planned_s,
+            sent_s=now_s,
         )
         worker.in_flight.append(step)
+        self.counters.step_tokens.observe(step.new_tokens + sampled)
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:

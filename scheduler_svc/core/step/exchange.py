@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.steps import PendingStep
 
 @dataclass(slots=True, eq=False)
 class StepExchanges:
+    """The steps that wait for the cache, and what becomes of them when it answers."""
+
     _workers: dict[int, WorkerState]
     _cache: CacheLink
     _step_scheduler: StepScheduler
@@ -79,7 +81,7 @@ class StepExchanges:
         if extend is not None and response is not None and not response.results[extend].HasField("extend"):
             self._undo_pending_step(pending_step)
             return
-        message = self._emitter.emit(worker, pending_step, response)
+        message = self._emitter.emit(worker, pending_step, response, self._life.now_s)
         if message is not None:
             self._life.counters.steps += 1
             self._send(worker.id, message)

@@ -26,7 +26,7 @@ class Placement:
         self.policy = policy
         self._views = {worker.id: WorkerView(worker) for worker in workers if not worker.draining}
         self._ids = list(self._views)
-        self._turn = -1  # index of the last worker that _compared() has looked at; it takes them in turn
+        self._turn = -1  # index of the last worker that _compared() has taken; it takes all in turn
         self._scheduled: set[int] = set()  # workers that have scheduled a step in this round
         # By arrival index: the worker that the request is placed on, and the matches that were known then.
         self._placed: dict[int, tuple[WorkerView, dict[int, PrefixMatch] | None]] = {}

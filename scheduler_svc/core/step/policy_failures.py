@@ -23,6 +23,8 @@ class PolicyFailure:
 
 
 class PolicyFailures:
+    """The failures of the current policies, by kind of policy."""
+
     def __init__(self, policies: Policies, num_steps: int = 0) -> None:
         """`num_steps`: steps that were planned before."""
         self.by_kind: dict[str, PolicyFailure] = {}

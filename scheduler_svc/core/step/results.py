@@ -14,6 +14,7 @@ from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.step.step_log import StepLog
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.steps import StepInFlight
 
@@ -23,9 +24,12 @@ Failures = dict[int, RowError]  # by slot
 
 @dataclass(frozen=True, slots=True)
 class ResultReader:
+    """Applies step results to requests."""
+
     life: Lifecycle
     publisher: Publisher
     groups: BeamGroups
+    step_log: StepLog
 
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
         """Apply the result of the oldest step in flight. Returns the number of new tokens, and of inputs pooled.
@@ -33,9 +37,11 @@ class ResultReader:
         Raises ProtocolError if the result is not of that step.
         """
         step = self._matching_step(worker, result)
+        seconds = (result.finished_us - result.started_us) * 1e-6
         if result.finished_us and step.step > 1:  # the first step of a link may compile kernels
-            seconds = (result.finished_us - result.started_us) * 1e-6
             worker.step_fit.add(step.new_tokens, step.context_tokens, step.num_rows, seconds)
+        if self.step_log.num_readers:
+            self.step_log.add(worker.id, step, now_s, seconds if result.finished_us else 0.0)
         tokens = np.frombuffer(result.token_ids, np.int32)
         failed = {error.slot: error for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}

@@ -26,6 +26,8 @@ from scheduler_svc.core.workers.steps import Decision, PendingStep
 
 @dataclass(slots=True, eq=False)
 class Rounds:
+    """Schedules the next step of every worker that has credit."""
+
     _workers: dict[int, WorkerState]
     _cache: CacheLink
     _step_scheduler: StepScheduler
@@ -109,7 +111,7 @@ class Rounds:
                 self._watch_progress(decision)
             return preempted  # then schedule again: perhaps only the preempted sequences can run
         self._refusals, worker.asked_for_pins = 0, False
-        pending_step = PendingStep(worker.id, decision, worker.batch.slots.num_releases)
+        pending_step = PendingStep(worker.id, decision, worker.batch.slots.num_releases, now_s)
         if len(decision.growth) or decision.admissions:
             for admission in decision.admissions:
                 request, why = admission.request, ""

@@ -245,7 +245,7 @@ class StepScheduler:
                 return
             if taken:
                 yield request
-            if limited and self.queue.of(request).is_aside(request) != (skipped or not worker.fits_adapter(request)):
+            if limited and self.queue.of(request).is_stuck(request) != (skipped or not worker.fits_adapter(request)):
                 self._doubtful.append(request)
 
     def _taker(

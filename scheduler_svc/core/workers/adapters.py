@@ -10,6 +10,8 @@ from scheduler_svc.core.requests.request import Request
 
 @dataclass(slots=True, eq=False)
 class Adapters:
+    """Counts the bound requests of each adapter of a worker."""
+
     limit: int  # adapters that the worker serves at once
     num_bound: Counter[str] = field(default_factory=Counter)  # bound requests, by adapter
 

@@ -156,7 +156,7 @@ class SlotLedger:
         ends = np.cumsum(counts)
         for slot, start, end in zip(grown.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
             request = self.requests[slot]
-            assert request is not None, "only what runs grows"
+            assert request is not None, "only running sequences grow"
             request.held.block_table.frombytes(blocks[start:end].tobytes())
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────

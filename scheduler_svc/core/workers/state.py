@@ -23,6 +23,8 @@ from scheduler_svc.core.workers.swap_space import SwapSpace
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
+    """The scheduler's view of one worker."""
+
     id: int
     registration: WorkerRegistration
     window: int
@@ -105,7 +107,7 @@ class WorkerState:
         """Whether the worker refused the request and no sequence has left since, so that it would be refused again."""
         return request.arrival_index in self._refused and self._refused_at == self.batch.num_departed
 
-    # What an online request can get: offline sequences count as if they were not there, because they yield.
+    # What an online request can get: offline sequences do not count, because they yield.
 
     @property
     def free_slots(self) -> int:

@@ -25,6 +25,8 @@ class OutOfBlocks(Exception):
 
 
 class PlannedAdmission(NamedTuple):
+    """A waiting request that a step admits, before the cache has granted its blocks."""
+
     request: Request
     num_tokens: int  # to compute in this step
     num_new_tokens: int  # tokens to take blocks for, after the cached prefix
@@ -71,6 +73,7 @@ class PendingStep:
     worker: int
     decision: Decision
     num_releases: int  # of the slot ledger when the step was scheduled
+    planned_s: float
     # indexes of its operations in the exchange: growth (None: nothing grows), and admissions
     extend: int | None = None
     admits: list[int] = field(default_factory=list)
@@ -115,6 +118,8 @@ class StepInFlight(NamedTuple):
     num_sampled: int
     new_tokens: int  # prompt tokens that it computes
     context_tokens: int  # tokens that its decoding rows attend to
+    planned_s: float
+    sent_s: float
 
     @property
     def num_rows(self) -> int:

@@ -11,6 +11,8 @@ from scheduler_svc.core.requests.request import Request
 
 @dataclass(slots=True, eq=False)
 class SwapSpace:
+    """The scheduler's view of a worker's host memory."""
+
     free_blocks: int = 0  # host blocks that are free or hold only cached KV
     swapped: dict[int, Request] = field(default_factory=dict)  # waiting requests with their KV here, by sequence
     # Copies for the next plan: device blocks, host blocks; by sequence.

@@ -1,7 +1,7 @@
 """Highest response ratio next (SGLang `hrrn`): tokens served since a request arrived / tokens that it has to compute.
 
 The clock is the work admitted so far, so short requests go first and no request waits for ever. A request with its
-whole prompt cached goes before all others: since a match never has the last token, it has run before. A request
+whole prompt cached comes before all others: a match never has the last token, so this request has run before. A request
 advances the clock when it first runs, and keeps its age when it has to wait again. With the clock each ratio changes at
 its own rate, so a pass looks at every waiting request.
 """

@@ -26,7 +26,7 @@ class OnArrival(PlacementPolicy):
         """The request's worker among these (by ascending id), and the reason."""
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
-        """The worker chosen earlier, if it is still there; else the one that `choose` names."""
+        """The worker chosen earlier, if it is still attached; else the worker that `choose` returns."""
         offered = {worker.id: worker for worker in (*workers, *full)}
         worker_id, _ = self._chosen.get(request.arrival_index, (None, ""))
         if worker_id in offered:

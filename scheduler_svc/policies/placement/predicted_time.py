@@ -3,7 +3,7 @@
 The cost of a worker, in seconds summed over requests:
 
     first token        steps in flight, prefill queued ahead, own uncached prefill, at the worker's own fitted rates
-  + own decoding       expected output tokens, each a step of what runs there and of this request
+  + own decoding       expected output tokens, each a step of the running requests there and this request
   + others' slowdown   each row there waits for the own prefill once, and for one more row and its context every step
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy

@@ -12,6 +12,7 @@ from services.cli.arguments import Parser, console, usage_error
 from services.cli.bench.client import ServerRefuses
 from services.cli.bench.load.traces import TraceError
 from services.cli.bench.options import PROG, parse_options
+from services.cli.bench.options import parser as parser  # for shell completion
 from services.cli.bench.report import compare, page, tables
 from services.cli.bench.report.document import BadReport, BenchReport
 from services.cli.bench.run import BenchRun

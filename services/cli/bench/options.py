@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
+    """The flags of a run, checked."""
+
     url: str
     ca_file: str
     api_key: str
@@ -68,15 +70,16 @@ class BenchOptions:
 
 def parse_options(argv: list[str]) -> BenchOptions:
     """Raises SystemExit after a line about a mistake."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    flags = parser()
+    arguments = flags.parse_args(argv)
     try:
         return _options(arguments)
     except ValueError as error:
-        parser.error(str(error))
+        flags.error(str(error))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The flags of a run."""
     parser = Parser(
         prog=PROG,
         description=DESCRIPTION,

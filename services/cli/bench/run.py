@@ -29,6 +29,8 @@ BUSY = 0.9
 
 
 class BenchRun:
+    """One run of `paceline bench`: its stages, one after the other."""
+
     def __init__(self, options: BenchOptions, screen: ProgressScreen) -> None:
         self._options = options
         self._screen = screen

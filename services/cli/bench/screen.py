@@ -16,6 +16,8 @@ RECENT = 50
 
 
 class ProgressScreen:
+    """Progress on a terminal; plain lines elsewhere."""
+
     def __init__(self, console: Console) -> None:
         self._console = console
 

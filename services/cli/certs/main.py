@@ -17,8 +17,7 @@ MAX_DAYS = 825  # clients of Apple refuse longer ones
 _DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
-def main(argv: list[str]) -> int:
-    """Returns the exit status."""
+def parser() -> Parser:
     parser = Parser(
         prog=PROG,
         description="Make a CA and a certificate for each service, for development: what is missing in the folder.",
@@ -41,7 +40,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--days", type=int, default=365, help=f"how long they are valid, 1..{MAX_DAYS}; default 365")
     parser.add_argument("--renew", action="store_true", help="new certificates for all services, of the same CA")
     parser.add_argument("--force", action="store_true", help="a new CA, and new certificates for all services")
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status."""
+    arguments = parser().parse_args(argv)
     if not 1 <= arguments.days <= MAX_DAYS:
         return usage_error(PROG, f"--days: {arguments.days} is not within 1..{MAX_DAYS}")
     for host in arguments.host:

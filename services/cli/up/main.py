@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import sys
@@ -20,12 +21,18 @@ from services.cli.up.supervisor import Supervisor
 from services.runtime.keys.listen import safe_host
 from services.runtime.keys.source import open_keys
 from services.runtime.service import CannotStart, run_service
-from services.runtime.settings import load_settings
+from services.runtime.settings import load_settings, settings_parser
+
+PROG = "paceline up"
+
+
+def parser() -> argparse.ArgumentParser:
+    return settings_parser(UpSettings, prog=PROG)
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
-    settings = load_settings(UpSettings, argv, prog="paceline up")
+    settings = load_settings(UpSettings, argv, prog=PROG)
     console = Console(stderr=False)
     problem: list[str] = []
 
@@ -35,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     run_service(body)
     for reason in problem:
-        print(f"paceline up: {reason}", file=sys.stderr)
+        print(f"{PROG}: {reason}", file=sys.stderr)
     return 1 if problem else 0
 
 
@@ -67,12 +74,14 @@ async def _serve(
     supervisor = Supervisor(children, settings, GatewayProbe(ports.url, dialler), screen, dialler)
     failed = supervisor.failure
     stopped = asyncio.create_task(stop.wait())
+    has_served = False
     try:
         with console.status("starting", spinner="dots") as screen.status:
             await supervisor.start()
             ready = asyncio.create_task(_wait_ready(supervisor, ports, dialler))
             await _first(ready, stopped, failed)
-        if ready.done():
+        screen.status = None  # from now on, the progress of a service that starts again is shown in lines
+        if has_served := ready.done():
             if announcement is not None:
                 announcement.rename(ready.result())
             screen.show_server(settings, ports, ready.result())
@@ -80,10 +89,21 @@ async def _serve(
         else:
             ready.cancel()
     finally:
-        console.print("stopping: waiting for running requests" if not failed.done() else "stopping")
-        await supervisor.stop()
+        await _stop(supervisor, settings, console, is_draining=has_served and not failed.done())
         stopped.cancel()
-    return failed.result() if failed.done() else None
+    if not failed.done():
+        return None
+    return failed.result() if has_served else f"{failed.result()}; `paceline doctor` with the same flags says more"
+
+
+async def _stop(supervisor: Supervisor, settings: UpSettings, console: Console, *, is_draining: bool) -> None:
+    """Stop all services. `is_draining`: there may be running requests, which get the time of --drain-s."""
+    said = "stopping"
+    if is_draining:
+        said += f": running requests get {settings.drain_s:g} s; Ctrl-C again stops at once"
+    console.print(said, highlight=False)
+    with console.status("stopping", spinner="dots"):
+        await supervisor.stop()
 
 
 @contextlib.contextmanager
@@ -92,7 +112,10 @@ def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator
     scheduler = ports.scheduler_address
     with contextlib.ExitStack() as stack:
         tls_dir = str(settings.tls_dir.absolute()) if settings.tls_dir else ""
-        found = announced(ports.http, settings.served_model_name, scheduler, ports.cache_address, tls_dir)
+        http_cert = str(settings.public_tls.cert.absolute()) if settings.public_tls else ""
+        found = announced(
+            ports.http, settings.served_model_name, scheduler, ports.cache_address, tls_dir, ports.url, http_cert
+        )
         try:
             announcement = stack.enter_context(found)
         except OSError as error:
@@ -115,6 +138,9 @@ async def _wait_ready(supervisor: Supervisor, ports: Ports, dialler: Dialler) ->
             if await listens(host, port):
                 del pending[name]
                 supervisor.note_ready(by_name[name], f"{host}:{port}")
+        supervisor.screen.show_pending(
+            [*pending, *(w.name for w in workers if not w.restarts.was_ready)] or ["gateway"]
+        )
         if not pending and (not workers or await asyncio.to_thread(gateway.is_ready)):
             for worker in workers:
                 if await check_health(worker.grpc, dialler, worker.service) is HealthState.SERVING:

@@ -27,8 +27,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     cache = [*inside("cache"), "--port", str(ports.cache), *s.flags("keys_file")]
     scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
     scheduler += s.flags("window", "preset", "keys_file")
-    worker = [*dial, *s.flags("model", "load_format", "dtype", "pooling", "block_size", "num_blocks")]
-    worker += s.flags("host_gib", "max_model_len", "threads")
+    worker = [*dial, *worker_flags(s)]
     gateway = [*common, *dial, "--host", s.host, "--port", str(ports.http), "--grpc-port", str(ports.grpc)]
     gateway += s.flags("model", "served_model_name", "max_model_len", "dtype", "keys_file")
     gateway += ["--insecure"] if s.insecure else []
@@ -42,6 +41,12 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
         ],
         Child("gateway", "gateway", gateway, f"{ports.address}:{ports.grpc}"),
     ]
+
+
+def worker_flags(settings: UpSettings) -> list[str]:
+    """What each worker is told of the model and its memory."""
+    model = settings.flags("model", "load_format", "dtype", "pooling", "block_size", "num_blocks")
+    return model + settings.flags("host_gib", "max_model_len", "threads")
 
 
 def environment(settings: UpSettings) -> dict[str, str]:

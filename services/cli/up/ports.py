@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
+from services.cli.up.holder import holder_of
 from services.cli.up.settings import UpSettings
 
 # For traffic between the services of this machine. Other machines cannot connect, whatever --host is.
@@ -25,7 +27,10 @@ def pick_port(host: str, port: int, explicit: bool, flag: str, taken: set[int]) 
                 probe.bind((host, port))
             except OSError as error:
                 if explicit or port == 0:
-                    raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {error.strerror}") from error
+                    holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
+                    by = f" by {holder}" if holder else ""
+                    why = f"{error.strerror}{by}{'; choose another port' if explicit and port else ''}"
+                    raise CannotServe(f"--{flag}: {host}:{port} cannot be used: {why}") from error
             else:
                 found = int(probe.getsockname()[1])
                 if found not in taken:

@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import sys
+import time
+from collections.abc import Collection
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,8 +22,9 @@ from services.runtime.keys.source import are_configured
 from services.runtime.model.hub import local_folder
 from services.runtime.tls.files import TlsPaths
 
-# A worker's output line while it reads weights.
-LOADING = re.compile(r"loading (?P<model>.+): (?P<percent>\d+) % of (?P<mib>\d+) MiB$")
+# Output lines of a service while it reads weights, captures graphs, or downloads a model.
+PROGRESS = re.compile(r"(?P<what>loading|capturing CUDA graphs).*: (?P<percent>\d+) % of (?P<total>.+)$")
+DOWNLOAD = re.compile(r"fetching .+: \d+ MiB so far$")
 BAR_CHARACTERS = 30
 COLOURS = {"cache": "cyan", "scheduler": "magenta", "worker": "green", "gateway": "blue"}
 
@@ -32,24 +35,33 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.status: Status | None = None  # the progress line of the start, on a terminal
+        self._began_s = time.monotonic()
+        self._progress: dict[str, str] = {}  # by the name of the child, as markup
 
     def say(self, child: Child, line: str) -> None:
         """Show a line about the child."""
         self.console.print(f"[{COLOURS[child.service]}]{child.name:>10}[/] {line}", highlight=False, soft_wrap=True)
 
     def relay(self, child: Child, line: str) -> None:
-        """Show a line of the child. On a terminal, the progress of a load is a bar. A JSON line names its service, and
-        stays unchanged for programs."""
+        """Show a line of the child. While `up` starts on a terminal, progress is a part of the status line. A JSON line
+        names its service, and stays unchanged for programs."""
         if line.startswith('{"timestamp":'):
             self.console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
             return
-        loading = LOADING.match(line)
-        if loading is None or self.status is None or not self.console.is_terminal:
+        progress = _as_progress(line)
+        if not progress or self.status is None or not self.console.is_terminal:
             self.say(child, escape(line))
+        else:
+            self._progress[child.name] = progress
+
+    def show_pending(self, names: Collection[str]) -> None:
+        """Update the status line of the start: the services that are not ready yet, and for how long `up` has
+        waited."""
+        if self.status is None:
             return
-        done = BAR_CHARACTERS * int(loading["percent"]) // 100
-        bar = f"[green]{'━' * done}[/][dim]{'━' * (BAR_CHARACTERS - done)}[/]"
-        self.status.update(f"{child.name}: loading {bar} {loading['percent']} % of {loading['mib']} MiB")
+        waited_s = time.monotonic() - self._began_s
+        pending = [f"{name} {self._progress.get(name, '')}".strip() for name in names]
+        self.status.update(f"starting {', '.join(pending)} ({waited_s:.0f} s)")
 
     def show_server(self, settings: UpSettings, ports: Ports, model: str) -> None:
         """Show how to use the server, which serves now."""
@@ -66,6 +78,10 @@ class Screen:
         curl = f"curl {self._curl_flags(settings)}{ports.url}/v1/{path}"
         example = f"{curl} -H 'Content-Type: application/json'{key} \\\n    -d '{body}'"
         self.console.print(f"  {escape(example)}\n", highlight=False, soft_wrap=True)
+        if path == "chat/completions":
+            which = ["--server", str(ports.http)] if len(running_servers()) > 1 else []
+            chat = shlex.join([own_command(sys.argv[0]), "chat", *which])
+            self.console.print(f"  Or talk to it: [bold]{escape(chat)}[/]\n", highlight=False, soft_wrap=True)
         self.console.print("  Metrics:", highlight=False)
         for name, url in ports.metrics_urls().items():
             self.console.print(f"    {name:<10} {url}", highlight=False, soft_wrap=True)
@@ -77,7 +93,7 @@ class Screen:
         more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         if len(running_servers()) > 1:
-            line = f"  Other servers run here: paceline policy, cache and explain need --server {ports.http}."
+            line = f"  Other servers run here: chat, policy, cache and explain need --server {ports.http}."
             self.console.print(line, highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 
@@ -88,6 +104,15 @@ class Screen:
             return ""
         (ca,) = TlsPaths.of(settings.tls_dir, "gateway").cas
         return f"--cacert {shlex.quote(str(ca))} "
+
+
+def _as_progress(line: str) -> str:
+    """A service's line about its progress, as markup for the status line; empty for another line."""
+    if (found := PROGRESS.match(line)) is not None:
+        done = BAR_CHARACTERS * int(found["percent"]) // 100
+        bar = f"[green]{'━' * done}[/][dim]{'━' * (BAR_CHARACTERS - done)}[/]"
+        return f"{found['what']} {bar} {found['percent']} % of {escape(found['total'])}"
+    return escape(line) if DOWNLOAD.match(line) else ""
 
 
 def own_command(script: str) -> str:

@@ -93,7 +93,7 @@ class Quotas:
     def entering(self, key: ApiKey | None, *, new: bool) -> Iterator[None]:
         """The context of a request from its head until its submission. Raises ApiError 429 before its body is read.
 
-        `new` False: the request may be running already. Then its place among the running requests does not count.
+        `new` False: the request may be running already. Then the check does not count the running requests.
         """
         if key is None or not key.has_quotas:
             yield
@@ -118,8 +118,8 @@ class Quotas:
         delivered: int = 0,
         offline: bool = False,
     ) -> Charge | None:
-        """Charge a request that is submitted now; None if the key has no quotas. The request is not in `entering` any
-        more, or its place there is not counted.
+        """Charge a request that is submitted now; None if the key has no quotas. This counts running requests only,
+        so a request that is still in `entering` does not count twice.
 
         `prompt`: tokens to compute before the first output. `output`: tokens that its sequences may reach then.
         `delivered`: output that the client has from another run, a part of `prompt`. Without `output`, what comes out

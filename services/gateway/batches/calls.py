@@ -37,7 +37,7 @@ class LineAnswer(NamedTuple):
 
 
 class _NoConnection:
-    """In the place of the connection of a request. A call is ended by cancelling it."""
+    """Stands for the connection of a call that has none. Cancelling the call ends it."""
 
     def has_gone(self) -> bool:
         return False

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import ContentPiece, Document, DocumentName, DocumentStore
+from services.gateway.store.documents import ContentPiece, Document, DocumentKind, DocumentName, DocumentStore
 
 PIECE_BYTES = 2**20
 MAX_LINES = 50_000  # OpenAI's limit of a batch
 MAX_FILES = 1000  # of one owner
 MAX_NAME_CHARS = 255
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
+_KINDS: tuple[DocumentKind, ...] = ("file", "batch")  # a batch has the bytes of its results until they are in files
 # The label of a file that is being written. It counts for the owner, is shown to no client, and expires if its gateway
 # dies.
 _WRITING, _WRITING_S = "writing", 3600.0
@@ -26,7 +27,8 @@ _WRITING, _WRITING_S = "writing", 3600.0
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """`max_bytes`: of one file. `max_owner_bytes`: of all files of one owner. `ttl_s`: until a file is deleted."""
+    """The limits of files. `max_bytes`: of one file. `max_owner_bytes`: of all files of one owner. `ttl_s`: until a
+    file is deleted."""
 
     max_bytes: int = 200 * 2**20
     max_owner_bytes: int = 2 * 2**30
@@ -78,11 +80,13 @@ class Files:
         num_lines = await asyncio.to_thread(_count_lines, file)
         if num_lines > MAX_LINES:
             raise ApiError(400, f"file: it has {num_lines} lines, and at most {MAX_LINES} are possible", param="file")
+        # An upload that is refused here counts at no time: otherwise it could end a running batch.
+        await self.check_usage(owner, "file", num_bytes)
         name = DocumentName("file", owner, f"file-{uuid.uuid4().hex}")
         begun = await self._begin(name, filename, INPUT, ttl_s or self.limits.ttl_s, num_bytes)
         assert begun is not None
         try:
-            await self.check_usage(owner, "file")
+            await self.check_usage(owner, "file")  # again, with what is uploaded meanwhile
             number = 0
             while data := await asyncio.to_thread(file.read, PIECE_BYTES):
                 await self._store.add_pieces(name, [ContentPiece(number, 0, data)])
@@ -166,17 +170,24 @@ class Files:
         elif text := rest.strip():
             yield Line(number, bytes(text))
 
-    async def check_usage(self, owner: str, param: str) -> None:
-        """Raises ApiError 413 if the owner's files exceed a limit, also those that are being written."""
-        usage, limits = await self._store.usage("file", owner), self.limits
+    async def check_usage(self, owner: str, param: str, more_bytes: int = 0) -> None:
+        """Raises ApiError 413 if the owner's files exceed a limit, with those that are being written, and with so many
+        more bytes."""
         what = ""
-        if usage.num_documents > MAX_FILES:
-            what = f"{MAX_FILES} files"
-        elif usage.num_bytes > limits.max_owner_bytes:
-            what = f"{limits.max_owner_bytes} bytes (--max-files-bytes)"
+        if (await self._store.usage("file", owner)).num_documents > MAX_FILES:
+            what = f"all your files together may be at most {MAX_FILES} files"
+        elif await self.exceed_bytes(owner, more_bytes):
+            what = "all your files and the results of your running batches together may have at most "
+            what += f"{self.limits.max_owner_bytes} bytes (--max-files-bytes)"
         if what:
-            message = f"{param}: all your files together may have at most {what}; delete files that you do not need"
+            message = f"{param}: {what}; delete files that you do not need"
             raise ApiError(413, message, param=param, code="files_limit_exceeded")
+
+    async def exceed_bytes(self, owner: str, more_bytes: int = 0) -> bool:
+        """Whether the owner's files and the results of its running batches, with so many more bytes, are above the
+        limit."""
+        sizes = [(await self._store.usage(kind, owner)).num_bytes for kind in _KINDS]
+        return sum(sizes) + more_bytes > self.limits.max_owner_bytes
 
     async def _begin(
         self, name: DocumentName, filename: str, purpose: str, ttl_s: float, num_bytes: int

@@ -15,7 +15,7 @@ BatchStatus = Literal[
 ]
 Event = Literal["valid", "invalid", "cancel", "run", "expire", "lose", "finish"]
 # Lines that were not run get an error of this code in the error file.
-Unrun = Literal["", "batch_expired", "batch_cancelled", "api_key_revoked", "input_file_lost"]
+Unrun = Literal["", "batch_expired", "batch_cancelled", "api_key_revoked", "input_file_lost", "files_limit_exceeded"]
 # The statuses are OpenAI's. `run`: every line has a result. `finish`: the files are written.
 TRANSITIONS: dict[tuple[BatchStatus, Event], BatchStatus] = {
     ("validating", "valid"): "in_progress",
@@ -49,8 +49,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """`model`: what the gateway that made it serves. `times`: by the names of their fields. `outcome`: _OUTCOME_FIELDS
-    that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run."""
+    """A stored batch. `model`: the model of the gateway that made the batch. `times`: by the names of their fields.
+    `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run.
+    `num_bytes`: of the results that are in no file yet, without those of about the last second."""
 
     name: DocumentName
     model: str
@@ -63,6 +64,7 @@ class BatchRecord:
     times: dict[str, int] = field(default_factory=dict)
     outcome: dict[str, Any] = field(default_factory=dict)
     unrun: Unrun = ""
+    num_bytes: int = 0
     version: int = 0
 
     @property
@@ -127,8 +129,8 @@ class BatchRecord:
             "outcome": self.outcome,
             "unrun": self.unrun,
         }
-        expires_s = self.expires_s + self.kept_s
-        return Document(self.name, self.model, self.created_s, expires_s, 0, orjson.dumps(data), self.version)
+        expires_s, text = self.expires_s + self.kept_s, orjson.dumps(data)
+        return Document(self.name, self.model, self.created_s, expires_s, self.num_bytes, text, self.version)
 
 
 def new_batch(name: DocumentName, model: str, request: BatchRequest, now_s: float, ttl_s: float) -> BatchRecord:
@@ -145,6 +147,7 @@ def stored_batch(document: Document) -> BatchRecord:
         document.name,
         document.label,
         created_s=document.created_s,
+        num_bytes=document.num_bytes,
         version=document.version,
         counts=Counts(*data.pop("counts")),
         **data,

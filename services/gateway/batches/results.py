@@ -21,6 +21,8 @@ _UNRUN: dict[Unrun, str] = {
     "batch_cancelled": "This request was not executed, because the batch was cancelled.",
     "api_key_revoked": "This request was not executed, because the API key that made the batch was removed.",
     "input_file_lost": "This request was not executed, because the input file is gone.",
+    "files_limit_exceeded": "This request was not executed, because the files of the API key, with the results of its "
+    "running batches, have reached their limit of bytes (--max-files-bytes).",
 }
 
 

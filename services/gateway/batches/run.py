@@ -29,7 +29,7 @@ from services.gateway.batches.results import (
     unrun_result,
 )
 from services.gateway.batches.schema import BatchLine
-from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
+from services.gateway.batches.throttle import ByteLimit, LineSlots, Throttle, Turns
 from services.gateway.batches.validation import InputCheck, parse_line
 from services.gateway.errors import ApiError
 from services.gateway.openai.gateway import Gateway
@@ -44,11 +44,13 @@ _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 _HELD_BYTES = 32 * 2**20
 _UNKNOWN_ID = ""  # of a line that is larger than this gateway reads; the result's position tells the line
 _WRITTEN = 256  # results of lines that were not run, in one write
+_CHECKED_BYTES = 2**20  # of results, between two checks of the owner's limit: Redis reads all documents for a check
 _EVENTS: dict[Unrun, Event] = {
     "": "run",
     "batch_expired": "expire",
     "api_key_revoked": "run",
     "input_file_lost": "lose",
+    "files_limit_exceeded": "run",
 }
 
 
@@ -61,13 +63,13 @@ class RunContext:
     store: DocumentStore
     files: Files
     endpoints: Mapping[str, CallEndpoint]
-    slots: asyncio.Semaphore
+    slots: LineSlots
     lines: int
     held: ByteLimit = field(default_factory=lambda: ByteLimit(_HELD_BYTES))
 
 
 class BatchRun:
-    """`batch`: as it was last stored or read here."""
+    """Runs one batch at this gateway. `batch`: its record, as last stored or read here."""
 
     def __init__(self, context: RunContext, batch: BatchRecord) -> None:
         self._context = context
@@ -77,7 +79,17 @@ class BatchRun:
         self._unrun: Unrun = ""  # why no further lines are run
         self._stopping = asyncio.Event()
         self._marks: Counter[int] = Counter()  # of the lines that have a result
+        self._num_bytes = batch.num_bytes  # of the results
+        self._next_check = 0  # when there are so many bytes
         self._changing = asyncio.Lock()
+        self.begun_s = time.monotonic()
+        self._turn_is_over = False
+        self.is_idle = False  # its turn is over, and no line is in flight any more: it waits to be cancelled
+
+    def end_turn(self) -> None:
+        """Begin no further line. Lines in flight end first: a line may take longer than a turn, and would begin again
+        in each one."""
+        self._turn_is_over = True
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises ApiError 503 if the store fails: then it can be begun again."""
@@ -98,6 +110,15 @@ class BatchRun:
             self._stop("batch_cancelled")
         elif time.time() >= self.batch.expires_s and self.batch.status in ("validating", "in_progress"):
             self._stop("batch_expired")
+        elif self.batch.status == "in_progress":
+            await self._check_room()
+
+    async def _check_room(self) -> None:
+        """Run no further lines if the owner has no room for their results."""
+        if self._num_bytes >= self._next_check:
+            self._next_check = self._num_bytes + _CHECKED_BYTES
+            if await self._files.exceed_bytes(self.batch.name.owner):
+                self._stop("files_limit_exceeded")
 
     def _stop(self, why: Unrun) -> None:
         self._unrun = self._unrun or why
@@ -114,7 +135,7 @@ class BatchRun:
                 if event is not None and not stored.may(event):
                     self.batch = stored
                     return False
-                changed = replace(stored, **{"counts": self._counts(stored), **fields})
+                changed = replace(stored, **{"counts": self._counts(stored), "num_bytes": self._num_bytes, **fields})
                 if event is not None:
                     changed = changed.after(event, time.time())
                 if changed == stored or await self._store.replace(changed.document(), ends_work=changed.has_ended):
@@ -151,6 +172,7 @@ class BatchRun:
     async def _run_lines(self) -> None:
         outcome = dict(self.batch.outcome)
         try:
+            await self._check_room()
             await self._unless_stopped(self._run_each())
         except ApiError as error:
             if error.status != 404:
@@ -165,19 +187,21 @@ class BatchRun:
         """Run the lines that have no result. Ends its lines when it is cancelled."""
         done, held = await self._store.marks(self.batch.name), self._context.held
         self._marks = Counter(done.values())
-        places, turns = asyncio.Semaphore(self._context.lines), Turns()
+        free_lines, turns = asyncio.Semaphore(self._context.lines), Turns()
         running: set[asyncio.Task[None]] = set()
 
         def release(num_bytes: int, _: object) -> None:
-            places.release()
+            free_lines.release()
             held.release(num_bytes)
 
         try:
             async for line in self._files.lines(await self._input(), self._gateway.max_body_bytes):
+                if self._turn_is_over:
+                    break
                 if line.number in done:
                     continue
                 await turns.take(num_bytes := len(line.text or b""))
-                await places.acquire()
+                await free_lines.acquire()
                 await held.acquire(num_bytes)
                 task = asyncio.create_task(self._run_line(line))
                 running.add(task)
@@ -191,6 +215,12 @@ class BatchRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         missing = self.batch.counts.total - len(await self._store.marks(self.batch.name))
+        if missing and self._turn_is_over:
+            self.is_idle = True
+            try:
+                await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is
+            finally:
+                self.is_idle = False
         if missing:  # a task has failed, and the log says why
             raise ApiError(503, f"{missing} lines have no result yet")
 
@@ -234,16 +264,23 @@ class BatchRun:
             try:
                 if await self._store.add_pieces(self.batch.name, [piece]):
                     self._marks[piece.mark] += 1
+                    self._num_bytes += len(piece.data)
                 return
             except ApiError as error:
                 _log.warning("the result of a line has to wait", request=request_id, error=error.message)
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def _result(self, number: int, line: BatchLine, request_id: str) -> ContentPiece | None:
-        """The result of a line, as soon as the server takes the line. None if the key of the batch was removed."""
+        """The result of a line, as soon as the server takes the line. None if the key of the batch was removed, or if
+        the turn ends first."""
         name = self.batch.name
         while True:
-            async with self._throttle.entering(), self._context.slots:
+            async with self._throttle.entering(), self._context.slots.entering(name.owner):
+                # Waits here, because a refusal would write a line into the log and halve the lines in flight.
+                while not (self._turn_is_over or self._has_room()):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+                if self._turn_is_over:
+                    return None
                 caller = self._gateway.access.named(name.owner)
                 if caller is None:
                     self._stop("api_key_revoked")
@@ -258,10 +295,10 @@ class BatchRun:
         endpoint = self.batch.endpoint
         if (call := self._context.endpoints.get(endpoint)) is None:
             return error_answer(ApiError(404, f"this server has no {endpoint}", code="not_found"))
-        # Asked first, because a refusal would write a line into the log and halve the lines in flight.
-        while not self._gateway.ready or self._gateway.refusal_if_full() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
         return await call_endpoint(call, endpoint, line.request, caller, request_id)
+
+    def _has_room(self) -> bool:
+        return self._gateway.ready and self._gateway.refusal_if_full() is None
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -283,6 +320,7 @@ class BatchRun:
                 await self._files.write(name.owner, file_id, f"{name.id}_{what}.jsonl", batch.ttl_s, chunks)
                 if usage is not None:
                     outcome["usage"] = usage.shown()
+        self._num_bytes = 0  # the files count from now on
         if await self._change("finish", outcome=outcome, unrun=unrun):
             await self._store.drop_pieces(name)
 

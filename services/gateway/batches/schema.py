@@ -54,7 +54,7 @@ class BatchRequest(RequestBody):
 
 
 class UploadForm(BaseModel):
-    """The multipart body of POST /v1/files, for the document only: uploads.py reads it."""
+    """The multipart body of POST /v1/files, for /openapi.json only: uploads.py parses the body."""
 
     file: Annotated[bytes, Field(json_schema_extra={"format": "binary"})]
     purpose: Literal["batch"]
@@ -74,7 +74,7 @@ class BatchLine(RequestBody):
     @classmethod
     def from_body(cls, body: Any, max_model_len: int) -> Self:
         line = parse(cls, body, max_model_len)
-        # Here, because this runs in the process for large bodies if the line is large.
+        # A large line is parsed in the process for large bodies. So this call also encodes its JSON there.
         line._request = orjson.dumps(line.body)
         line.body = {name: line.body[name] for name in ("model", "stream", "background") if name in line.body}
         return line
@@ -85,13 +85,13 @@ class BatchLine(RequestBody):
 
 
 def file_ttl_s(anchor: object, seconds: object) -> float | None:
-    """The expiry that the fields of a form name; None if there are none. Raises ApiError 400."""
+    """The time to live in seconds from the two fields of a form; None if neither is given. Raises ApiError 400."""
     if anchor is None and seconds is None:
         return None
     if anchor != _ANCHOR:
         raise invalid("expires_after[anchor]", f"expires_after[anchor] must be {_ANCHOR!r}")
     text = str(seconds)
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and MIN_TTL_S <= int(text) <= MAX_TTL_S):
-        message = f"expires_after[seconds] must be a number between {MIN_TTL_S} and {MAX_TTL_S}"
+        message = f"expires_after[seconds] must be a whole number between {MIN_TTL_S} and {MAX_TTL_S}"
         raise invalid("expires_after[seconds]", message)
     return float(text)

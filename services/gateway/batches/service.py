@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import Context
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ from services.gateway.batches.files import INPUT, FileLimits, Files, StoredFile
 from services.gateway.batches.records import BatchRecord, new_batch, stored_batch
 from services.gateway.batches.run import BatchRun, RunContext
 from services.gateway.batches.schema import BatchRequest
+from services.gateway.batches.throttle import LineSlots
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai.gateway import Gateway
 from services.gateway.store.documents import DocumentName, DocumentStore
@@ -28,6 +29,9 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 MAX_RUNS = 8  # batches that a gateway runs at once
+# How long a batch runs before one of a key without a run may take its turn. A turn begins with reading the input file
+# up to the first line without a result: up to 200 MiB.
+TURN_S = 60.0
 _MOST_OWNERS = 64  # of waiting batches, that are looked at each second
 MAX_UNFINISHED = 100  # batches of one owner
 
@@ -50,9 +54,10 @@ class Batches:
         self._context: RunContext | None = None
         if store is not None:
             files = Files(store, limits)
-            self._context = RunContext(gateway, store, files, endpoints, asyncio.Semaphore(all_lines), lines)
+            self._context = RunContext(gateway, store, files, endpoints, LineSlots(all_lines), lines)
         self.limits = limits
         self._runs: dict[DocumentName, tuple[BatchRun, asyncio.Task[None]]] = {}
+        self._changing_leases = asyncio.Lock()
 
     @property
     def files(self) -> Files:
@@ -82,7 +87,7 @@ class Batches:
         name = DocumentName("batch", owner, f"batch_{uuid.uuid4().hex}")
         batch = new_batch(name, self.gateway.model_name, request, time.time(), shared.files.limits.ttl_s)
         await shared.store.put(batch.document(), has_work=True)
-        if len(self._runs) < MAX_RUNS and not self.gateway.draining:
+        if len(self._runs) < MAX_RUNS:
             await self._take(name)
         return batch
 
@@ -93,7 +98,7 @@ class Batches:
             message = f"{param}: there is no batch {batch_id[:120]!r} here"
             raise ApiError(404, message, param=param, code="batch_not_found")
         batch = stored_batch(document)
-        if time.time() >= batch.expires_s and not (batch.has_ended or self.gateway.draining):
+        if time.time() >= batch.expires_s and not batch.has_ended:
             await self._take(batch.name)  # it waits for a run, or for a gateway of its model
         return batch
 
@@ -114,7 +119,7 @@ class Batches:
             if await self._shared.store.replace(cancelled.document()):
                 if (found := self._runs.get(batch.name)) is not None:
                     await found[0].look()
-                elif not self.gateway.draining:
+                else:
                     await self._take(batch.name)  # it waits for a run, or for a gateway of its model
                 return cancelled
 
@@ -142,7 +147,9 @@ class Batches:
         raise AssertionError("the tasks above do not end")
 
     async def _renew(self) -> None:
-        for name in await self._shared.store.renew(list(self._runs), LEASE_S):
+        async with self._changing_leases:
+            lost = await self._shared.store.renew(list(self._runs), LEASE_S)
+        for name in lost:
             if (found := self._runs.get(name)) is not None and not found[0].batch.has_ended:
                 _log.warning("another gateway has taken over a batch", id=name.id)
                 found[1].cancel()
@@ -155,14 +162,22 @@ class Batches:
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
-        """Take one batch of each owner. An owner without a run goes first."""
+        """Take one batch of each owner. An owner without a run goes first. Owners take turns if they are too many."""
         if not self.gateway.ready:
             return
+        for name in [name for name, (run, _) in self._runs.items() if run.is_idle]:
+            await self._leave(name)
         waiting = await self._shared.store.waiting("batch", self.gateway.model_name, _MOST_OWNERS)
         runs = Counter(name.owner for name in self._runs)
+        num_without = 0
         for name in sorted(waiting, key=lambda name: runs[name.owner]):
             if len(self._runs) < MAX_RUNS or await self._make_room(name.owner):
                 await self._take(name)
+            elif not runs[name.owner]:
+                num_without += 1
+        for run, _ in list(self._runs.values())[:num_without]:  # they have run longest
+            if time.monotonic() - run.begun_s >= TURN_S:
+                run.end_turn()
 
     async def _make_room(self, owner: str) -> bool:
         """Let a batch of an owner with several runs wait, for an owner without any. Its lines in flight will run
@@ -171,18 +186,31 @@ class Batches:
         [(busiest, count)] = runs.most_common(1)
         if runs[owner] or count < 2:
             return False
-        name = next(name for name in reversed(self._runs) if name.owner == busiest)
-        _, task = self._runs[name]
-        task.cancel()
-        await asyncio.wait([task])
-        await self._shared.store.renew([name], 0.0)
-        _log.info("a batch waits for one of another key", id=name.id)
+        await self._leave(next(name for name in reversed(self._runs) if name.owner == busiest))
         return True
 
+    async def _leave(self, name: DocumentName) -> None:
+        """Let a batch wait, behind those that wait already."""
+        if (found := self._runs.get(name)) is not None:
+            found[1].cancel()
+            await asyncio.wait([found[1]])
+        await self._give_back([name])
+        _log.info("a batch waits for one of another key", id=name.id)
+
+    async def _give_back(self, names: Sequence[DocumentName]) -> None:
+        """Let any gateway take these batches at once. Their tasks must have ended."""
+        async with self._changing_leases:  # a renewal under way would give them a lease again
+            await self._shared.store.renew(names, 0.0)
+
     async def _take(self, name: DocumentName) -> None:
-        """Run a batch, if no other gateway is faster."""
+        """Run a batch, if no other gateway is faster, and this gateway is not draining."""
         store = self._shared.store
-        if name in self._runs or not await store.claim(name, LEASE_S) or (document := await store.get(name)) is None:
+        if name in self._runs or self.gateway.draining or not await store.claim(name, LEASE_S):
+            return
+        if (document := await store.get(name)) is None:
+            return
+        if self.gateway.draining:  # meanwhile: close() has not seen this batch
+            await self._give_back([name])
             return
         run = BatchRun(self._shared, stored_batch(document))
         _log.info("runs a batch", id=name.id, status=run.batch.status)
@@ -201,13 +229,14 @@ class Batches:
             _log.error("a batch failed", id=name.id, exc_info=error)
 
     async def close(self) -> None:
-        """Leave all batches to other gateways, at once."""
+        """Leave all batches to other gateways, at once. Call this when the gateway drains; lines in flight run again
+        elsewhere, because a line may take longer than the drain."""
         runs = dict(self._runs)
         for _, task in runs.values():
             task.cancel()
         await asyncio.gather(*(task for _, task in runs.values()), return_exceptions=True)
         if runs:
             try:
-                await self._shared.store.renew(list(runs), 0.0)
+                await self._give_back(list(runs))
             except ApiError as error:
                 _log.warning("batches were not given back", error=error.message)

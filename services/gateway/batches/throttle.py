@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -58,6 +59,49 @@ class Throttle:
         self.limit = max(1.0, self.limit / 2)
         self._resume_s = now_s + min(max(self._pause_s, retry_after_s or 0.0), _LAST_PAUSE_S)
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+class LineSlots:
+    """At most `most` lines of all batches in flight. Lines that wait get a slot round robin over their owners, so that
+    an owner with many batches has the same share as one with a single batch."""
+
+    def __init__(self, most: int) -> None:
+        self._num_free = most
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the owner that is next comes first
+
+    @asynccontextmanager
+    async def entering(self, owner: str) -> AsyncIterator[None]:
+        """The context of a line in flight."""
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._wait(owner)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _wait(self, owner: str) -> None:
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(slot)
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if not slot.cancelled():  # it came just before
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            lines = self._waiting.pop(owner)
+            slot = lines.popleft()
+            if lines:
+                self._waiting[owner] = lines  # behind the other owners
+            if not slot.done():  # not cancelled
+                slot.set_result(None)
+                return
+        self._num_free += 1
 
 
 class Turns:

@@ -29,7 +29,7 @@ class Found:
     finish_reason: common_pb2.FinishReason.ValueType
 
 
-class NotThere(Exception):
+class EndedEarlier(Exception):
     """The sequence ended before the position at which a client wants to resume, or a stop string ended it there."""
 
 
@@ -163,12 +163,12 @@ class Generation:
         """Skip this many tokens, and return them. `on_text` gets their text. `next` gives the text that these tokens
         did not complete.
 
-        Raises what `next` raises, and NotThere.
+        Raises what `next` raises, and EndedEarlier.
         """
         while self._taken < num_tokens:
             on_text(await self.next(num_tokens))
             if self.finish_reason != _RUNNING:
-                raise NotThere
+                raise EndedEarlier
         return self._live.tokens[:num_tokens]
 
     def interrupt(self, error: Exception) -> None:
@@ -197,6 +197,7 @@ class Generation:
             parts.append(text)
             reasoning.push(text, stream.num_tokens)
             if stream.stopped:
+                reasoning.push_last("", stream.num_tokens)
                 break
         return "".join(parts)
 
@@ -226,6 +227,8 @@ class Generation:
         self.cached_tokens = min(ending.cached_tokens, len(self.job.prompt_ids))
         self.hypotheses = [self._found(hypothesis) for hypothesis in ending.hypotheses]
         text = self.text_stream.finish()
+        if self._reasoning is not None:
+            self._reasoning.push_last(text, self.text_stream.num_tokens)
         if self.text_stream.stopped:
             self.run.stop(self.text_stream.num_tokens)
         self.finish_reason = common_pb2.FINISH_REASON_STOP if self.text_stream.stopped else ending.reason

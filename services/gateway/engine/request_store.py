@@ -120,7 +120,7 @@ class OwnerShares(Generic[K, V]):
         return iter(self._entries.items())
 
     def add(self, key: K, value: V, num_bytes: int = 0) -> None:
-        """Add an entry that is not there yet."""
+        """Add an entry with a new key."""
         owner = self._owner_of(key)
         self._entries[key] = value
         self._sizes.setdefault(owner, {})[key] = num_bytes
@@ -128,7 +128,7 @@ class OwnerShares(Generic[K, V]):
         self.num_bytes += num_bytes
 
     def remove(self, key: K) -> None:
-        """Remove an entry. No effect if it is not there."""
+        """Remove an entry. No effect if no entry has this key."""
         if self._entries.pop(key, None) is None:
             return
         owner = self._owner_of(key)

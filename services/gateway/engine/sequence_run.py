@@ -12,7 +12,7 @@ from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.engine.live_request import LiveRequest
 from services.gateway.engine.request import GenerateJob
 from services.gateway.engine.session import SchedulerSession
-from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, from_scheduler, is_final
+from services.gateway.errors import CLIENT_CLOSED_REQUEST, QUEUE_LIMITS, ApiError, from_scheduler, is_final
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics
 
@@ -209,6 +209,7 @@ class SequenceRun:
             finish_reason=reason,
             status=status,
             message=message,
+            queue_limit=QUEUE_LIMITS.get(ending.queue_limit) if ending is not None else None,
             prompt_tokens=len(job.prompt_ids),
             output_tokens=self._num_output_tokens,
             cached_tokens=min(ending.cached_tokens, len(job.prompt_ids)) if ending is not None else None,

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 import grpc
 import grpc.aio
 
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
-from services.gateway.errors import ApiError, Gone
+from services.gateway.errors import ApiError, Gone, QueueFull, QueueLimit
 from services.runtime.fence import StaleScheduler
 from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
@@ -27,11 +27,18 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
-_RELEASE_S = 5.0  # for a call that the scheduler answers from memory
+# For calls that the scheduler answers from memory.
+_RELEASE_S, _EXPLAIN_S = 5.0, 10.0
+_EXPLAIN_ERRORS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.FAILED_PRECONDITION: 409}
+_REASONS = {404: "request_not_found", 409: "several_owners"}
 _LOOK_S = 1.0  # how often a waiting request checks for its client
 _NO_WORKER_RETRY_S = 5.0  # the scheduler's retry_after_s for the same failure
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+def _away() -> ApiError:
+    return ApiError(503, "no connection to the scheduler", retry_after_s=1.0)
 
 
 class SchedulerSession:
@@ -126,7 +133,7 @@ class SchedulerSession:
         if self._model_told.is_set():
             return
         if self._num_asking >= self.max_live:
-            raise self.refusal(_FULL)
+            raise self._full(_FULL)
         self._num_asking += 1
         try:
             clock = asyncio.get_running_loop().time
@@ -150,20 +157,27 @@ class SchedulerSession:
 
     def refusal(self, message: str) -> ApiError:
         """A 429 that says when a position will be free."""
-        return ApiError(429, message, retry_after_s=self._core.retry_after_s(asyncio.get_running_loop().time()))
+        return ApiError(429, message, retry_after_s=self._retry_after_s())
 
-    def refusal_if_full(self) -> ApiError | None:
+    def refusal_if_full(self) -> QueueFull | None:
         """A 429 if the gateway or, by its last report, the scheduler would refuse a new request."""
         if self._core.is_full:
-            return self.refusal(_FULL)
-        return None if self._core.queue_takes() else self.refusal("the queue is full")
+            return self._full(_FULL)
+        return None if self._core.queue_takes() else self._full("the queue is full", self._core.queue_limit)
+
+    def _full(self, message: str, limit: QueueLimit = "requests") -> QueueFull:
+        return QueueFull(message, limit, retry_after_s=self._retry_after_s())
+
+    def _retry_after_s(self) -> float:
+        return self._core.retry_after_s(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def entering(self) -> Iterator[None]:
         """The context in which a new request waits for its submission. Raises ApiError 429."""
         number = None if self._core.is_full else self._core.enter(asyncio.get_running_loop().time())
         if number is None:
-            raise self.refusal("the server has no room for more requests")
+            limit = "requests" if self._core.is_full else self._core.queue_limit
+            raise self._full("the server has no room for more requests", limit)
         try:
             yield
         finally:
@@ -213,23 +227,40 @@ class SchedulerSession:
                 request_id, prompt_token_ids, sampling, now_s, final_tokens, metadata, beam, delivered
             )
         except SessionFull:
-            raise self.refusal(_FULL) from None
+            raise self._full(_FULL) from None
         self._outgoing.set()
         return request
 
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection to the scheduler that has the session. Raises ApiError 503 without one."""
+        if self._channel is None or not self.connected:
+            raise _away()
+        return self._channel
+
     async def release_conversation(self, name: str) -> bool:
         """End a conversation at the scheduler. Returns whether the scheduler knew it. Raises ApiError 503."""
-        channel, away = self._channel, ApiError(503, "no connection to the scheduler", retry_after_s=1.0)
-        if channel is None or not self.connected:
-            raise away
+        stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
         request = inference_pb2.ReleaseConversationRequest(conversation=name)
         try:
-            await inference_pb2_grpc.InferenceServiceStub(channel).ReleaseConversation(request, timeout=_RELEASE_S)
+            await stub.ReleaseConversation(request, timeout=_RELEASE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return False
-            raise away from error
+            raise _away() from error
         return True
+
+    async def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+        """Why a request waited. Raises ApiError 404 if the scheduler does not know it, 409 if several owners have
+        requests of this id, and 503."""
+        stub = live_pb2_grpc.LiveViewServiceStub(self.channel)
+        try:
+            return await stub.Explain(request, timeout=_EXPLAIN_S)
+        except grpc.aio.AioRpcError as error:
+            status = _EXPLAIN_ERRORS.get(error.code())
+            if status is None:
+                raise _away() from error
+            raise ApiError(status, error.details() or "", param="request_id", code=_REASONS[status]) from error
 
     def cancel(self, request: LiveRequest) -> None:
         """End a request. No effect on an ended request."""

@@ -19,6 +19,7 @@ from paceline.v1 import common_pb2, inference_pb2
 from services.gateway.admission.control import AdmissionControl
 from services.gateway.engine.live_request import ABORTED, NO_METADATA, LiveRequest
 from services.gateway.engine.scores import Score, prompt_scores_of, score_of
+from services.gateway.errors import QUEUE_LIMITS, QueueLimit
 from services.runtime.fence import Fence
 
 _RESOURCE_EXHAUSTED, _UNAVAILABLE = 8, 14  # google.rpc.Code
@@ -103,6 +104,12 @@ class SessionCore:
     def queue_takes(self) -> bool:
         """Whether the scheduler's queue, by its last report, accepts one more request."""
         return not self._is_queue_full and self.admission.takes(len(self._unsent))
+
+    @property
+    def queue_limit(self) -> QueueLimit:
+        """Which limit the scheduler's queue has reached, if it is full."""
+        told = inference_pb2.QUEUE_LIMIT_UNSPECIFIED if self.status is None else self.status.queue_limit
+        return QUEUE_LIMITS.get(told, "requests")  # places run out before the scheduler has reported so
 
     def enter(self, now_s: float) -> int | None:
         """See AdmissionControl.enter."""

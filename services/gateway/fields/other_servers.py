@@ -1,5 +1,5 @@
 """Fields of OpenAI, vLLM and other servers that are not served here: refused by name, or ignored on purpose. A field in
-no table is refused as OpenAI refuses it: a misspelled one shall not pass unread.
+no table is refused, as by OpenAI, so that a misspelled field is not ignored.
 
 Tests compare the tables with vLLM's request classes and OpenAI's specification, so that all of their fields are known,
 and with docs/unserved-fields.md, which shows them.
@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "prompt_embeds": (),
+    "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_prompt_text": (False,),
     "routed_experts_prompt_start": (0,),
@@ -74,8 +74,8 @@ IGNORED: dict[str, str] = {
 REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
 IGNORED_INSIDE: dict[str, str] = {
     "messages.refusal": "says why the assistant refused; no template shows it",
-    "response_format.json_schema.description": "is for a model that sees it; templates get no schema",
-    "response_format.json_schema.name": "is for a model that sees it; templates get no schema",
+    "response_format.json_schema.description": "describes the schema to a model; here templates get no schema",
+    "response_format.json_schema.name": "describes the schema to a model; here templates get no schema",
     "response_format.json_schema.strict": "the output always follows the schema",
     "stream_options.include_obfuscation": "adds random text for padding, and events here have none",
 }

@@ -58,7 +58,7 @@ class Engine:
         return self.gateway.session.load or SchedulerLoad()
 
     def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """The caller. KeyGate has looked before, and the key may have been revoked meanwhile. Raises ApiError 401."""
+        """The caller. KeyGate has checked the key, but it may have been revoked meanwhile. Raises ApiError 401."""
         return self.gateway.access.identify(context.invocation_metadata() or ())
 
     def call(

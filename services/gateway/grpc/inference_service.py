@@ -1,4 +1,4 @@
-"""The gRPC API: InferenceService, Generate for text, chats and token ids, Embed for texts and token ids."""
+"""The gRPC API InferenceService: Generate takes a text, a chat or token ids; Embed takes a text or token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.request_fields import METADATA, SAMPLING
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.access.caller import Caller
 from services.gateway.embeddings.calls import EmbedCall, embed
-from services.gateway.engine.generation import Generation, NotThere
+from services.gateway.engine.generation import EndedEarlier, Generation
 from services.gateway.engine.idempotency import RequestKey, check_key, message_fingerprint
 from services.gateway.engine.list_limits import check_length, check_messages, long_bad_word
 from services.gateway.engine.logprobs import ScoredToken
@@ -32,8 +32,8 @@ EARLY_STOPPING: dict[int, bool | str] = {
     inference_pb2.EARLY_STOPPING_NEVER: "never",
 }
 _LISTS = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
-# Options that are passed on unchanged.
 _FORMS = ("json_schema", "regex", "grammar")
+# Options that are passed on unchanged.
 _PLAIN = {field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if field.has_presence} - {*_FORMS}
 _Context = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 _EmbedContext = grpc.aio.ServicerContext[inference_pb2.EmbedRequest, inference_pb2.EmbedResponse]
@@ -56,7 +56,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request_id = sanitised_request_id(request.request_id)
         access = self._gateway.access
         try:
-            # KeyGate has looked before the request was received. The key may have been revoked meanwhile.
+            # KeyGate has checked the key before the request was received. The key may have been revoked meanwhile.
             caller = access.identify(context.invocation_metadata() or ())
             entering = access.quotas.entering(caller.key, new=not request.idempotency_key)
             with entering, self._gateway.held_body() as held:
@@ -72,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             reading = self._gateway.open([job], key, caller)
         except ApiError as error:
             self._gateway.refused("grpc", request_id, error)
-            del request  # otherwise the error that ends the call keeps it until the next garbage collection
+            del request  # otherwise the error that ends the call keeps the request until the next garbage collection
             await abort(context, error)
         [generation] = reading.generations
         resume_after, resume_token_ids = request.resume_after, list(request.resume_token_ids)
@@ -89,8 +89,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except ApiError as error:
             await abort(context, error)
         finally:
-            # However the call ends (also by a cancel or a lost client), the scheduler gets to know. A callback of the
-            # context would stay, with the prompt, until the next garbage collection.
+            # However the call ends (also by a cancel or a lost client), this tells the scheduler. A callback of the
+            # context would not do: it keeps the prompt in memory until the next garbage collection.
             reading.close()
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: _EmbedContext) -> inference_pb2.EmbedResponse:
@@ -126,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.SessionResponse]:
         """Not served by a gateway."""
         await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "Session is the scheduler's; a gateway serves Generate and Embed"
+            grpc.StatusCode.UNIMPLEMENTED, "only the scheduler serves Session; a gateway serves Generate and Embed"
         )
         yield inference_pb2.SessionResponse()
 
@@ -134,7 +134,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ReleaseConversationRequest, context: _ReleaseContext
     ) -> inference_pb2.ReleaseConversationResponse:
         """Not served by a gateway."""
-        message = "ReleaseConversation is the scheduler's; over HTTP, DELETE /v1/sessions/{id} ends a session"
+        message = "only the scheduler serves ReleaseConversation; over HTTP, DELETE /v1/sessions/{id} ends a session"
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
     async def _job(
@@ -222,7 +222,9 @@ def _check_resume(request: inference_pb2.GenerateRequest, job: GenerateJob) -> N
     if not num_tokens:
         return
     if num_tokens != request.resume_after:
-        raise invalid("resume_after", f"resume_after is {request.resume_after}, and resume_token_ids are {num_tokens}")
+        raise invalid(
+            "resume_after", f"resume_after is {request.resume_after}, but resume_token_ids has {num_tokens} tokens"
+        )
     has_seed = request.sampling.HasField("seed") or request.idempotency_key
     if job.sampling.temperature and not has_seed:
         raise invalid("resume_token_ids", "resume_token_ids need the seed or the idempotency_key of the first request")
@@ -232,11 +234,13 @@ async def _skip(generation: Generation, resume_after: int, resume_token_ids: lis
     """Skip the tokens that the client has."""
     try:
         tokens = await generation.skip(resume_after)
-    except NotThere:
-        message = f"resume_after: this answer has ended by {resume_after} tokens"
+    except EndedEarlier:
+        message = f"resume_after: this answer has ended within its first {resume_after} tokens"
         raise invalid("resume_after", message) from None
     if resume_token_ids and tokens != resume_token_ids:
-        raise invalid("resume_token_ids", "resume_token_ids: this answer begins with others", code="cannot_resume")
+        raise invalid(
+            "resume_token_ids", "resume_token_ids: this answer begins with other tokens", code="cannot_resume"
+        )
 
 
 def _response(generation: Generation, text: str, request_id: str) -> inference_pb2.GenerateResponse:

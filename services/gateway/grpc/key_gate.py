@@ -44,7 +44,8 @@ def _refusing(error: ApiError, method: str) -> grpc.RpcMethodHandler[Any, Any]:
         HANDLED.labels(_known(method), error.grpc_code.name).inc()
         await context.abort(error.grpc_code, error.message)
 
-    # For a method that takes a stream gRPC reads nothing by itself. So no request takes memory.
+    # For a method with a client stream, gRPC reads a message only when the handler asks for one. So the request of a
+    # refused call takes no memory.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 

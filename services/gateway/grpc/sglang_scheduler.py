@@ -49,7 +49,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Else the latter only.
+        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Without, only these.
 
         As SGLang's own servicer does, counts in chunks are those of the sample so far.
         """

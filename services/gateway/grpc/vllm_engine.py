@@ -45,7 +45,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Else the latter only.
+        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Without, only these.
 
         As vLLM's own servicer does, counts in chunks are those of the chunk.
         """

@@ -25,8 +25,9 @@ _KEPT = 256
 
 
 class AllowedHosts:
-    """`allowed`: names, addresses (IPv6 in brackets), "*.example.com", "*"; in lower case. Without any, a server bound
-    to loopback answers to names and addresses of loopback, and any other server to every name."""
+    """Which Host headers the server answers. `allowed`: names, addresses (IPv6 in brackets), "*.example.com", "*"; in
+    lower case. If `allowed` is empty, a server bound to loopback answers to names and addresses of loopback, and any
+    other server to every name."""
 
     def __init__(self, allowed: Sequence[str], bound_to: str) -> None:
         self._is_default = not allowed

@@ -21,7 +21,7 @@ _SHOWN_CHARS = 100
 
 
 class AllowedOrigins:
-    """`allowed`: origins such as https://page.example, or "*"."""
+    """Which web pages may call the API. `allowed`: origins such as https://page.example, or "*"."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._all = "*" in allowed

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.v1 import common_pb2
-from services.gateway.engine.generation import Generation, NotThere
+from services.gateway.engine.generation import EndedEarlier, Generation
 from services.gateway.engine.logprobs import LogprobFormat, ScoredToken, echoed_logprobs, prompt_logprobs
 from services.gateway.engine.request_store import Reading
 from services.gateway.engine.timings import SERVER_TIMING, first_token_timing, server_timing, timings
@@ -295,8 +295,8 @@ class StreamAnswer(RunningAnswer):
             try:
                 writer = self._writers[index]
                 tokens = await generation.skip(position.tokens, writer.skip if writer is not None else _ignore)
-            except NotThere:
-                raise cannot_resume(f"choice {index} has ended by {position.tokens} tokens") from None
+            except EndedEarlier:
+                raise cannot_resume(f"choice {index} has ended within its first {position.tokens} tokens") from None
             self._progress.read(index, tokens)
             if scores is not None:
                 scores.skip(tokens)

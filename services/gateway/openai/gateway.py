@@ -59,7 +59,7 @@ class Gateway:
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
     objectives: Mapping[str, float] = field(default_factory=dict)  # priorities by the name of an objective
     access: AccessControl = field(default_factory=AccessControl)
-    _num_live_of: Counter[str] = field(default_factory=Counter)  # sequences in flight, by the name of the API key
+    _num_online: Counter[str] = field(default_factory=Counter)  # online sequences in flight, by the name of the API key
 
     @property
     def ready(self) -> bool:
@@ -162,7 +162,7 @@ class Gateway:
 
     def refused(self, endpoint: str, request_id: str, error: ApiError) -> None:
         """Count a request that got an error before it reached the scheduler."""
-        self.metrics.refused(endpoint)
+        self.metrics.refused(endpoint, error)
         self.log.refused(request_id, endpoint, error.status, error.message)
 
     def count_gone(self) -> None:
@@ -186,12 +186,12 @@ class Gateway:
             self.log.taken_up(jobs[0].request_id, first.metadata.answer_id or first.request_id, first.request_id)
         return reading
 
-    def num_live_for(self, caller: Caller) -> int:
-        """The sequences in flight that the caller may know of: all, or those of its own API key. A key with `metrics`
-        or `admin` may know of all, as it may read the metrics of all tenants."""
+    def num_online_for(self, caller: Caller) -> int:
+        """The online sequences in flight that the caller may know of: all, or those of its own API key. A key with
+        `metrics` or `admin` may know of all, as it may read the metrics of all tenants."""
         if caller.key is None or caller.key.metrics or caller.key.admin:
-            return self.metrics.live_requests
-        return self._num_live_of[caller.owner]
+            return self._num_online.total()
+        return self._num_online[caller.owner]
 
     def _submit(self, jobs: Sequence[GenerateJob], caller: Caller) -> list[SequenceRun]:
         """Submit all jobs, or none."""
@@ -200,13 +200,15 @@ class Gateway:
             raise invalid(name, f"{name}: {count} sequences for all prompts; at most {most} can be in flight here")
         runs: list[SequenceRun] = []
         charge = self._charge(jobs, caller)
-        first, on_outcome = None, self._on_outcome(charge, self.log.entry(len(jobs), caller.owner), caller.owner)
+        is_online = not jobs[0].metadata.offline
+        on_outcome = self._on_outcome(charge, self.log.entry(len(jobs), caller.owner), caller.owner, is_online)
+        first = None
         try:
             for job in jobs:
                 job.metadata.trace_id = current_trace_id()
                 first = first if job.sample else None
                 runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
-                self._num_live_of[caller.owner] += 1
+                self._num_online[caller.owner] += is_online
                 first = first or runs[-1]
         except ApiError:
             for run in runs:
@@ -216,9 +218,9 @@ class Gateway:
             raise
         return runs
 
-    def _on_outcome(self, charge: Charge | None, log: _OnOutcome | None, owner: str) -> _OnOutcome:
+    def _on_outcome(self, charge: Charge | None, log: _OnOutcome | None, owner: str, is_online: bool) -> _OnOutcome:
         def ended(outcome: SequenceOutcome) -> None:
-            self._num_live_of[owner] -= 1
+            self._num_online[owner] -= is_online
             if charge is not None:
                 charge.ended(outcome)
             if log is not None:

@@ -82,7 +82,7 @@ def create_app(
         if kind is None or scope["method"] != "POST" or any(name in _MAY_RUN for name, _ in scope["headers"]):
             return None
         if (error := gateway.refusal_if_full()) is not None:
-            gateway.metrics.refused(kind)
+            gateway.metrics.refused(kind, error)
         return error
 
     def admit(scope: Scope) -> Caller:
@@ -228,7 +228,7 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 def _session_routes(gateway: Gateway) -> list[Route]:
     @described(statuses={204: "Released"}, errors=(400, 401, 404, 429, 503))
     async def release_session(request: Request) -> Response:
-        """End a session (x-session-id) of this caller: its blocks and its place in the queue are given up."""
+        """End a session (x-session-id) of this caller: its blocks lose their retention, and its queue position ends."""
         session_id, caller = request.path_params["session_id"], caller_of(request)
         with gateway.access.quotas.entering(caller.key, new=True):
             known = await gateway.session.release_conversation(conversation_name(session_id, caller.owner))

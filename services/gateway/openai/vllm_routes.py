@@ -25,8 +25,9 @@ def vllm_routes(gateway: Gateway) -> list[Route]:
 
     @described(answer=ServerLoad, errors=(401,))
     async def load(request: Request) -> Response:
-        """How many sequences are in flight here: all, or with an API key that may not read metrics, the key's own."""
-        return JsonResponse(orjson.dumps({"server_load": gateway.num_live_for(caller_of(request))}))
+        """How many online sequences are in flight here: all, or with an API key that may not read metrics, the key's
+        own. Offline sequences, such as lines of batches, yield to online ones: they are no load for a balancer."""
+        return JsonResponse(orjson.dumps({"server_load": gateway.num_online_for(caller_of(request))}))
 
     @described(text="application/json", errors=(401, 404))
     async def tokenizer_info(_: Request) -> Response:

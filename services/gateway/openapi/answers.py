@@ -1,4 +1,4 @@
-"""The shapes of answers, for the document only: the gateway writes its answers by hand, because they are frequent."""
+"""The shapes of answers, for /openapi.json only: the gateway writes its answers by hand, because they are frequent."""
 
 from __future__ import annotations
 

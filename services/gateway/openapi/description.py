@@ -19,10 +19,11 @@ COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """`body`: the model that parses the request. `form`: the model of a multipart body. `query`: parameters, each with
-    its meaning. `answer`: the JSON of status 200. `event`: the JSON of one event of a stream. `text`: the media type of
-    an answer that is no JSON. `statuses`: further statuses without the error shape, each with its meaning. `errors`:
-    statuses with the shape `error`. `headers`: of the request, each with its meaning.
+    """What /openapi.json says of one route. `body`: the model that parses the request. `form`: the model of a
+    multipart body. `query`: parameters, each with its meaning. `answer`: the JSON of status 200. `event`: the JSON of
+    one event of a stream. `text`: the media type of an answer that is no JSON. `statuses`: further statuses without
+    the error shape, each with its meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each
+    with its meaning.
     """
 
     body: type[BaseModel] | None = None

@@ -121,5 +121,15 @@ class ReasoningCounter:
         """Read on. `num_tokens`: of the output so far."""
         out = MessageDelta()
         self._parser.push(text, out)
+        self._count(out, num_tokens)
+
+    def push_last(self, text: str, num_tokens: int) -> None:
+        """Read the rest, which may add what was held back before."""
+        out = MessageDelta()
+        self._parser.push(text, out)
+        self._parser.finish(out)
+        self._count(out, num_tokens)
+
+    def _count(self, out: MessageDelta, num_tokens: int) -> None:
         if out.reasoning:
             self.num_tokens = num_tokens

@@ -30,8 +30,8 @@ class DocumentName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """`label`: a file's purpose, or the model of a batch. `num_bytes`: the size that counts for the owner. `data`:
-    JSON. `version`: how often the document was replaced."""
+    """A stored file or batch, without a file's content. `label`: a file's purpose, or the model of a batch.
+    `num_bytes`: the size that counts for the owner. `data`: JSON. `version`: how often the document was replaced."""
 
     name: DocumentName
     label: str
@@ -43,7 +43,7 @@ class Document:
 
 
 class ContentPiece(NamedTuple):
-    """`mark`: a small number that marks() gives without the data."""
+    """A piece of the content of a document. `mark`: a small number that marks() gives without the data."""
 
     number: int
     mark: int

@@ -10,7 +10,7 @@ Keys (an owner has no colon):
     paceline:work:KIND:LABEL          sorted set: OWNER:ID of documents with work, by the end of their leases
 
 Scripts change what belongs together at once. Redis deletes documents and their pieces after their time; their names
-leave the sets when a gateway next meets them there.
+leave the sets when a gateway next reads them there. A set of one owner lasts as long as the owner's last document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from services.gateway.store.redis_link import RedisLink
 _LOOKED_AT = 256  # documents that are read at once for a page
 _MOST_WAITING = 10_000  # names that are read to find the first one of each owner
 # KEYS of all scripts: document, pieces, marks, documents, unfinished, work. ARGV begins with the id and OWNER:ID.
-_PUT = """
+# The sets of an owner expire with its last document. PEXPIRE's GT would say so, but Redis has it only since 7.0.
+_KEEP = """
+for i = 4, 5 do
+  if redis.call('PTTL', KEYS[i]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
+end
+"""
+_PUT = f"""
 if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
 redis.call('HSET', KEYS[1], unpack(ARGV, 6))
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
@@ -36,6 +42,7 @@ if ARGV[5] ~= '' then
   redis.call('ZADD', KEYS[6], ARGV[5], ARGV[2])
   redis.call('SADD', KEYS[5], ARGV[1])
 end
+{_KEEP}
 return 1
 """
 _FORGET = """
@@ -46,6 +53,7 @@ _REPLACE = f"""
 if redis.call('HGET', KEYS[1], 'version') ~= ARGV[5] then return 0 end
 redis.call('HSET', KEYS[1], 'version', ARGV[5] + 1, unpack(ARGV, 6))
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
+{_KEEP}
 if ARGV[4] == '1' then
   redis.call('HDEL', KEYS[1], 'lease')
   {_FORGET}
@@ -144,12 +152,15 @@ class RedisDocuments:
         return found[:most]
 
     async def usage(self, kind: DocumentKind, owner: str) -> StoreUsage:
-        redis = self._link.redis
-        ids = await self._link.ask(redis.zrange(_index(kind, owner), 0, -1))
+        redis, ask, key = self._link.redis, self._link.ask, _index(kind, owner)
+        ids = await ask(redis.zrange(key, 0, -1))
         pipeline = redis.pipeline(transaction=False)
         for id_ in ids:
             pipeline.hget(_key("document", DocumentName(kind, owner, id_.decode())), "bytes")
-        sizes = [int(size) for size in await self._link.ask(pipeline.execute()) if size is not None]
+        found = await ask(pipeline.execute())
+        if expired := [id_ for id_, size in zip(ids, found, strict=True) if size is None]:
+            await ask(redis.zrem(key, *expired))
+        sizes = [int(size) for size in found if size is not None]
         return StoreUsage(len(sizes), sum(sizes))
 
     async def replace(self, document: Document, *, ends_work: bool = False) -> bool:
@@ -191,8 +202,11 @@ class RedisDocuments:
         return [document.name for document in documents if document is not None]
 
     async def unfinished(self, kind: DocumentKind, owner: str) -> list[str]:
-        ids = await self._link.ask(self._link.redis.smembers(_unfinished(kind, owner)))
-        documents = await self._read([DocumentName(kind, owner, id_.decode()) for id_ in sorted(ids)])
+        redis, ask, key = self._link.redis, self._link.ask, _unfinished(kind, owner)
+        ids = sorted(await ask(redis.smembers(key)))
+        documents = await self._read([DocumentName(kind, owner, id_.decode()) for id_ in ids])
+        if expired := [id_ for id_, each in zip(ids, documents, strict=True) if each is None]:
+            await ask(redis.srem(key, *expired))
         return [document.name.id for document in documents if document is not None]
 
     async def claim(self, name: DocumentName, lease_s: float) -> bool:

@@ -16,8 +16,8 @@ _CONNECT_S, _ANSWER_S = 2.0, 5.0
 
 
 class RedisLink:
-    """`url`: redis://, rediss:// or unix://, as the package redis reads them. Of a cluster, all keys must be on one
-    node. Connects at the first use."""
+    """A connection to Redis, which opens at the first use. `url`: redis://, rediss:// or unix://, as the package redis
+    reads them. In a cluster, all keys must be on one node."""
 
     def __init__(self, url: str) -> None:
         self.redis: Redis = Redis.from_url(url, socket_connect_timeout=_CONNECT_S, socket_timeout=_ANSWER_S)

@@ -56,7 +56,7 @@ return redis.call('DEL', KEYS[1])
 
 
 class RedisStore:
-    """`ttl_s`: seconds after which a response is deleted."""
+    """Stores responses in Redis. `ttl_s`: seconds after which a response is deleted."""
 
     def __init__(self, link: RedisLink, *, ttl_s: float, clock: Callable[[], float] = time.time) -> None:
         self._link = link

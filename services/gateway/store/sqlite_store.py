@@ -15,9 +15,9 @@ _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work,
 
 
 class SqliteStore:
-    """`ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all responses, ended ones of the owner
-    with the most bytes are deleted, the one that would expire first at first. So no owner pushes out what another has
-    within an equal share."""
+    """Stores responses in SQLite. `ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all
+    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. So no owner's
+    responses displace those of another owner within an equal share."""
 
     def __init__(
         self, file: SqliteFile, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time

@@ -32,6 +32,25 @@ class FastHistogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Observations in each bucket since the start; the last bucket has no upper edge."""
+        return tuple(self._counts)
+
+    def quantile(self, q: float, since: Sequence[int]) -> float | None:
+        """The q-quantile of the observations after `counts` was `since`, by linear interpolation in its bucket; the
+        highest edge if it is above all of them. None without an observation."""
+        counts = [now - before for now, before in zip(self._counts, since, strict=True)]
+        wanted = q * sum(counts)
+        if not wanted:
+            return None
+        low, below = 0.0, 0
+        for edge, count in zip(self._bounds, counts, strict=False):
+            if count and below + count >= wanted:
+                return low + (edge - low) * (wanted - below) / count
+            low, below = edge, below + count
+        return self._bounds[-1]
+
     def add_to(self, family: HistogramMetricFamily, label_values: Sequence[str]) -> None:
         """Add the state to a family that is being scraped."""
         buckets, total = [], 0

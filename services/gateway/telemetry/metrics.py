@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.errors import ApiError, QueueFull, QueueLimit
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import NUM_TOKENS, SMALL_NUMBERS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
@@ -27,6 +28,7 @@ class GatewayMetrics(Collector):
         self._labels = {"model_name": model_name}
         self._tenants = tenants or TenantMetrics()
         self.requests: Counter[tuple[str, str]] = Counter()
+        self.queue_refusals: dict[QueueLimit, int] = {"requests": 0, "tokens": 0}
         self.prompt_tokens = self.cached_tokens = 0
         self.generation_tokens = 0
         self.live_requests = 0
@@ -66,6 +68,8 @@ class GatewayMetrics(Collector):
     def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
         self.requests[outcome.endpoint, outcome.finish_reason] += 1
+        if outcome.queue_limit is not None:
+            self.queue_refusals[outcome.queue_limit] += 1
         self.cached_tokens += outcome.cached_tokens or 0
         self.e2e_latency_s.observe(outcome.latency_s)
         self.prompt_length.observe(outcome.prompt_tokens)
@@ -88,9 +92,11 @@ class GatewayMetrics(Collector):
         self.max_tokens.observe(max_tokens)
         self.longest_generation.observe(longest)
 
-    def refused(self, endpoint: str) -> None:
+    def refused(self, endpoint: str, error: ApiError) -> None:
         """Count a request that got an error before it reached the scheduler."""
         self.requests[endpoint, "rejected"] += 1
+        if isinstance(error, QueueFull):
+            self.queue_refusals[error.limit] += 1
 
     def collect(self) -> Iterable[Metric]:
         """All series, for prometheus_client."""
@@ -107,6 +113,12 @@ class GatewayMetrics(Collector):
         for of_requests, count in sorted(self.requests.items()):
             requests.add_metric([*values, *of_requests], count)
         yield requests
+        refusals = CounterMetricFamily(
+            _PREFIX + "queue_refusals", "Requests refused by a limit of the queue.", labels=[*labels, "limit"]
+        )
+        for limit, count in self.queue_refusals.items():
+            refusals.add_metric([*values, limit], count)
+        yield refusals
         yield from self.token_counters(_PREFIX, self._labels)
 
     def token_counters(self, prefix: str, labels: Mapping[str, str]) -> Iterable[Metric]:

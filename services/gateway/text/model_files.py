@@ -71,8 +71,8 @@ def read_model_files(folder: Path) -> ModelFiles:
 def asked_end(folder: Path) -> str | None:
     """The end of sequence that tokenizer_config.json wants after each text (`add_eos_token`).
 
-    Only a warning needs it. With a tokenizer.json, transformers 5 ignores the key, and so do we; transformers 4 heeded
-    it for some classes (LlamaTokenizerFast), so that a model may have learned with that token.
+    Only a warning needs it. With a tokenizer.json, transformers 5 and Paceline ignore the key. transformers 4 used the
+    key for some classes (LlamaTokenizerFast), so a model may have been trained with that token.
     Raises OSError or ValueError."""
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}

@@ -18,6 +18,8 @@ _V1_UNLIMITED_BYTES = 2**62
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
+    """How much more memory this process may use."""
+
     num_bytes: int
     limit: str  # the name of the limit, for an error message
 

@@ -35,7 +35,7 @@ def add_reflection(server: grpc.aio.Server, names: Iterable[str]) -> None:
 
 def describe_v1() -> None:
     """Put v1's description into the default pool, from which reflection answers: v1alpha's, with the other package.
-    Does nothing if it is there."""
+    Does nothing if the pool has it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_NEW_FILE)

@@ -35,7 +35,7 @@ async def cache() -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def link(cache: Running) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    """With A cached on worker 3."""
+    """A link of a scheduler, with prompt A cached on worker 3."""
     call = cache.link()
     await ask(call, 1, d.add_worker_op(3, 8, 4), *run_ops(1, A, 3))
     yield call
@@ -90,7 +90,7 @@ async def test_pin_list_unpin_reset(cache: Running, link: grpc.aio.StreamStreamC
     assert (pool.free_blocks, pool.cached_blocks, pool.used_blocks) == (6, 2, 0)
 
 
-async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
+async def test_a_pin_ends_with_its_time_and_the_next_exchange_reports_its_end(
     cache: Running, link: grpc.aio.StreamStreamCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = 1_000_000
@@ -108,8 +108,8 @@ async def test_a_pin_ends_with_its_time_and_the_scheduler_hears_of_it(
     [
         ({"name": ""}, grpc.StatusCode.INVALID_ARGUMENT, "name: has 0 characters"),
         ({"token_ids": b"123"}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: 3 bytes"),
-        ({"token_ids": d.pack([1])}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: 1 tokens"),
-        ({"token_ids": d.pack([1] * 9)}, grpc.StatusCode.NOT_FOUND, "token_ids: not one block"),
+        ({"token_ids": d.pack([1])}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: has 1 tokens"),
+        ({"token_ids": d.pack([1] * 9)}, grpc.StatusCode.NOT_FOUND, "token_ids: no block"),
         ({"workers": [9]}, grpc.StatusCode.NOT_FOUND, "workers: 9 not known"),
         ({"token_ids": d.pack([5] * 20)}, grpc.StatusCode.RESOURCE_EXHAUSTED, "5 more blocks of worker 4"),
         ({"name": "taken"}, grpc.StatusCode.ALREADY_EXISTS, "name: 'taken' is pinned already"),
@@ -184,7 +184,7 @@ async def test_the_beginning_of_chats_is_pinned_by_its_messages(
     ("argv", "status", "words"),
     [
         (["pin", "x", "--tokens", "1,-2"], 2, "--tokens: '-2' is not a token id, 0..2147483647"),
-        (["pin", "x", "--tokens", "1"], 2, "token_ids: 1 tokens, and only whole blocks of 4 can be pinned"),
+        (["pin", "x", "--tokens", "1"], 2, "token_ids: has 1 tokens, but only whole blocks of 4 tokens can be pinned"),
         (["pin", "x", "--tokens", IDS, "--ttl-s", "-1"], 2, "--ttl-s: -1 is not within 0..4294967295"),
         (["pin", "x", "--tokens", IDS, "--worker", "-1"], 2, "--worker: [-1] are not all ids of workers"),
         (["pin", "x", "--text-file", "/nowhere"], 2, "--text-file: --model is needed, for its tokenizer"),

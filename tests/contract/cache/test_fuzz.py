@@ -108,7 +108,7 @@ async def failures(cache: Running) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_is_asked(cache: Running, seed: int) -> None:
+async def test_random_requests_fail_no_valid_client(cache: Running, seed: int) -> None:
     rng = Random(seed)
     failures_before = await failures(cache)
     for _ in range(25):

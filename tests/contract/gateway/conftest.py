@@ -87,15 +87,15 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """The same for one that has to be asked for."""
+    """Waits for a condition that is a coroutine, 20 s at the most."""
     async with asyncio.timeout(20):
         while not await condition():  # noqa: ASYNC110 - any condition
             await asyncio.sleep(0.005)
 
 
 async def until_metrics(running: Running, *lines: str) -> None:
-    """Until /metrics has all of them, without their label model_name (test_metrics.py has it): what a client sees may
-    be there before it is counted."""
+    """Waits until /metrics has all lines, compared without the label model_name (test_metrics.py tests it). A client
+    may get its answer before the answer is counted."""
 
     async def there() -> bool:
         text = re.sub(

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2, live_pb2_grpc
 from tests.support.ports import free_port
 
 NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
@@ -30,7 +30,7 @@ def hash_token(low: int, high: int) -> NextToken:
 
 
 def scripted(tokens: list[int]) -> NextToken:
-    """The same output for every prompt, over and over."""
+    """The model repeats these tokens, for every prompt."""
     return lambda prompt, position, sampling: tokens[position % len(tokens)]
 
 
@@ -43,7 +43,7 @@ class Running:
 
 @dataclass
 class Stream:
-    """One open session: what was said on it and what runs on it."""
+    """One open session: its messages and its running requests."""
 
     session_id: str
     window: int
@@ -59,7 +59,7 @@ class Stream:
     num_submissions: int = 0
 
 
-class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
+class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.LiveViewServiceServicer):
     """`step_s` is the time of a step, in which every running request gets `tokens_per_step` tokens."""
 
     def __init__(
@@ -71,18 +71,23 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.tokens_per_step = tokens_per_step
         self.ready = True
         self.full = False
+        self.queue_limit = inference_pb2.QUEUE_LIMIT_UNSPECIFIED  # that the queue has reached, if it is full
         self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         # Of an embedding model: the vector of an input, packed float32.
         self.vector: Callable[[list[int]], bytes] = lambda prompt: b""
         self.dies_after_embeddings = False  # the stream breaks once between an embedding and its ending
-        self.load: dict[str, int] = {}  # of all workers; not empty: heartbeats tell it
+        self.load: dict[str, Any] = {}  # of all workers; not empty: heartbeats tell it
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
         # Of those that the kernel gives to no other process while this is stopped.
         self.port = free_port()
+        self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
+        self.explanation: admin_pb2.ExplainResponse | grpc.StatusCode = grpc.StatusCode.NOT_FOUND
         # What has happened.
+        self.num_watchers = self.num_watches = 0
+        self.explained: list[admin_pb2.ExplainRequest] = []
         self.submissions: list[inference_pb2.Submission] = []
         self.cancels: list[int] = []
         self.conversations: set[str] = set()
@@ -103,6 +108,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         """Listen; each time on the same port."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
+        live_pb2_grpc.add_LiveViewServiceServicer_to_server(self, self._server)
         for _ in range(100):
             with contextlib.suppress(RuntimeError):
                 self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -134,6 +140,23 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         self.full = full
         for stream in self.streams:
             stream.wake.set()
+
+    async def Watch(self, request: live_pb2.WatchRequest, context: Any) -> AsyncIterator[live_pb2.WatchResponse]:
+        self.num_watches += 1
+        self.num_watchers += 1
+        try:
+            while True:
+                yield self.view
+                await asyncio.sleep(request.interval_ms / 1000)
+        finally:
+            self.num_watchers -= 1
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
+        self.explained.append(request)
+        if not isinstance(self.explanation, admin_pb2.ExplainResponse):
+            await context.abort(self.explanation, "as scripted")
+            raise AssertionError("abort returns never")
+        return self.explanation
 
     async def ReleaseConversation(
         self, request: inference_pb2.ReleaseConversationRequest, context: Any
@@ -302,7 +325,9 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def _status(self) -> inference_pb2.SchedulerStatus:
-        status = inference_pb2.SchedulerStatus(num_workers=int(self.ready), ready=self.ready, full=self.full)
+        status = inference_pb2.SchedulerStatus(
+            num_workers=int(self.ready), ready=self.ready, full=self.full, queue_limit=self.queue_limit
+        )
         if self.ready:
             status.model.CopyFrom(self.model)
         return status

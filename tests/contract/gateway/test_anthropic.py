@@ -127,7 +127,7 @@ async def test_a_stream(start: Start) -> None:
     assert len(texts) > 2
     assert "".join(texts) == "Sunny, and warm."
     assert content(final) == content(whole)
-    # The client takes these from the last delta, but not the parts by ttl.
+    # The client copies these counts from the last delta, except `cache_creation`, the counts by TTL.
     assert final.usage.to_dict() | {"cache_creation": None} == whole.usage.to_dict() | {"cache_creation": None}
     assert final.stop_reason == "end_turn"
 
@@ -155,7 +155,7 @@ async def test_the_events_of_a_stream(start: Start) -> None:
     assert ended["usage"]["input_tokens"] + 3 == begun["usage"]["input_tokens"]
 
 
-async def test_sampling_fields_and_why_an_answer_ends(start: Start) -> None:
+async def test_sampling_fields_reach_the_scheduler_and_stop_reasons_the_client(start: Start) -> None:
     running = await start(**says("one two three four"))
     more = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 3, "tenant": "acme"}
     async with client(running) as asked:
@@ -199,7 +199,7 @@ async def test_tool_calls(start: Start) -> None:
 
 
 async def test_a_tool_round_trip(start: Start) -> None:
-    """The client's own helper runs the tools and sends the results."""
+    """A client sends the results of the calls. The prompt has the calls and the results."""
     running = await start(settings={"chat_template": HERMES}, **says(TWO_CALLS))
     async with client(running) as asked:
         first = await asked.messages.create(**ASKED, tools=TOOLS)
@@ -245,7 +245,7 @@ async def test_the_tool_runner_of_the_client(start: Start) -> None:
     assert content(answers[-1])[0]["text"] == "It rains."
 
 
-async def test_forced_calls_and_forms_bring_a_grammar(start: Start) -> None:
+async def test_forced_calls_and_json_schemas_submit_a_grammar(start: Start) -> None:
     running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's template shows no tools
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[1, 5])
 
@@ -269,7 +269,7 @@ async def test_forced_calls_and_forms_bring_a_grammar(start: Start) -> None:
         assert not running.scheduler.submissions[-1].sampling.grammar
 
 
-async def test_a_call_that_is_no_json(start: Start) -> None:
+async def test_arguments_cut_off_by_max_tokens_are_marked_as_invalid_json(start: Start) -> None:
     cut = TWO_CALLS.partition('"Par')[0]
     running = await start(settings={"chat_template": HERMES}, **says(cut))
     limit = len(TOKENIZER.encode(cut, add_special_tokens=False))
@@ -379,7 +379,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(start: Start) -> Non
     assert failed.value.type == "overloaded_error"
     assert "message_stop" not in got
     del failed
-    gc.collect()  # the client leaves a generator of its HTTP library open, which warns in any later test
+    gc.collect()  # the client leaves a generator of its HTTP library open, which would warn in a later test
 
 
 async def test_a_quiet_stream_gets_pings(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ async def test_an_idempotency_key_gets_the_same_message(start: Start) -> None:
     assert (other.status_code, other.json()["error"]["type"]) == (422, "invalid_request_error")
 
 
-async def test_a_client_that_goes_ends_its_request(start: Start) -> None:
+async def test_a_client_that_disconnects_cancels_its_request(start: Start) -> None:
     running = await start(step_s=0.01, next_token=scripted([400]))
     async with aclosing(events(running)) as got:
         async for name, _ in got:

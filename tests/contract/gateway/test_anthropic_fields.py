@@ -48,7 +48,7 @@ async def test_count_tokens(start: Start) -> None:
 
 
 async def ranges(running: Running, **options: Any) -> list[tuple[int, int, int]]:
-    """Of the request's prompt: tokens that are kept, from and to, and for how long in seconds."""
+    """The retained ranges of the request's prompt: first token, end, and duration in seconds."""
     await prompt_of(running, **options)
     kept = running.scheduler.submissions[-1].cache_retention
     assert {one.priority for one in kept} <= {70}
@@ -114,7 +114,7 @@ async def test_a_template_of_whole_chats_keeps_the_whole_prompt(start: Start) ->
     assert await ranges(running, cache_control={"type": "ephemeral"}) == [(0, length("Weather in Paris?"), 300)]
 
 
-async def test_what_is_wrong_is_named(start: Start) -> None:
+async def test_wrong_fields_and_blocks_are_refused_by_name(start: Start) -> None:
     running = await start(settings={"chat_template": TEMPLATE})
 
     async def blocks(*content: dict[str, Any], role: str = "user") -> str:
@@ -160,7 +160,7 @@ async def test_what_is_wrong_is_named(start: Start) -> None:
     assert (found.status_code, found.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
-async def test_what_changes_nothing_is_accepted(start: Start) -> None:
+async def test_fields_without_effect_are_accepted(start: Start) -> None:
     running = await start(**says("x"))
     neutral: dict[str, Any] = {
         "container": None,

@@ -14,6 +14,7 @@ from openai.types import Batch
 
 from services.gateway.batches.files import Files
 from services.gateway.errors import ApiError
+from services.gateway.store.periodic import LEASE_S
 from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -69,7 +70,7 @@ async def results(running: Running, file_id: str, **options: Any) -> dict[str, d
     content = (await running.http.get(f"/v1/files/{file_id}/content", **options)).text
     lines = [json.loads(one) for one in content.splitlines()]
     found = {one["custom_id"]: one for one in lines}
-    assert len(found) == len(lines), "a line is there twice"
+    assert len(found) == len(lines), "a line has two results"
     return found
 
 
@@ -378,6 +379,25 @@ async def test_a_stopped_gateway_leaves_its_batch_to_the_next_one(start: Start, 
     assert (await results(second, batch["output_file_id"])).keys() == {f"r{i}" for i in range(40)}
 
 
+async def test_a_draining_gateway_hands_its_batches_over_at_once(start: Start, tmp_path: Path) -> None:
+    """While it still serves the streams of its clients."""
+    first = await launch(start, tmp_path, {"batch_lines": 4, "drain_s": 60.0}, step_s=0.2)
+    second = await launch(start, tmp_path)
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    async with first.http.stream("POST", COMPLETION, json=body) as stream:
+        events = stream.aiter_lines()  # kept, as its end would end the stream
+        await anext(events)
+        batch_id = await begin(first, jsonl(*(line(f"r{i}", max_tokens=400 if i else 1) for i in range(8))))
+        await until(lambda: len(first.scheduler.submissions) == 6 and first.scheduler.num_running == 5)
+        first.stop.set()
+        async with asyncio.timeout(LEASE_S / 2):
+            await until(lambda: bool(second.scheduler.submissions))
+        batch = await until_status(second, batch_id, "completed")
+        assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        assert not first.task.done()
+        assert first.scheduler.num_running == 1, "the stream"
+
+
 async def test_two_gateways_that_take_a_batch_from_each_other_give_each_line_once(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +479,55 @@ async def test_a_batch_of_another_key_does_not_wait_for_many_of_one_key(
         await until_status(running, batch_id, "cancelled", headers=ann)
 
 
+async def test_lines_of_a_key_with_many_batches_leave_another_key_its_share(start: Start, tmp_path: Path) -> None:
+    keys = Keys(tmp_path / "keys.toml")
+    ann, bob = (bearer(keys.add(name)) for name in ("ann", "bob"))
+    settings = {"keys_file": str(keys.path), "batch_lines": 4, "all_batch_lines": 2}
+    running = await launch(start, tmp_path, settings, step_s=0.02)
+    running.scheduler.paused = True
+    lines = jsonl(*(line(f"r{i}") for i in range(20)))
+    of_ann = [await begin(running, lines, headers=ann) for _ in range(3)]
+    of_bob = await begin(running, lines, headers=bob)
+    await until_status(running, of_bob, "in_progress", headers=bob)
+    running.scheduler.paused = False
+    await until_status(running, of_bob, "completed", headers=bob)
+    tenants = [submission.tenant for submission in running.scheduler.submissions]
+    last = len(tenants) - tenants[::-1].index("bob")
+    assert tenants[:last].count("ann") <= 20 + 8, "one of two slots, but for the first lines"
+    for batch_id in of_ann:
+        await until_status(running, batch_id, "completed", headers=ann)
+
+
+async def test_batches_of_more_keys_than_run_at_once_take_turns(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each line runs once, also one that takes longer than a turn."""
+    monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 2)
+    monkeypatch.setattr("services.gateway.batches.service.TURN_S", 0.5)
+    keys = Keys(tmp_path / "keys.toml")
+    names = ["ann", "bob", "cem"]
+    headers = [bearer(keys.add(name)) for name in names]
+    running = await launch(start, tmp_path, {"keys_file": str(keys.path), "batch_lines": 2}, step_s=0.05)
+    long = jsonl(line("r0", max_tokens=40), *(line(f"r{i}", max_tokens=8) for i in range(1, 16)))
+    batch_ids = [await begin(running, long, headers=each) for each in headers]
+    most = 0
+
+    async def completed(number: int) -> int:
+        nonlocal most
+        most = max(most, running.scheduler.num_running)
+        return int((await batch_of(running, batch_ids[number], headers=headers[number]))["request_counts"]["completed"])
+
+    async with asyncio.timeout(30):
+        while not await completed(2):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert max(await completed(0), await completed(1)) < 16, "the third key does not wait for an end"
+    assert most <= 4, "two lines of two batches"
+    for batch_id, each in zip(batch_ids, headers, strict=True):
+        batch = await until_status(running, batch_id, "completed", headers=each)
+        assert batch["request_counts"] == {"total": 16, "completed": 16, "failed": 0}
+    assert len(running.scheduler.submissions) == 3 * 16
+
+
 async def test_a_batch_that_waits_for_a_run_is_cancelled_and_expires(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +570,34 @@ async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_d
     assert "1024 bytes (--max-files-bytes)" in refused.json()["error"]["message"]
     await running.http.delete(f"/v1/files/{batch['output_file_id']}")
     assert (await running.http.post("/v1/batches", json=body)).status_code == 200
+
+
+async def test_results_of_a_running_batch_count_for_its_key(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Towards the limit of uploads. The batch ends with what it has when the limit is reached."""
+    monkeypatch.setattr("services.gateway.batches.run._CHECKED_BYTES", 1)
+    content = jsonl(*(line(f"r{i}") for i in range(60)))
+    limits = {"max_files_bytes": len(content) + 6000, "batch_lines": 1}
+    running = await launch(start, tmp_path, limits, step_s=0.05)
+    batch_id = await begin(running, content)
+    async with asyncio.timeout(20):
+        while (await batch_of(running, batch_id))["request_counts"]["completed"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    refused = await upload(running, b"x" * 5900)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (413, "files_limit_exceeded")
+    assert "running batches" in refused.json()["error"]["message"]
+    batch = await until_status(running, batch_id, "completed")
+    counts = batch["request_counts"]
+    assert 4 <= counts["completed"] < 60
+    assert counts["completed"] + counts["failed"] == counts["total"] == 60
+    served, failed = [await results(running, batch[name]) for name in ("output_file_id", "error_file_id")]
+    assert served.keys() | failed.keys() == {f"r{i}" for i in range(60)}
+    assert {one["error"]["code"] for one in failed.values()} == {"files_limit_exceeded"}
+    assert running.scheduler.num_running == 0
+    for name in ("output_file_id", "error_file_id"):
+        await running.http.delete(f"/v1/files/{batch[name]}")
+    assert (await upload(running, b"x" * 5900)).status_code == 200, "the results count once"
 
 
 async def test_a_batch_of_many_sequences_refuses_no_online_request(start: Start, tmp_path: Path) -> None:

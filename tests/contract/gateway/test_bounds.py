@@ -1,4 +1,4 @@
-"""What waits inside a gateway, behind its front doors, has bounds too."""
+"""The queues inside a gateway have limits, too."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkey
 
 
 async def test_grpc_connections_leave_files_for_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that opens as many as it can locks out neither HTTP nor the connections that are there."""
+    """A client that opens as many as it can locks out neither HTTP nor open connections."""
     monkeypatch.setattr(server, "max_open_files", lambda: 40)
     running = await start()
     host, port = str(running.addresses.grpc).split(":")

@@ -103,13 +103,13 @@ async def test_a_client_that_offers_an_upgrade_is_served_over_http_1(
     assert [await answer(reader) for _ in range(1 if ends else 2)] == [b"hello", b""][: 1 if ends else 2]
 
 
-async def test_offers_may_be_pipelined(connect: Connect) -> None:
+async def test_upgrade_offers_may_be_pipelined(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(GET[:-2] + OFFER + b"\r\n" + b"POST /echo HTTP/1.1\r\n" + OFFER + HELLO["length"] + GET)
     assert [await answer(reader) for _ in range(3)] == [b"", b"hello", b""]
 
 
-async def test_a_client_that_offers_an_upgrade_may_be_refused_as_others_are(connect: Connect) -> None:
+async def test_a_request_with_an_upgrade_offer_can_be_refused(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(b"POST /full HTTP/1.1\r\nhost: x\r\n" + OFFER + HELLO["length"] + GET)
     assert b"no room" in await answer(reader)
@@ -225,7 +225,7 @@ async def test_a_refused_connection_is_not_kept(server: HttpServer, connect: Con
 
 
 @pytest.mark.parametrize("server", ["http"], indirect=True)
-async def test_connections_share_the_turns_of_the_loop(server: HttpServer, connect: Connect) -> None:
+async def test_one_turn_of_the_event_loop_accepts_several_connections(server: HttpServer, connect: Connect) -> None:
     """A turn accepts several connections, because thousands of abandoned ones may wait in the kernel."""
     await connect()
     port = server._sock.getsockname()[1]
@@ -264,7 +264,7 @@ async def test_a_closing_server_serves_the_connections_that_wait_in_the_kernel(
 async def test_a_process_with_a_low_file_limit_accepts_connections(
     monkeypatch: pytest.MonkeyPatch, open_files: int, most: int
 ) -> None:
-    """A quarter of the files is for gRPC. 256 files are for other uses, but never all."""
+    """A quarter of the files is for gRPC. A quarter, but at most 256 files, is for other uses."""
     monkeypatch.setattr(http_server, "max_open_files", lambda: open_files)
     edge = HttpServer(lambda *_: asyncio.sleep(0), "127.0.0.1", 0, other_connections=open_files // 4)
     assert edge.connections.most == most

@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def owner() -> str:
-    """Of one test, as the tests share a redis-server."""
+    """An owner for one test, because the tests share a redis-server."""
     return f"ann-{uuid4().hex}"
 
 
@@ -170,7 +170,7 @@ async def test_deleted_work_waits_no_longer(stores: Stores, one: Document) -> No
     assert not await first.claim(one.name, LEASE_S)
 
 
-async def test_of_each_owner_the_work_that_waits_longest_is_next(stores: Stores, one: Document, clock: Clock) -> None:
+async def test_the_longest_waiting_work_of_each_owner_is_next(stores: Stores, one: Document, clock: Clock) -> None:
     first, second = stores
     kind, owner, _ = one.name
     names = [DocumentName(kind, f"{key}-{owner}", f"batch_{i}") for i, key in enumerate(["ann", "ann", "bob", "ann"])]
@@ -185,6 +185,39 @@ async def test_of_each_owner_the_work_that_waits_longest_is_next(stores: Stores,
     assert await first.waiting(kind, one.label, 9) == [names[1], names[2]], "the first one waits anew"
     await first.delete(names[1])
     assert await second.waiting(kind, one.label, 9) == [names[2], names[3]]
+
+
+@needs_redis
+async def test_names_of_expired_documents_leave_redis(
+    redis: RedisProcess, one: Document, owner: str, clock: Clock
+) -> None:
+    link = RedisLink(redis.url)
+    store, kept = RedisDocuments(link, clock=clock), one.name._replace(id="batch_2")
+    sets = f"paceline:documents:batch:{owner}", f"paceline:unfinished:batch:{owner}"
+
+    async def ids() -> list[set[bytes]]:
+        return [set(await link.ask(read)) for read in (link.redis.zrange(sets[0], 0, -1), link.redis.smembers(sets[1]))]
+
+    async def last_s() -> list[int]:
+        return [round(await link.ask(link.redis.pttl(each)) / 1000) for each in sets]
+
+    await store.put(replace(one, expires_s=clock.now_s + 0.05), has_work=True)
+    await store.put(replace(one, name=kept, expires_s=clock.now_s + 60.0), has_work=True)
+    while await link.ask(link.redis.exists(f"paceline:document:batch:{owner}:batch_1")):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await ids() == [{b"batch_1", b"batch_2"}] * 2
+    assert await store.usage("batch", owner) == StoreUsage(1, one.num_bytes)
+    assert await store.unfinished("batch", owner) == ["batch_2"]
+    assert await ids() == [{b"batch_2"}] * 2
+    # An owner that never comes back leaves no set behind.
+    assert all(50 <= each <= 60 for each in await last_s())
+    found = await store.get(kept)
+    assert found is not None
+    assert await store.replace(replace(found, expires_s=clock.now_s + 120.0))
+    assert all(110 <= each <= 120 for each in await last_s())
+    await store.put(replace(one, expires_s=clock.now_s + 5.0), has_work=True)
+    assert all(110 <= each <= 120 for each in await last_s()), "as long as the last document"
+    await link.close()
 
 
 @pytest.mark.parametrize("how", ["deleted", "expired", "dropped"])

@@ -49,8 +49,8 @@ async def test_special_tokens_of_a_prompt_are_shown(running: Running, skip: bool
     assert choice["logprobs"]["text_offset"][:2] == [0, len("<|user|>")]
 
 
-async def test_places_in_a_prompt_that_is_a_text(running: Running) -> None:
-    """Special tokens that it spells are in it; what the tokenizer puts in front is not."""
+async def test_text_offsets_in_a_text_prompt(running: Running) -> None:
+    """Special tokens that the prompt spells have an offset in it. The tokenizer's BOS token adds no offset."""
     text = "<|user|>Öl two<|end|>"
     [choice] = (await completion(running, prompt=text, echo=True, max_tokens=1, logprobs=0))["choices"]
     scores = choice["logprobs"]
@@ -59,7 +59,7 @@ async def test_places_in_a_prompt_that_is_a_text(running: Running) -> None:
     assert scores["text_offset"][ends:] == [len(text) - len("<|end|>"), len(text)]
 
 
-async def test_places_in_a_prompt_of_token_ids(running: Running) -> None:
+async def test_text_offsets_in_a_prompt_of_token_ids(running: Running) -> None:
     """A special token in the midst of a character, and before its own name as plain text."""
     [special] = TOKENIZER.encode("<|user|>", add_special_tokens=False)
     first, *rest = TOKENIZER.encode("€", add_special_tokens=False)
@@ -94,7 +94,7 @@ async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
     offsets = output["text_offset"]
     assert mine["text_offset"] == offsets + [len("one two three") + offset for offset in offsets]
     assert echoed["prompt_logprobs"] is None
-    # Each sample shows what the first one was told.
+    # Each sample shows the prompt log probabilities of the first sample.
     both = (await completion(running, **options, echo=True, n=2))["choices"]
     assert [choice["logprobs"]["token_logprobs"][:count] for choice in both] == [mine["token_logprobs"][:count]] * 2
     assert [s.sampling.prompt_logprobs for s in running.scheduler.submissions[-2:]] == [True, False]
@@ -152,7 +152,7 @@ async def test_a_prompt_that_stands_alone_can_be_resumed_though_nothing_makes_it
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-async def test_what_is_too_much_or_means_nothing_is_refused(running: Running) -> None:
+async def test_echo_fields_that_are_wrong_or_above_a_limit_are_refused(running: Running) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": [7] * 1500, "echo": True, "logprobs": 20, "n": 3}, "echo"),

@@ -49,7 +49,7 @@ async def post(running: Running, body: dict[str, Any], **options: Any) -> httpx.
     return await running.http.post("/v1/embeddings", json=body, **options)
 
 
-async def test_what_the_scheduler_gets(start: Start) -> None:
+async def test_the_fields_of_an_embedding_request_reach_the_scheduler(start: Start) -> None:
     running = await embedder(start)
     body = {
         "input": [[7, 8], [9]],
@@ -74,7 +74,7 @@ async def test_what_the_scheduler_gets(start: Start) -> None:
     await until_metrics(running, 'paceline_gateway_requests_total{endpoint="embedding",finish_reason="stop"} 2.0')
 
 
-async def test_a_request_whose_scheduler_dies_before_the_ending_has_its_vector(start: Start) -> None:
+async def test_a_request_has_its_vector_if_the_scheduler_dies_before_the_ending(start: Start) -> None:
     running = await embedder(start)
     running.scheduler.dies_after_embeddings = True
     assert (await post(running, {"input": [7, 8]})).json()["data"][0]["embedding"] == vector([7, 8]).tolist()
@@ -240,7 +240,7 @@ async def test_keys_and_their_tenants_hold_over_http_and_grpc(start: Start, tmp_
         assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_what_grpc_refuses_names_the_field(start: Start) -> None:
+async def test_grpc_refuses_wrong_embed_requests_by_field(start: Start) -> None:
     running = await embedder(start)
     too_long = inference_pb2.TokenIds(ids=[7] * (MODEL_INFO.max_model_len + 1))
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:

@@ -52,7 +52,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_both_contracts_give_the_tokens_of_our_own(running: Running) -> None:
+async def test_both_contracts_give_the_tokens_of_the_openai_api(running: Running) -> None:
     expected = await running.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0)
     [whole] = await answers(stub(VllmEngineStub, running).Generate(vllm_request()))
     ids = list(whole.complete.output_ids)
@@ -72,7 +72,7 @@ async def test_both_contracts_give_the_tokens_of_our_own(running: Running) -> No
     assert {answer.request_id for answer in chunks} == {"r"}
 
 
-async def test_a_text_prompt_is_encoded_as_in_our_own(running: Running) -> None:
+async def test_a_text_prompt_is_encoded_as_in_the_openai_api(running: Running) -> None:
     expected = await running.openai.completions.create(model=MODEL, prompt="once", max_tokens=6, temperature=0)
     request = vllm.GenerateRequest(text="once", sampling_params=vllm.SamplingParams(max_tokens=6, temperature=0))
     [whole] = await answers(stub(VllmEngineStub, running).Generate(request))
@@ -170,7 +170,7 @@ async def test_log_probabilities(running: Running) -> None:
         (sglang_request(return_logprob=True, top_logprobs_num=21), "sampling_params.top_logprobs_num"),
     ],
 )
-async def test_what_is_not_supported_is_refused_by_name(running: Running, request_: Any, field: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(running: Running, request_: Any, field: str) -> None:
     kind = VllmEngineStub if isinstance(request_, vllm.GenerateRequest) else SglangSchedulerStub
     error = await refusal(stub(kind, running).Generate(request_))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -225,7 +225,7 @@ async def test_a_router_that_leaves_ends_its_request(start: Start) -> None:
     await eventually(forgotten)
 
 
-async def test_what_a_router_asks_of_the_engine(start: Start) -> None:
+async def test_a_router_gets_health_and_model_info(start: Start) -> None:
     running = await start()
     engine, scheduler = stub(VllmEngineStub, running), stub(SglangSchedulerStub, running)
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy

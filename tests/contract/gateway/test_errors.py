@@ -176,7 +176,7 @@ async def raw(running: Running, data: bytes) -> bytes:
     return answer
 
 
-async def test_what_is_not_http(running: Running) -> None:
+async def test_requests_that_are_not_http_are_refused(running: Running) -> None:
     answer = await raw(running, b"nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400")
     assert b'{"error"' in answer
@@ -215,7 +215,7 @@ async def test_request_ids_are_echoed_clean(running: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_scheduler_refuses(start: Start, stream: bool) -> None:
+async def test_refusals_of_the_scheduler_become_http_statuses(start: Start, stream: bool) -> None:
     running = await start()
     endings = {
         429: inference_pb2.Ending(reason=ERROR, code=8, message="queue: full", retry_after_s=2.5),
@@ -348,7 +348,7 @@ async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None
         (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n", b"a"),
     ],
 )
-async def test_what_begins_no_request_keeps_no_connection(
+async def test_data_that_begins_no_request_closes_the_connection(
     start: Start, monkeypatch: pytest.MonkeyPatch, asked: bytes, then: bytes
 ) -> None:
     monkeypatch.setattr(http_connection, "_REST_S", 1)
@@ -485,7 +485,7 @@ async def test_a_client_that_holds_all_connections_gives_one_up_for_another_clie
         writer.close()
 
 
-async def test_a_client_with_too_many_connections_hears_why(start: Start) -> None:
+async def test_a_client_with_too_many_connections_gets_the_reason(start: Start) -> None:
     running = await start(settings={"max_connections_per_client": 2})
     await running.http.aclose()
     held = [await open_from(running, "127.0.0.2") for _ in range(2)]

@@ -22,7 +22,7 @@ NUM_REQUESTS = 3
 
 
 def jobs() -> dict[int, GenerateJob]:
-    """All that are there, by id."""
+    """All jobs in memory, by id."""
     return {id(thing): thing for thing in gc.get_objects() if type(thing) is GenerateJob}
 
 
@@ -31,7 +31,7 @@ NoneIsLeft = Callable[[Running], Awaitable[None]]
 
 @pytest.fixture
 def none_is_left() -> Iterator[NoneIsLeft]:
-    """Waits until nothing is there of what has been asked since."""
+    """Waits until no job is in memory that was made since."""
     gc.collect()
     gc.disable()
     before = jobs()  # of other tests
@@ -54,7 +54,7 @@ async def ask(running: Running, fields: dict[str, Any], status: int) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 2, "best_of": 3}])
-async def test_of_what_is_answered_nothing_stays(
+async def test_answered_requests_leave_nothing_in_memory(
     running: Running, fields: dict[str, Any], none_is_left: NoneIsLeft
 ) -> None:
     for _ in range(NUM_REQUESTS):
@@ -63,7 +63,7 @@ async def test_of_what_is_answered_nothing_stays(
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3, "stream": True}, {"n": 3}])
-async def test_nothing_stays_of_requests_with_clients_that_go(
+async def test_requests_of_disconnected_clients_leave_nothing_in_memory(
     start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft
 ) -> None:
     running = await start(step_s=0.01)
@@ -77,7 +77,9 @@ async def test_nothing_stays_of_requests_with_clients_that_go(
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}])
-async def test_of_those_that_fail_nothing_stays(start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft) -> None:
+async def test_failed_requests_leave_nothing_in_memory(
+    start: Start, fields: dict[str, Any], none_is_left: NoneIsLeft
+) -> None:
     running = await start()
     error = common_pb2.FINISH_REASON_ERROR
     running.scheduler.reject = lambda s: inference_pb2.Ending(handle=s.handle, reason=error, code=13, message="broken")
@@ -96,14 +98,14 @@ async def grpc_calls(running: Running, max_tokens: int) -> AsyncIterator[list[An
         yield [stub.Generate(request) for _ in range(NUM_REQUESTS)]
 
 
-async def test_of_grpc_calls_nothing_stays(running: Running, none_is_left: NoneIsLeft) -> None:
+async def test_grpc_calls_leave_nothing_in_memory(running: Running, none_is_left: NoneIsLeft) -> None:
     async with grpc_calls(running, 5) as calls:
         for call in calls:
             assert [message async for message in call][-1].HasField("usage")
         await none_is_left(running)
 
 
-async def test_of_cancelled_grpc_calls_nothing_stays(start: Start, none_is_left: NoneIsLeft) -> None:
+async def test_cancelled_grpc_calls_leave_nothing_in_memory(start: Start, none_is_left: NoneIsLeft) -> None:
     running = await start(step_s=0.01)
     async with grpc_calls(running, 1000) as calls:
         for call in calls:

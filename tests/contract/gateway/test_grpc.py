@@ -93,7 +93,7 @@ async def test_special_tokens_over_grpc(start: Start) -> None:
         ({"prompt": "x", "stop_token_ids": [-4]}, "sampling.stop_token_ids"),
     ],
 )
-async def test_what_is_wrong_is_named(running: Running, arguments: dict[str, Any], field: str) -> None:
+async def test_wrong_fields_are_refused_by_name(running: Running, arguments: dict[str, Any], field: str) -> None:
     async with AsyncPacelineClient(running.addresses.grpc or "") as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate(**arguments)
@@ -118,7 +118,7 @@ async def test_other_errors(start: Start) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["priority", "deadline_s"])
-async def test_what_is_no_finite_number_is_refused_by_name(running: Running, name: str, value: Any) -> None:
+async def test_numbers_that_are_not_finite_are_refused_by_name(running: Running, name: str, value: Any) -> None:
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match=f"{name} must be a finite number") as caught:

@@ -114,7 +114,7 @@ def test_connections_count_before_their_handshake(run: Run, folder: Path) -> Non
     run(body())
 
 
-def test_a_connection_without_a_handshake_gives_way_to_another_clients(run: Run, folder: Path) -> None:
+def test_a_connection_without_a_handshake_is_closed_for_another_client(run: Run, folder: Path) -> None:
     async def body() -> None:
         async with serving(server_tls(folder), max_connections=3, max_per_client=3) as (server, port):
             silent = [dial(port, "127.0.0.2") for _ in range(3)]
@@ -140,7 +140,7 @@ def test_a_handshake_has_a_time_limit(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "answer"), [(GET, b"HTTP/1.1 400 "), (b"\x00garbage" * 9, b""), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"")]
 )
-def test_a_client_without_tls_is_told_if_it_speaks_http(run: Run, folder: Path, said: bytes, answer: bytes) -> None:
+def test_an_http_client_without_tls_gets_400(run: Run, folder: Path, said: bytes, answer: bytes) -> None:
     async def body() -> None:
         async with serving(server_tls(folder)) as (server, port):
             files = 0

@@ -22,7 +22,7 @@ async def asked(running: Running, headers: dict[str, str], status: int = 200, **
     return answer.json()["error"] if status != 200 else running.scheduler.submissions[-1]
 
 
-async def test_what_headers_say_reaches_the_scheduler(start: Start) -> None:
+async def test_request_metadata_in_headers_reaches_the_scheduler(start: Start) -> None:
     running = await start(settings={"objectives": "critical=7, batch=-2.5"})
     headers = {
         "x-llm-d-slo-ttft-ms": "250",

@@ -110,7 +110,9 @@ async def test_both_apis_want_a_key(start: Start, keys: Keys) -> None:
     assert len(running.scheduler.submissions) == 4
 
 
-async def test_the_official_client_and_ours(start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_openai_and_paceline_clients_send_their_key(
+    start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = keys.add("a")
     running = await launch(start, keys)
     client = running.openai.with_options(api_key=secret)
@@ -172,7 +174,7 @@ async def test_browsers_ask_first_without_a_key(start: Start, keys: Keys) -> Non
     assert (await running.http.post(PATH, json=BODY, headers=bearer(secret) | origin)).status_code == 200
 
 
-async def test_a_wrong_key_is_refused_before_the_body_and_takes_no_place(
+async def test_a_wrong_key_is_refused_before_the_body_and_takes_no_parse_turn(
     start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = keys.add("a")
@@ -288,7 +290,7 @@ async def test_requests_at_a_time(start: Start, keys: Keys) -> None:
     assert (await post(running, secret)).status_code == 200
 
 
-async def test_a_client_that_goes_gives_its_place_back(start: Start, keys: Keys) -> None:
+async def test_a_client_that_disconnects_frees_its_request_of_max_requests(start: Start, keys: Keys) -> None:
     secret = keys.add("a", max_requests=1)
     running = await launch(start, keys, step_s=0.01)
     async with running.http.stream("POST", PATH, json=LONG, headers=bearer(secret)) as stream:
@@ -300,7 +302,7 @@ async def test_a_client_that_goes_gives_its_place_back(start: Start, keys: Keys)
     await eventually(served)
 
 
-async def test_a_client_that_goes_before_its_request_is_submitted_gives_its_place_back(
+async def test_a_client_that_disconnects_before_its_submission_frees_its_request_of_max_requests(
     start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`return_prompt_text` may wait for a thread, and the client may leave then."""

@@ -67,7 +67,7 @@ async def stream(running: Running, *requests: pb.ModelInferRequest) -> list[pb.M
     return [response async for response in stub(running).ModelStreamInfer(asked())]
 
 
-async def test_a_text_gets_the_tokens_of_our_own_api(running: Running) -> None:
+async def test_a_text_prompt_gets_the_tokens_of_the_openai_api(running: Running) -> None:
     expected = await running.openai.completions.create(model=MODEL, prompt="once", max_tokens=6, temperature=0)
     found = outputs(answer := await stub(running).ModelInfer(request(TEXT, SHORT)))
     assert (found["text_output"], found["finish_reason"]) == (expected.choices[0].text, "length")
@@ -77,7 +77,7 @@ async def test_a_text_gets_the_tokens_of_our_own_api(running: Running) -> None:
     assert len(outputs(ids)["output_ids"]) == 6
 
 
-async def test_contents_parameters_outputs_and_the_echo(running: Running) -> None:
+async def test_typed_contents_parameters_outputs_and_the_echo_are_honoured(running: Running) -> None:
     typed = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1, 1])
     typed.contents.bytes_contents.append(b"once")
     with_prompt = pb.ModelInferRequest.InferInputTensor(name="exclude_input_in_output", datatype="BOOL", shape=[1])
@@ -161,7 +161,7 @@ async def test_the_number_of_streams_is_limited(start: Start) -> None:
     second.cancel()
 
 
-async def test_what_a_client_asks_of_the_server(running: Running) -> None:
+async def test_a_client_gets_the_state_and_metadata_of_the_server(running: Running) -> None:
     server = stub(running)
     assert (await server.ServerLive(pb.ServerLiveRequest())).live
     assert (await server.ServerReady(pb.ServerReadyRequest())).ready

@@ -231,7 +231,7 @@ async def test_a_gateway_that_stops_ends_its_grpc_calls(start: Start) -> None:
     await asyncio.wait_for(running.task, 30)
 
 
-async def test_what_does_not_end_in_time_is_told_so(start: Start) -> None:
+async def test_requests_that_outlast_the_drain_get_503(start: Start) -> None:
     running = await start(step_s=0.02, settings={"drain_s": 0.2})
     async with running.http.stream("POST", "/v1/completions", json=body(max_tokens=2000, stream=True)) as begun:
         task = asyncio.create_task(running.http.post("/v1/completions", json=body(max_tokens=2000)))

@@ -122,7 +122,7 @@ async def test_log_probabilities_of_a_stored_response_have_a_limit(
     assert (await running.http.post(PATH, json={"input": "x", "max_output_tokens": 101})).status_code == 200
 
 
-async def test_what_a_stream_shows_of_a_cancelled_response_is_stored(
+async def test_a_cancelled_response_is_stored_with_all_that_its_stream_showed(
     start: Start, stored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens go on coming while the store writes."""
@@ -160,7 +160,7 @@ async def test_a_cancel_that_the_store_refuses_changes_nothing(
 
 
 async def test_a_response_is_released_though_its_task_is_cancelled_twice(file: Path) -> None:
-    """By its grace and by the end of the gateway, for example."""
+    """For example, the grace period and the end of the gateway both cancel it."""
     asked, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(SqliteStore):

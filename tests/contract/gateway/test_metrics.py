@@ -20,7 +20,7 @@ BODY: dict[str, Any] = {"prompt": [7, 8, 9, 10], "max_tokens": 6, "ignore_eos": 
 
 
 async def samples(running: Running) -> dict[tuple[str, ...], float]:
-    """By name and label values in the order of the labels' names; series with none of these are left out."""
+    """The samples by name and label values, in the order of the labels' names."""
     text = (await running.http.get("/metrics")).text
     families = text_string_to_metric_families(text)
     return {
@@ -74,7 +74,7 @@ async def test_one_token_has_no_time_per_output_token(start: Start) -> None:
 
 
 async def test_the_first_tenants_and_those_of_the_settings_have_series(start: Start) -> None:
-    """Of five names only two of unknown tenants get series; a tenant called as the rest is put with the rest."""
+    """Two unknown tenants get series, the others do not. A tenant named `other` is counted with these others."""
     running = await start(settings={"metrics_tenants": 2, "metrics_tenant_names": "acme, late"})
     for tenant in ("a", "", "b", "c", "other", "late"):
         fields = {"tenant": tenant} if tenant else {}
@@ -210,7 +210,7 @@ async def test_a_request_with_a_client_that_came_back_is_one_line(start: Start, 
     assert {taken_up["id"], finished["id"]} == answer_ids
 
 
-async def test_over_grpc_as_well(start: Start, lines: Lines) -> None:
+async def test_finished_and_refused_grpc_requests_have_a_log_line(start: Start, lines: Lines) -> None:
     running = await start()
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)

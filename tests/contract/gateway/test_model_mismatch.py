@@ -13,7 +13,7 @@ CHAT = {"messages": [{"role": "user", "content": "one"}]}
 OTHER = common_pb2.ModelInfo(name="llama", vocab_size=32000, max_model_len=2048, tokenizer_fingerprint="ab" * 32)
 
 
-async def test_it_is_not_ready_and_names_both_models_until_they_are_the_same(
+async def test_a_gateway_is_not_ready_and_names_both_models_until_they_are_the_same(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = await start()

@@ -1,4 +1,4 @@
-"""/openapi.json, and what the paths that it lists answer to requests made from it."""
+"""/openapi.json: requests made from the document, and whether the answers have its shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.contract.gateway.conftest import MODEL, Running, Start
 from tests.contract.gateway.test_keys import Keys, bearer
 
 CHAT = [{"role": "user", "content": "hello"}]
-# Per path: bodies of which each field is legal.
+# Legal request bodies of each path.
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": [7, 8], "max_tokens": 3, "logprobs": 1, "n": 2, "stop": "x", "logit_bias": {"8": 0.5}},
@@ -32,7 +32,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# Multipart; test_batches.py has it, and the body of a batch, which needs a file.
+# Uploads are multipart. A batch needs an uploaded file, so no fixed body is legal. test_batches.py tests both.
 FILES, BATCHES = "/v1/files", "/v1/batches"
 
 
@@ -96,14 +96,14 @@ async def test_errors_have_the_shape_of_the_document(running: Running) -> None:
         validator(api, described["content"]["application/json"]["schema"]).validate(refused.json())
 
 
-async def test_refusals_before_the_path_are_in_the_document(running: Running) -> None:
+async def test_refusals_before_routing_are_in_the_document(running: Running) -> None:
     api = await document(running)
     for path, each in api["paths"].items():
         for method, operation in each.items():
             foreign = await running.http.request(method, path, headers={"host": "example.com"})
             assert str(foreign.status_code) in operation["responses"], (method, path)
     for path in (*BODIES, FILES, BATCHES):
-        if path != "/v1/embeddings":  # refused before its body, as the model generates
+        if path != "/v1/embeddings":  # a model that generates refuses it before it reads the body
             answer = await running.http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
             assert answer.status_code == 415, path
         assert "415" in api["paths"][path]["post"]["responses"], path
@@ -128,7 +128,7 @@ async def test_queries_and_streams_of_responses_are_in_the_document(running: Run
             assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_with_keys_the_document_says_how_to_show_one(start: Start, tmp_path: Any) -> None:
+async def test_with_keys_the_document_says_how_to_send_a_key(start: Start, tmp_path: Any) -> None:
     keys = Keys(tmp_path / "keys.toml")
     secret = keys.add("a")
     running = await start(settings={"keys_file": str(keys.path)})

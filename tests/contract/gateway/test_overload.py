@@ -1,4 +1,4 @@
-"""What a gateway does for requests that it cannot serve: as little as possible."""
+"""A gateway spends as little as possible on requests that it cannot serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def completion(**options: Any) -> bytes:
 
 
 def connect(running: Running, data: bytes = b"") -> socket.socket:
-    """In the kernel's queue, as the gateway's loop is ours."""
+    """Connects through the kernel's queue. The gateway runs in this event loop, so it accepts only at an await."""
     assert running.addresses.http is not None
     host, port = running.addresses.http.split(":")
     connection = socket.create_connection((host, int(port)))
@@ -41,7 +41,7 @@ def connect(running: Running, data: bytes = b"") -> socket.socket:
 
 
 async def answer(connection: socket.socket) -> bytes:
-    """The whole of one, however many pieces it comes in."""
+    """Reads one answer to its end, in any number of pieces."""
     connection.setblocking(False)
     loop, data, missing = asyncio.get_running_loop(), b"", 1
     async with asyncio.timeout(20):
@@ -62,7 +62,7 @@ async def metric(running: Running, name: str) -> float:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was tokenised, without the empty prompts that :func:`full` asks with until it is refused."""
+    """The tokenised prompts, without the empty prompts of :func:`full`."""
     texts: list[str] = []
     encode = TextTokenizer.encode
 
@@ -95,7 +95,7 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"\r\nretry-after: 1\r\n" in refused
     assert b'"code":429,"reason":"rate_limit_exceeded"' in refused
-    connection.sendall(b"{" * 30 + HEALTH)  # that body is skipped, and the connection is of use
+    connection.sendall(b"{" * 30 + HEALTH)  # the gateway skips that body and keeps the connection
     assert (await answer(connection)).startswith(b"HTTP/1.1 200 ")
     connection.close()
     broken = await running.http.post("/v1/chat/completions", content=b"no JSON")
@@ -110,15 +110,17 @@ async def test_a_full_queue_refuses_before_the_body_is_here(start: Start, encode
     await until_status(running, 200)
 
 
-async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
+async def test_simultaneous_requests_take_no_more_than_the_free_queue_positions(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are, and although the scheduler has not yet told that it is full."""
+    """40 requests come before the scheduler reports that its queue is full."""
     running = await start()
-    # Else the scheduler is asked again if it reports nothing for a while.
+    # Otherwise the gateway asks the scheduler again after a while without a report.
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
-    assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200  # now it has told
+    assert (
+        await running.http.post("/v1/completions", json=BODY)
+    ).status_code == 200  # now the gateway knows the number
     running.scheduler.paused = True
     connections = [connect(running, completion()) for _ in range(40)]
     first = [asyncio.create_task(answer(connection)) for connection in connections]
@@ -131,7 +133,7 @@ async def test_no_more_get_in_at_the_same_moment_than_the_queue_has_places(
         connection.close()
 
 
-async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others(
+async def test_a_cancelled_or_invalid_request_frees_its_queue_position(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await start()
@@ -142,7 +144,7 @@ async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others
         waits = connect(running, HEALTH)
         assert (await answer(waits)).startswith(b"HTTP/1.1 200 ")
         waits.sendall(HEAD % 30 + b"{")
-        for _ in range(20):  # turns of the gateway's loop, which is ours: it has read that
+        for _ in range(20):  # the gateway runs in this event loop and reads the body meanwhile
             await asyncio.sleep(0.001)
         await until_status(running, 429)
         waits.close()
@@ -152,7 +154,9 @@ async def test_an_admitted_request_that_goes_or_fails_leaves_its_place_to_others
         assert (await running.http.post("/v1/completions", content=b"{}", headers=headers)).status_code == 415
 
 
-async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_frees_its_queue_position(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = await start()
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
@@ -170,7 +174,9 @@ async def test_bodies_that_do_not_come_keep_no_places(start: Start, monkeypatch:
             connection.close()
 
 
-async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_client_has_a_limited_time_to_send_its_body(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_connection, "_REST_S", 0.5)
     running = await start()
     await full(running)
@@ -182,12 +188,12 @@ async def test_a_refused_client_has_so_long_to_send_the_rest(start: Start, monke
             connection.sendall(b"x")
             sent += 1
             await asyncio.sleep(0.02)
-    assert sent < 900, "it may go on for ever"
+    assert sent < 900, "the gateway waits for the body for ever"
     connection.close()
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_a_refused_client_is_told_on_a_connection_that_ends_as_it_asked(start: Start, version: bytes) -> None:
+async def test_a_refused_request_with_connection_close_gets_its_429(start: Start, version: bytes) -> None:
     running = await start()
     await full(running)
     head = b"POST /v1/completions HTTP/%s\r\nconnection: close\r\nx-request-id: a b\r\ncontent-length: 4\r\n\r\n"
@@ -198,12 +204,12 @@ async def test_a_refused_client_is_told_on_a_connection_that_ends_as_it_asked(st
     assert b"\r\nconnection: close\r\n" in refused
     assert re.search(rb"\r\nretry-after-ms: \d+\r\n", refused)
     async with asyncio.timeout(20):
-        assert not await asyncio.get_running_loop().sock_recv(connection, 1), "the rest is not waited for"
+        assert not await asyncio.get_running_loop().sock_recv(connection, 1), "the gateway waited for the body"
     connection.close()
 
 
-async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(start: Start) -> None:
-    """In one packet; what comes behind them is answered as ever."""
+async def test_pipelined_requests_that_are_refused_are_answered_in_order(start: Start) -> None:
+    """They come in one packet. The request behind them is served."""
     running = await start()
     await full(running)
     connection = connect(running, 3 * completion() + HEALTH)
@@ -216,8 +222,8 @@ async def test_requests_that_are_turned_away_may_stand_one_behind_the_other(star
     connection.close()
 
 
-async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start: Start) -> None:
-    """Else the answers would fill the gateway's memory."""
+async def test_the_gateway_stops_reading_a_client_that_does_not_read_its_refusals(start: Start) -> None:
+    """Otherwise the answers would fill the gateway's memory."""
     running = await start()
     await full(running)
     assert running.addresses.http is not None
@@ -234,11 +240,11 @@ async def test_a_client_that_does_not_read_its_refusals_is_not_read_either(start
             except BlockingIOError:
                 idle += 1
             await asyncio.sleep(0.001)
-            assert sent < 64 * 2**20, "it goes on and on"
+            assert sent < 64 * 2**20, "the gateway never stops reading"
         assert (await running.http.get("/health")).status_code == 200
 
 
-async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(start: Start, encoded: list[str]) -> None:
+async def test_a_full_queue_does_not_refuse_a_known_idempotency_key(start: Start, encoded: list[str]) -> None:
     running = await start()
     key = {"idempotency-key": "a", "x-request-id": "first"}
     first = await running.http.post("/v1/completions", json=BODY, headers=key)
@@ -254,7 +260,7 @@ async def test_what_runs_already_can_be_taken_up_although_the_queue_is_full(star
 async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_become_full(
     start: Start, encoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They had come in before the scheduler told so: all at once, as the loop did not run."""
+    """All requests had been accepted before the scheduler reported the full queue."""
     running = await start()
     turn = Gateway.wait_to_parse
 
@@ -275,10 +281,10 @@ async def test_requests_that_wait_for_their_turn_are_refused_when_the_queue_has_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
 @pytest.mark.parametrize("before", [b"", HEALTH])
-async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_submission(
+async def test_a_client_that_disconnects_before_its_turn_costs_no_tokenisation_and_no_submission(
     start: Start, encoded: list[str], before: bytes
 ) -> None:
-    """On a connection that is new, or one that is there already."""
+    """The connection is new, or has served a request before."""
     running = await start()
     connections = [connect(running, before) for _ in range(50)]
     if before:
@@ -299,9 +305,9 @@ async def test_a_client_that_goes_before_its_turn_costs_no_tokenisation_and_no_s
     await until_metrics(running, "paceline_gateway_live_requests 0.0")
 
 
-async def test_the_gateways_own_429_says_when_a_place_will_be_free(start: Start) -> None:
+async def test_the_gateways_own_429_says_when_a_position_will_be_free(start: Start) -> None:
     running = await start(settings={"max_live_requests": 2})
-    async with asyncio.timeout(60):  # two a second leave, or so
+    async with asyncio.timeout(60):  # about two requests a second finish
         for _ in range(4):
             assert (await running.http.post("/v1/completions", json=BODY)).status_code == 200
             await asyncio.sleep(0.4)
@@ -311,12 +317,12 @@ async def test_the_gateways_own_429_says_when_a_place_will_be_free(start: Start)
     told = await asyncio.gather(*(running.http.post("/v1/completions", json=BODY) for _ in range(40)))
     assert {response.status_code for response in told} == {429}
     seconds = sorted(int(response.headers["retry-after"]) for response in told)
-    assert seconds[0] < seconds[20] < seconds[39], "one behind the other"
+    assert seconds[0] < seconds[20] < seconds[39], "each later client gets a later time"
     running.scheduler.paused = False
     assert [(await task).status_code for task in tasks] == [200, 200]
 
 
-async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: Start) -> None:
+async def test_the_memory_of_unfinished_bodies_is_limited(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 4096})
     slow = connect(running, HEAD % 9000 + b"x" * 3000)
     await until_status(running, 429, user="x" * 3000)
@@ -325,7 +331,7 @@ async def test_bodies_that_do_not_end_hold_no_more_memory_than_they_may(start: S
     await until_status(running, 200, user="x" * 3000)
 
 
-async def test_of_the_bodies_that_do_not_end_the_largest_gives_way(start: Start) -> None:
+async def test_the_largest_unfinished_body_is_refused_first(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 4096})
     slow = [connect(running, HEAD % 9000 + b"x" * num_bytes) for num_bytes in (700, 1900, 1400)]
     await asyncio.sleep(0.2)

@@ -46,7 +46,7 @@ LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20
 @pytest.mark.parametrize("aborts", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("behind", [HEALTH, HEALTH + HEALTH, LARGE], ids=["one", "two", "large"])
-async def test_a_client_that_goes_away_is_noticed_with_another_request_behind(
+async def test_a_disconnect_is_noticed_behind_a_pipelined_request(
     start: Start, aborts: bool, stream: bool, behind: bytes
 ) -> None:
     running = await start(step_s=0.1, settings={"send_timeout_s": 2.0})
@@ -63,7 +63,7 @@ async def test_a_client_that_goes_away_is_noticed_with_another_request_behind(
     await until(lambda: num_served() == 0)
 
 
-async def test_a_client_that_goes_before_its_turn_leaves_nothing_with_another_request_behind(start: Start) -> None:
+async def test_a_client_that_disconnects_with_a_pipelined_request_leaves_nothing(start: Start) -> None:
     running = await start(settings={"max_bodies_bytes": 1 << 30})
     for _ in range(5):
         _, writer = await connect(running)
@@ -74,7 +74,7 @@ async def test_a_client_that_goes_before_its_turn_leaves_nothing_with_another_re
 
 
 @pytest.mark.parametrize("broken", [BROKEN, HEALTH + BROKEN, HEALTH + b"\0\0\0"], ids=["body", "third", "garbage"])
-async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_it(start: Start, broken: bytes) -> None:
+async def test_a_broken_request_behind_a_stream_is_not_answered_inside_the_stream(start: Start, broken: bytes) -> None:
     running = await start(step_s=0.1, settings={"head_timeout_s": 0.5})
     reader, writer = await connect(running)
     writer.write(completion(max_tokens=10, stream=True))
@@ -87,7 +87,7 @@ async def test_what_is_broken_behind_an_answer_is_not_answered_in_the_middle_of_
     writer.close()
 
 
-async def test_what_is_broken_behind_a_request_without_an_answer_yet(
+async def test_broken_data_behind_an_unanswered_request_gets_400(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Broken data behind a request gets its 400 after the answer. A broken body gets it at once."""
@@ -153,7 +153,7 @@ async def test_pipelined_requests_wait_outside_uvicorn(start: Start, monkeypatch
 
 
 async def test_a_request_behind_a_chunked_one_is_not_served(start: Start) -> None:
-    """Only uvicorn's parser knows where chunks end. So the connection ends, and the client is told so."""
+    """Only uvicorn's parser knows where chunks end. So the gateway answers with `connection: close`."""
     running = await start()
     reader, writer = await connect(running)
     chunks = b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n"

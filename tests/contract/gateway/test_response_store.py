@@ -1,4 +1,4 @@
-"""Both stores of responses keep one promise: about owners, leases, tokens and endings."""
+"""The SQLite and Redis stores of responses behave alike: owners, leases, tokens and endings."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_an_ended_response_is_stored_at_once(stores: Stores) -> None:
     assert not await second.finish(*ONE.name, "failed", b"")
 
 
-async def test_another_owner_neither_sees_nor_changes_it(stores: Stores) -> None:
+async def test_another_owner_neither_sees_nor_changes_a_response(stores: Stores) -> None:
     first, second = stores
     await first.put(ONE, 0.0)
     assert await second.get("bob", ONE.id) is None
@@ -131,7 +131,7 @@ async def test_a_lease_keeps_others_away_until_it_is_over(stores: Stores, clock:
     assert await first.renew({ONE.name: b""}, LEASE_S) == [ONE.name]
 
 
-async def test_tokens_only_grow_and_go_with_the_end(stores: Stores) -> None:
+async def test_stored_tokens_only_grow_and_are_deleted_at_the_end(stores: Stores) -> None:
     first, second = stores
     await first.put(ONE, LEASE_S)
     await first.renew({ONE.name: b"12345678"}, LEASE_S)
@@ -166,7 +166,7 @@ async def test_two_claims_at_once_have_one_winner(stores: Stores) -> None:
     assert sum(won) == 1
 
 
-async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock: Clock) -> None:
+async def test_sqlite_deletes_responses_above_the_limits_of_age_and_bytes(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
     file = SqliteFile(path)
     store = SqliteStore(file, ttl_s=100, max_bytes=1000, clock=clock)
@@ -189,7 +189,7 @@ async def test_sqlite_deletes_what_is_too_old_or_too_much(tmp_path: Path, clock:
     await file.close()
 
 
-async def test_sqlite_deletes_no_response_of_an_owner_for_one_that_has_more(tmp_path: Path, clock: Clock) -> None:
+async def test_sqlite_deletes_first_from_the_owner_with_the_most_bytes(tmp_path: Path, clock: Clock) -> None:
     file = SqliteFile(tmp_path / "responses.db")
     store = SqliteStore(file, ttl_s=100, max_bytes=1000, clock=clock)
     row = replace(ENDED, request=b"x" * 100, result=b"")
@@ -226,12 +226,12 @@ async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clo
         with pytest.raises(ApiError, match="no room beside the responses in progress") as caught:
             await store.put(refused, LEASE_S)
         assert (caught.value.status, caught.value.code) == (429, "store_full")
-    assert not await store.put(replace(runs, id="resp_0"), LEASE_S), "it is known"
+    assert not await store.put(replace(runs, id="resp_0"), LEASE_S), "the store has this response already"
     with pytest.raises(ApiError, match="takes 1001 bytes in the response store, which holds 1000") as too_large:
         await store.put(replace(row, id="mine_x", request=b"x" * 1001), 0.0)
     assert (too_large.value.status, too_large.value.param) == (400, "store")
     assert await found(store, "ann", "mine", 3) == [0, 1, 2]
-    for number in range(7):  # what ends may take more than was reserved
+    for number in range(7):  # an ended response may take more than its reservation
         await store.finish("bob", f"resp_{number}", "completed", b"y" * 100)
     await store.purge()
     assert await found(store, "ann", "mine", 3) == [0, 1, 2]
@@ -239,7 +239,7 @@ async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clo
     await file.close()
 
 
-async def test_sqlite_counts_what_a_file_of_an_earlier_version_has(tmp_path: Path, clock: Clock) -> None:
+async def test_sqlite_counts_the_bytes_in_a_file_of_an_earlier_version(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
     options = {"ttl_s": 100.0, "max_bytes": 1000, "clock": clock}
     file = SqliteFile(path)
@@ -262,7 +262,7 @@ async def test_sqlite_counts_what_a_file_of_an_earlier_version_has(tmp_path: Pat
 
 
 async def test_sqlite_asks_for_a_held_lease_without_a_write(tmp_path: Path) -> None:
-    """A client polls, and a write would wait for those of all gateways."""
+    """Clients poll often, and a write would wait for the writes of all gateways."""
     file = SqliteFile(tmp_path / "responses.db")
     store = SqliteStore(file, ttl_s=100, max_bytes=2**20)
     await store.put(ONE, LEASE_S)
@@ -302,7 +302,7 @@ async def test_a_frozen_redis_delays_no_request_for_long(tmp_path: Path, monkeyp
 
 
 @needs_redis
-async def test_redis_deletes_what_is_too_old(redis: RedisProcess) -> None:
+async def test_redis_deletes_responses_above_the_limit_of_age(redis: RedisProcess) -> None:
     link = RedisLink(redis.url)
     store = RedisStore(link, ttl_s=0.05)
     await store.put(ONE, 0.0)
@@ -311,11 +311,11 @@ async def test_redis_deletes_what_is_too_old(redis: RedisProcess) -> None:
             await asyncio.sleep(0.01)
     assert await store.abandoned(8) == [ONE.name]
     assert not await store.claim(*ONE.name, LEASE_S)
-    assert await store.abandoned(8) == [], "the name went with the claim"
+    assert await store.abandoned(8) == [], "the claim removed the name"
     await link.close()
 
 
-async def test_a_store_that_fails_is_a_503(tmp_path: Path) -> None:
+async def test_a_store_that_fails_gives_503(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     (tmp_path / "other.db").write_text("no database, but long enough to be read as one" * 10)
     for url in (f"sqlite:///{tmp_path}/file/x.db", f"sqlite:///{tmp_path}/other.db", "redis://127.0.0.1:1"):

@@ -414,7 +414,7 @@ async def test_input_items_are_listed_in_pages(start: Start, stored: dict[str, A
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
 
-async def test_what_is_not_stored_is_not_found(start: Start, stored: dict[str, Any]) -> None:
+async def test_a_response_that_is_not_stored_is_not_found(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored)
     response = await create(running, store=False)
     assert response.store is False
@@ -457,7 +457,7 @@ async def test_what_is_not_stored_is_not_found(start: Start, stored: dict[str, A
         ({"mesages": 1}, "mesages"),
     ],
 )
-async def test_what_is_wrong_is_named(running: Running, body: dict[str, Any], param: str) -> None:
+async def test_wrong_fields_are_refused_by_name(running: Running, body: dict[str, Any], param: str) -> None:
     assert await refused(running, **body) == (400, param)
 
 

@@ -37,7 +37,7 @@ async def events(
     path: str = PATH,
     lines: list[str] | None = None,
 ) -> list[Event]:
-    """Those of a stream, or its first ones: then the connection is closed. Its `lines` are there as they come."""
+    """The events of a stream, or its first ones: then the connection is closed. `lines` gets each line as it comes."""
     lines = [] if lines is None else lines
     async with running.http.stream("POST", path, json=request, headers=headers) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -226,7 +226,7 @@ async def test_without_a_key_what_is_seeded_or_greedy_can_be_resumed(start: Star
         assert told([*got, *rest]).texts == told(await events(running, request, {})).texts
 
 
-async def test_only_a_stream_whose_request_asks_for_ids_has_them(running: Running) -> None:
+async def test_only_a_request_that_asks_for_event_ids_gets_them(running: Running) -> None:
     """The benchmark clients of vLLM and SGLang, and llmperf, fail at a line that does not begin with `data:`."""
     asking: list[tuple[dict[str, str], dict[str, Any]]] = [
         ({"Idempotency-Key": "new"}, {}),

@@ -41,7 +41,7 @@ async def send(running: Running, request: inference_pb2.GenerateRequest) -> list
 
 
 @pytest.mark.parametrize("stop", [[], ["no such end"], ["of the answer"]])
-async def test_what_was_delivered_is_not_generated_again(start: Start, stop: list[str]) -> None:
+async def test_delivered_tokens_are_not_generated_again(start: Start, stop: list[str]) -> None:
     running = await start(step_s=0.001)
     pieces = await ask(running, [], stop=stop)
     whole = result_from(pieces)
@@ -58,7 +58,7 @@ async def test_what_was_delivered_is_not_generated_again(start: Start, stop: lis
 
 
 @pytest.mark.parametrize("ending", ["length", "stop"])
-async def test_of_an_answer_of_which_only_the_end_is_missing_nothing_is_generated(start: Start, ending: str) -> None:
+async def test_nothing_is_generated_if_only_the_end_of_an_answer_is_missing(start: Start, ending: str) -> None:
     running = await start(step_s=0.001)
     whole = result_from(await ask(running, []))
     options: dict[str, Any] = (
@@ -79,7 +79,7 @@ async def test_an_answer_that_is_here_is_compared(start: Start) -> None:
     rest = await ask(running, whole.token_ids[:7], idempotency_key="k")
     assert result_from(rest).token_ids == whole.token_ids[7:]
     assert len(running.scheduler.submissions) == 1
-    with pytest.raises(InvalidRequest, match="begins with others") as error:
+    with pytest.raises(InvalidRequest, match="begins with other tokens") as error:
         await ask(running, [*whole.token_ids[:6], whole.token_ids[6] ^ 1], idempotency_key="k")
     assert error.value.field == "resume_token_ids"
 
@@ -107,7 +107,7 @@ async def test_a_client_with_fewer_tokens_gets_none_that_another_client_has_brou
         ("resume_token_ids", {"sampling": {"temperature": 0.5}}),
     ],
 )
-async def test_what_is_wrong_is_named(running: Running, field: str, changes: dict[str, Any]) -> None:
+async def test_wrong_resume_fields_are_refused_by_name(running: Running, field: str, changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {
         "text": "x",
         "resume_after": 2,

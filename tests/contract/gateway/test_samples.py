@@ -97,7 +97,7 @@ async def test_priority_tenant_and_deadline_reach_the_scheduler(running: Running
     assert seen == [(2.5, "team", 30.0), (0.0, "someone", 0.0), (-1.0, "other", 5.0)]
 
 
-async def test_what_is_said_of_caching_reaches_the_scheduler(running: Running) -> None:
+async def test_cache_salt_and_retention_reach_the_scheduler(running: Running) -> None:
     kept = {"cache_salt": "pepper", "cache_retention": [{"end": 8, "priority": 90}, {"start": 8, "priority": 0}]}
     await running.openai.completions.create(model=MODEL, prompt="a", max_tokens=1, extra_body=kept)
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
@@ -158,7 +158,9 @@ async def test_beam_search_over_http_and_grpc(start: Start) -> None:
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
     ],
 )
-async def test_what_beam_search_cannot_do_is_refused(running: Running, body: dict[str, Any], field: str) -> None:
+async def test_fields_that_beam_search_does_not_support_are_refused(
+    running: Running, body: dict[str, Any], field: str
+) -> None:
     whole = {"model": MODEL, "prompt": "a", "use_beam_search": True, **body}
     answer = await running.http.post("/v1/completions", json=whole)
     assert answer.status_code == 400

@@ -217,7 +217,7 @@ async def take_events(lines: AsyncIterator[str], count: int) -> AsyncIterator[st
                 return
 
 
-async def test_a_seed_of_minus_one_is_none(running: Running) -> None:
+async def test_a_seed_of_minus_one_means_a_random_seed(running: Running) -> None:
     for _ in range(2):
         await running.http.post("/v1/completions", json={"model": MODEL, "prompt": "x", "seed": -1, "max_tokens": 2})
     first, second = running.scheduler.submissions

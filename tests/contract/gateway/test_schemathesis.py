@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from API descriptions, ours and OpenAI's, get no answer of 500 or above.
+"""Requests that schemathesis makes from the gateway's and OpenAI's API descriptions get no answer of 500 or above.
 
 Its requests are legal by the description in half of the examples, and broken in one place in the others.
 """
@@ -70,7 +70,7 @@ def try_cases(cases: Any, base_url: str, num_examples: int, seen: list[int]) -> 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stored", [False, True])
-async def test_requests_made_from_our_document(running: Running, stored: bool) -> None:
+async def test_requests_made_from_the_gateways_document(running: Running, stored: bool) -> None:
     """`stored`: the paths of files and batches. Apart from the others, because they take as long."""
     api = (await running.http.get("/openapi.json")).json()
     is_stored = [path for path in api["paths"] if path.startswith(STORED)]

@@ -1,4 +1,4 @@
-"""Forms of texts through both fronts: the grammar that reaches the scheduler, and what is refused."""
+"""Structured outputs over HTTP and gRPC: the grammar that reaches the scheduler, and refused requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENIZER = LLTokenizer(str(CHECKPOINT / "tokenizer.json"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OPENAI_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 GBNF = 'root ::= "a" [0-9]+'
-# How a front says it; a text that has the form, and one that has not.
+# Fields of an HTTP request, a text that the grammar accepts, and a text that it refuses.
 HTTP: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"x": [1, {}]}', "[1]"),
     ({"response_format": OPENAI_SCHEMA}, '{\n  "a": 5\n}', '{"a": 5, "b": 6}'),
@@ -68,7 +68,9 @@ async def test_the_scheduler_gets_a_grammar(running: Running, asked: dict[str, A
 
 
 @pytest.mark.parametrize(("options", "body"), GRPC)
-async def test_both_fronts_make_the_same_of_it(running: Running, options: dict[str, Any], body: dict[str, Any]) -> None:
+async def test_http_and_grpc_give_the_same_grammar(
+    running: Running, options: dict[str, Any], body: dict[str, Any]
+) -> None:
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         await client.generate("a", max_tokens=1, **options)
     await running.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1, **body})
@@ -91,7 +93,9 @@ async def test_both_fronts_make_the_same_of_it(running: Running, options: dict[s
         ({"regex": "a", "choice": ["b"]}, "sampling.choice"),
     ],
 )
-async def test_what_is_no_form_is_refused_over_grpc(running: Running, options: dict[str, Any], field: str) -> None:
+async def test_wrong_structured_outputs_are_refused_over_grpc(
+    running: Running, options: dict[str, Any], field: str
+) -> None:
     async with AsyncPacelineClient(str(running.addresses.grpc)) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.generate("a", **options)
@@ -100,13 +104,13 @@ async def test_what_is_no_form_is_refused_over_grpc(running: Running, options: d
     assert running.scheduler.submissions == []
 
 
-async def test_a_search_keeps_to_no_form(running: Running) -> None:
+async def test_beam_search_with_structured_outputs_is_refused(running: Running) -> None:
     body = {"model": MODEL, "prompt": "a", "use_beam_search": True, "best_of": 2, "structured_outputs": {"regex": "a"}}
     answer = await running.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "use_beam_search")
 
 
-async def test_a_model_without_a_tokenizer_writes_no_forms() -> None:
+async def test_structured_outputs_are_refused_without_a_tokenizer() -> None:
     bare = RequestBuilder(IdTokenizer(50), ModelFiles(CHECKPOINT, 50, 50, frozenset()))
     assert await bare.grammar(None) == ""
     with pytest.raises(ApiError, match="no tokenizer") as caught:
@@ -126,8 +130,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 async def test_a_grammar_above_a_limit_is_refused_alone(
     start: Start, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], limit: str
 ) -> None:
-    """While its trial runs, other requests are served: one of them ends first."""
-    # Otherwise the machine's speed decides whether the limit of memory comes first; test_grammar_checks.py has that.
+    """While the gateway tries the grammar, it serves other requests: one of them ends first."""
+    # Otherwise a slow machine could reach the memory limit first. test_grammar_checks.py tests that limit.
     plenty = TrialLimits(memory_bytes=2**32)
     monkeypatch.setattr(request, "GrammarChecks", partial(GrammarChecks, limits=plenty))
     running = await start()
@@ -142,7 +146,7 @@ async def test_a_grammar_above_a_limit_is_refused_alone(
     assert len(running.scheduler.submissions) == 1
 
 
-def test_every_form_of_the_protocol_is_read() -> None:
+def test_every_kind_of_structure_in_the_protocol_is_read() -> None:
     assert _structure(inference_pb2.SamplingOptions()) is None
     names = [field.name for field in inference_pb2.SamplingOptions.DESCRIPTOR.fields if 23 <= field.number <= 26]
     for name in names:

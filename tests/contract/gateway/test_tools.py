@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: scripted outputs in the formats of models, read by OpenAI's client and as events."""
+"""Tool calls and reasoning over HTTP: OpenAI's client and an event parser read scripted outputs of a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAMED: Any = {"type": "function", "function": {"name": "now"}}
 
 
 def says(text: str) -> dict[str, Any]:
-    """The scheduler's option: its model says this."""
+    """The option of the fake scheduler that makes its model generate this text."""
     return {"next_token": scripted([*TOKENIZER.encode(text, add_special_tokens=False), _END])}
 
 
@@ -119,7 +119,7 @@ async def test_the_first_delta_of_a_call_has_its_name(start: Start) -> None:
     assert first["stop_reason"] is None
 
 
-async def test_one_call_at_most_without_parallel_calls(start: Start) -> None:
+async def test_without_parallel_calls_an_answer_has_one_call(start: Start) -> None:
     running = await start(settings={"chat_template": HERMES}, **says(TWO_CALLS))
     [choice] = await answer(running, parallel_tool_calls=False)
     assert len(choice["message"]["tool_calls"]) == 1
@@ -147,7 +147,7 @@ async def test_without_a_call_the_text_is_the_answer(start: Start) -> None:
         ("mistral", f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PARIS}}}]', 9),
     ],
 )
-async def test_the_flag_names_the_format(start: Start, parser: str, text: str, size: int) -> None:
+async def test_the_tool_call_parser_flag_chooses_the_format(start: Start, parser: str, text: str, size: int) -> None:
     running = await start(settings={"tool_call_parser": parser, "chat_template": TEMPLATE}, **says(text))
     [choice] = await answer(running)
     [call] = choice["message"]["tool_calls"]
@@ -164,13 +164,13 @@ async def test_the_template_gets_the_tools_as_they_were_sent(start: Start) -> No
     assert text == json.dumps([odd]) + "Weather in Paris?"
 
 
-async def test_forced_calls_bring_a_grammar_and_other_requests_none(start: Start) -> None:
+async def test_forced_and_strict_calls_have_a_grammar_and_other_requests_none(start: Start) -> None:
     running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's template shows no tools
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[1, 5])
     for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
         running.scheduler.submissions.clear()
         [found] = await answer(running, tool_choice=choice)
-        assert found["finish_reason"] == finish  # as OpenAI's and vLLM's, for a named function too
+        assert found["finish_reason"] == finish  # OpenAI and vLLM also report "stop" for a named function
         [submission] = running.scheduler.submissions
         matcher = LLMatcher(tokenizer, submission.sampling.grammar, log_level=0)
         call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -184,8 +184,8 @@ async def test_forced_calls_bring_a_grammar_and_other_requests_none(start: Start
     assert hermes.scheduler.submissions[-1].sampling.grammar
 
 
-async def test_what_is_wrong_is_named(start: Start) -> None:
-    running = await start(settings={"chat_template": TEMPLATE})  # it shows no format of calls
+async def test_wrong_tools_are_refused_by_name(start: Start) -> None:
+    running = await start(settings={"chat_template": TEMPLATE})  # this template shows no format of tool calls
     assert await refused(running) == ("tools", (await refused(running))[1])
     assert "--tool-call-parser" in (await refused(running))[1]
     assert (await refused(running, tool_choice="any"))[0] == "tool_choice"
@@ -247,7 +247,20 @@ async def test_usage_counts_the_tokens_of_the_reasoning(start: Start) -> None:
     assert "completion_tokens_details" not in (await plain.http.post(PATH, json={"messages": CHAT})).json()["usage"]
 
 
-async def test_a_reasoning_model_may_think_before_its_form(start: Start) -> None:
+async def test_usage_counts_reasoning_that_was_held_back_until_the_end(start: Start) -> None:
+    """A stop string that does not come holds text back, and the answer ends in the reasoning."""
+    thought = TOKENIZER.encode("so it is 4.", add_special_tokens=False)
+    running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says("so it is 4."))
+    body = {"messages": CHAT, "max_tokens": len(thought), "stop": ["is 4. and", "4.!"]}
+    answer = (await running.http.post(PATH, json=body)).json()
+    assert answer["choices"][0]["message"]["reasoning_content"] == "so it is 4."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
+    stopped = (await running.http.post(PATH, json=body | {"stop": ["is"]})).json()
+    assert stopped["choices"][0]["message"]["reasoning_content"] == "so it "
+    assert stopped["usage"]["completion_tokens_details"]["reasoning_tokens"] == stopped["usage"]["completion_tokens"]
+
+
+async def test_a_reasoning_model_may_think_before_its_structured_output(start: Start) -> None:
     running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says('so</think>{"a": 1}'))
     [choice] = await answer(running, tools=[], response_format={"type": "json_object"})
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("so", '{"a": 1}')
@@ -262,7 +275,7 @@ async def test_a_reasoning_model_may_think_before_its_form(start: Start) -> None
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("interval", [None, 4])
 async def test_another_gateway_resumes_at_every_event(start: Start, n: int, interval: int | None) -> None:
-    """Also in the middle of a name, of arguments and of reasoning."""
+    """An event may end in the middle of a name, of arguments or of reasoning."""
     settings = {"chat_template": THINKS}
     first = await start(settings=settings, **says(THOUGHTS))
     second = await start(settings=settings, tokens_per_step=3, **says(THOUGHTS))
@@ -278,7 +291,7 @@ async def test_another_gateway_resumes_at_every_event(start: Start, n: int, inte
     await until(lambda: second.scheduler.num_running == 0)
 
 
-async def test_a_whole_answer_is_what_its_stream_has_told(start: Start) -> None:
+async def test_a_whole_answer_equals_its_joined_stream(start: Start) -> None:
     running = await start(settings={"chat_template": THINKS}, tokens_per_step=2, **says(THOUGHTS))
     key = {"Idempotency-Key": "k"}
     for choice, streamed in zip(

@@ -10,7 +10,7 @@ from openai import APIStatusError
 
 from demo import CHECKPOINT
 from services.gateway.text.tokenizer import TextTokenizer
-from tests.contract.gateway.conftest import MODEL, Running, Start
+from tests.contract.gateway.conftest import MODEL, Running, Start, until
 from tests.contract.gateway.fake_scheduler import scripted
 from tests.support.sse import parse_events
 
@@ -280,14 +280,21 @@ async def test_the_operator_may_have_tokens_named_by_their_ids(start: Start) -> 
     assert "".join(not_named["logprobs"]["tokens"]) == not_named["text"]
 
 
-async def test_load_counts_what_runs(start: Start) -> None:
+async def test_load_counts_the_online_sequences_that_run(start: Start) -> None:
+    """Autoscalers and balancers read it. Offline sequences leave no request waiting."""
     running = await start(step_s=0.01)
-    async with running.http.stream(
-        "POST", COMPLETIONS, json={"prompt": [7], "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    ) as answer:
-        async for _ in answer.aiter_lines():
-            break
+    body = {"prompt": [7], "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    async with (
+        running.http.stream("POST", COMPLETIONS, json=body) as online,
+        running.http.stream("POST", COMPLETIONS, json=body | {"n": 2, "offline": True}) as offline,
+    ):
+        events = [answer.aiter_lines() for answer in (online, offline)]  # kept, as its end would end a stream
+        for each in events:
+            await anext(each)
+        assert running.scheduler.num_running == 5
         assert (await running.http.get("/load")).json() == {"server_load": 3}
+    await until(lambda: running.scheduler.num_running == 0)
+    assert (await running.http.get("/load")).json() == {"server_load": 0}
 
 
 async def test_paths_may_have_the_prefix_of_a_proxy(start: Start) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.v1.common_pb2 import FINISH_REASON_ERROR
+from paceline.v1.inference_pb2 import QUEUE_LIMIT_REQUESTS, QUEUE_LIMIT_TOKENS, Ending, StepTokens
 from tests.contract.gateway.conftest import MODEL, Running, Start, eventually
 from tests.contract.gateway.test_metrics import BODY, PATH
 
@@ -20,7 +22,11 @@ FROM_THE_SCHEDULER: dict[str, tuple[str, frozenset[str]]] = {
     "num_requests_waiting": ("gauge", OF_ENGINE),
     "num_requests_waiting_by_reason": ("gauge", OF_ENGINE | {"reason"}),
     "kv_cache_usage_perc": ("gauge", OF_ENGINE),
-    "cache_config_info": ("gauge", frozenset({"block_size", "num_gpu_blocks", "engine"})),
+    "cache_config_info": (
+        "gauge",
+        frozenset({"block_size", "num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency", "engine"}),
+    ),
+    "iteration_tokens_total": ("histogram", OF_ENGINE),
     "num_preemptions": ("counter", OF_ENGINE),
     "prefix_cache_queries": ("counter", OF_ENGINE),
     "prefix_cache_hits": ("counter", OF_ENGINE),
@@ -30,6 +36,7 @@ FROM_THE_GATEWAY: dict[str, tuple[str, frozenset[str]]] = {
     "prompt_tokens_cached": ("counter", OF_ENGINE),
     "generation_tokens": ("counter", OF_ENGINE),
     "request_success": ("counter", OF_ENGINE | {"finished_reason"}),
+    "admission_rejections": ("counter", frozenset({"model_name", "reason"})),
     **dict.fromkeys(
         (
             "time_to_first_token_seconds",
@@ -52,8 +59,9 @@ FROM_THE_GATEWAY: dict[str, tuple[str, frozenset[str]]] = {
     ),
 }
 ALL = FROM_THE_SCHEDULER | FROM_THE_GATEWAY
-LOAD = {"num_running": 3, "num_waiting": 2, "num_blocks": 100, "num_used_blocks": 25, "block_size": 16}
+LOAD: dict[str, Any] = {"num_running": 3, "num_waiting": 2, "num_blocks": 100, "num_used_blocks": 25, "block_size": 16}
 LOAD |= {"num_preemptions": 7, "prefix_query_tokens": 500, "prefix_hit_tokens": 120}
+LOAD |= {"step_tokens": StepTokens(bounds=[1, 8], counts=[4, 2, 1], total=50)}
 
 
 async def families(running: Running) -> dict[str, Any]:
@@ -98,7 +106,7 @@ async def test_names_kinds_and_labels_are_vllms(start: Start) -> None:
     assert {name: shape(family) for name, family in found.items()} == ALL
     for family in found.values():
         for sample in family.samples:
-            assert sample.labels["engine"] == "0"
+            assert sample.labels.get("engine", "0") == "0"
             assert sample.labels.get("model_name", MODEL) == MODEL
 
 
@@ -111,11 +119,39 @@ async def test_the_figures_of_the_scheduler(start: Start) -> None:
         ("num_requests_waiting_by_reason", "capacity"): 2,
         ("num_requests_waiting_by_reason", "deferred"): 0,
         ("kv_cache_usage_perc",): 0.25,
-        ("cache_config_info", "16", "100"): 1,
+        ("cache_config_info", "16", str(100 / (2048 // 16)), "1600", "100"): 1,
+        ("iteration_tokens_total_bucket", "1.0"): 4,
+        ("iteration_tokens_total_bucket", "8.0"): 6,
+        ("iteration_tokens_total_count",): 7,
+        ("iteration_tokens_total_sum",): 50,
         ("num_preemptions_total",): 7,
         ("prefix_cache_queries_total",): 500,
         ("prefix_cache_hits_total",): 120,
     }.items()
+
+
+async def test_requests_that_a_limit_of_the_queue_refuses_are_counted_by_limit(start: Start) -> None:
+    """The gateway refuses some by the scheduler's status, and the scheduler others; a bad request is neither."""
+    running = await start()
+    limits = iter((QUEUE_LIMIT_REQUESTS, QUEUE_LIMIT_TOKENS))
+    running.scheduler.reject = lambda submission: Ending(
+        handle=submission.handle, reason=FINISH_REASON_ERROR, code=8, message="queue: full", queue_limit=next(limits)
+    )
+    for _ in range(2):
+        assert (await running.http.post(PATH, json=BODY)).status_code == 429
+    assert (await running.http.post(PATH, json=BODY | {"max_tokens": 0})).status_code == 400
+    running.scheduler.queue_limit = QUEUE_LIMIT_TOKENS
+    running.scheduler.set_full(True)
+
+    async def is_full() -> bool:
+        return (await running.http.post(PATH, json=BODY | {"max_tokens": 0})).status_code == 429
+
+    await eventually(is_full)
+    found = await values(running)
+    assert found["admission_rejections_total", "max_num_queued_reqs"] == 1
+    assert found["admission_rejections_total", "max_num_queued_tokens"] == 2
+    own = (await running.http.get("/metrics")).text
+    assert f'paceline_gateway_queue_refusals_total{{limit="tokens",model_name="{MODEL}"}} 2.0' in own
 
 
 async def test_without_a_scheduler_its_figures_are_absent(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""A cache that has known an elected master refuses a scheduler that is none: it says so once, and waits."""
+"""A cache that knows an elected leader refuses a scheduler without election. The scheduler logs this once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cache(cache_pb2_grpc.CacheServiceServicer):
             yield cache_pb2.CacheServiceLinkResponse(epoch=request.epoch, exchange=request.exchange, results=results)
 
 
-async def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_refusal_of_the_cache_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     cache, server = Cache(), grpc.aio.server()
     cache_pb2_grpc.add_CacheServiceServicer_to_server(cache, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -72,7 +72,7 @@ async def test_one_scheduler_takes_the_lead_and_loses_it_with_its_lease(etcd: Et
     assert await etcd.claim(left, lease, "b:1", 18)
 
 
-async def test_the_first_offered_secret_is_everybodys(etcd: Etcd) -> None:
+async def test_all_schedulers_use_the_first_offered_secret(etcd: Etcd) -> None:
     found = await asyncio.gather(*(etcd.shared_secret(b"\0 secret of %d" % i) for i in range(5)))
     assert len(set(found)) == 1
     assert found[0].startswith(b"\0 secret of ")

@@ -108,7 +108,7 @@ def test_the_kernels_get_bf16(flashinfer: Any, reference: Callable[[str], Refere
 
 
 def test_the_step_that_memory_is_measured_with_runs(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
-    """It touches nothing but the dummy block."""
+    """The trial step writes only to the dummy block."""
     runner = twin(flashinfer, reference("mistral").folder, num_blocks=1)
     runner.try_largest_step()
     assert runner._pool.storage[:, :, 1].isnan().all()

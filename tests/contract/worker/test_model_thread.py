@@ -192,7 +192,7 @@ async def test_a_launch_that_fails_ends_the_link_at_once(rig: Rig) -> None:
     assert len(rig.failures) == 1
 
 
-async def test_a_closed_link_hears_nothing(rig: Rig) -> None:
+async def test_a_closed_link_gets_no_results(rig: Rig) -> None:
     rig.submit(1)
     await rig.until(lambda: 1 in rig.device.launched)
     rig.run.close()

@@ -334,7 +334,7 @@ async def test_a_drain_that_takes_too_long_ends(rig: Rig) -> None:
     assert time.monotonic() - began > 2.5
 
 
-async def test_it_waits_for_a_scheduler_that_is_not_there_yet(rig: Rig, tmp_path: Path) -> None:
+async def test_a_worker_waits_for_a_scheduler_that_is_not_there_yet(rig: Rig, tmp_path: Path) -> None:
     """A second worker, on the same machine, pointed at a port where no scheduler listens until later."""
     await rig.accept()
     late = FakeScheduler()

@@ -16,7 +16,7 @@ _NOT_RUN, _NOT_PASSED = "not run", ("failed", "skipped")
 
 
 def load() -> dict[str, Row]:
-    """By the test's id. Empty if no run was stored."""
+    """The rows by test id; empty if no run was stored."""
     if not RESULTS.exists():
         return {}
     stored: dict[str, Any] = json.loads(RESULTS.read_text())

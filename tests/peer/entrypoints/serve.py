@@ -22,6 +22,7 @@ WITHOUT_EFFECT = {
     "--no-async-scheduling": False,
     "--no-enable-prefix-caching": False,
     "--seed": True,
+    "--show-hidden-metrics-for-version": True,
     "--structured-outputs-config.backend": True,
 }
 # What they turn on is always on here.

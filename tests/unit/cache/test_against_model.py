@@ -276,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.model.running))  # 0 is no id to fork
     @rule(data=st.data(), last=st.integers(1, 2), hold=held)
     def fork(self, data: st.DataObject, last: int, hold: bool) -> None:
-        """Of something that has computed enough, as a rule."""
+        """Forks a sequence. In most cases it has computed the shared tokens."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         parent = data.draw(st.sampled_from(sorted(filter(None, self.model.running))))
         known = self.model.running[parent]

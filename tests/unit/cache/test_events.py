@@ -51,7 +51,7 @@ class EventsMachine(CacheMachine):
         return self.link.core.events
 
     def expected_state(self) -> State:
-        """By the naive model, and by the tree."""
+        """The state by the naive model, which must equal the state of the tree."""
         state: State = {}
         for worker_id, worker in self.model.workers.items():
             if not worker.prefix_caching:
@@ -184,7 +184,7 @@ def test_a_demoted_block_is_stored_on_the_host_and_removed_from_the_device(link:
     assert follower.non_empty() == {}
 
 
-def test_a_worker_that_goes_is_cleared_and_so_is_everything_with_the_link(link: d.Driver) -> None:
+def test_a_removed_worker_and_a_closed_link_clear_their_blocks(link: d.Driver) -> None:
     link.add_worker(0, 8)
     link.add_worker(1, 8)
     link.add_worker(2, 8, prefix_caching=False)

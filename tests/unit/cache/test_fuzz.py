@@ -84,7 +84,7 @@ def serve_honestly(core: CacheCore, sequence: int) -> None:
     eviction=st.sampled_from(list(STRATEGIES)),
     block_size=st.sampled_from([1, 2, 3, 2**32 - 1]),
 )
-def test_whatever_is_asked(seed: int, rounds: int, eviction: str, block_size: int) -> None:
+def test_random_operations_keep_the_core_consistent(seed: int, rounds: int, eviction: str, block_size: int) -> None:
     rng = Random(seed)
     core = CacheCore(debug=True, eviction=eviction, max_pinned_share=0.6)
     watch_refusals(core)

@@ -130,7 +130,7 @@ def test_the_least_recently_used_makes_room() -> None:
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 4), (0, 16), (0, 12))
 
 
-def test_of_blocks_evicted_together_the_last_used_are_kept_first() -> None:
+def test_the_last_used_of_blocks_evicted_together_are_kept_first() -> None:
     cache = link(num_host=6)
     cache.run(1, A)
     cache.run(2, B)

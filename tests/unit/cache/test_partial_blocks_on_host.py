@@ -85,7 +85,7 @@ def test_the_longer_partial_block_is_copied(on_device: int) -> None:
     assert (cached, len(pairs)) == (max(6, 4 + on_device), on_device < 2)
 
 
-def test_one_that_is_covered_there_is_not_demoted() -> None:
+def test_a_partial_block_that_the_host_covers_is_not_demoted() -> None:
     cache = demoted(A[:8])
     cache.run(1, A[:3])  # leaves a partial block of three tokens, two of them from the host; evicts a block of FILL
     cache.start(2, OTHER)
@@ -93,7 +93,7 @@ def test_one_that_is_covered_there_is_not_demoted() -> None:
     assert cache.core.counters.demoted_blocks == 2 + 8  # of A and FILL
 
 
-def test_one_goes_when_a_block_with_all_of_it_comes() -> None:
+def test_a_partial_block_is_dropped_when_a_block_that_covers_it_comes() -> None:
     cache = demoted(A[:6])
     cache.run(1, A[:8])
     cache.start(2, OTHER)
@@ -101,7 +101,7 @@ def test_one_goes_when_a_block_with_all_of_it_comes() -> None:
     assert cache.cached_host[0] == 2 + 8  # of A and FILL
 
 
-def test_its_source_is_no_target_in_the_same_exchange() -> None:
+def test_the_source_of_a_partial_copy_is_no_target_in_the_same_exchange() -> None:
     """The host is full, so what the admission evicts would be copied to where it is copied from."""
     cache = host(num_host=2, num_blocks=3)
     cache.run(1, A[:6])

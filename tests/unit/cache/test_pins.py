@@ -55,7 +55,7 @@ def test_a_pinned_block_is_not_evicted(link: d.Driver) -> None:
     assert link.probe(A) == {}
 
 
-def test_the_scheduler_hears_of_it_with_the_next_exchange(link: d.Driver) -> None:
+def test_the_next_exchange_reports_pinned_blocks(link: d.Driver) -> None:
     link.run(1, A)
     assert link.pools[0][:3] == (12, 4, 0)
     pin(link, "system", A[:10])
@@ -105,7 +105,9 @@ def test_pins_are_limited_to_a_share_of_the_pool_and_common_blocks_count_once(li
     pin(link, "two", [*A[:8], *B[:8]])
     code, message = refused(link, "three", d.pack(B[:12]))
     assert code is Code.RESOURCE_EXHAUSTED
-    assert message == "token_ids: 3 more blocks of worker 0 to pin, where 6 are pinned; the limit is 8 (of 16)"
+    assert message == (
+        "token_ids: would pin 3 more blocks of worker 0, which has 6 pinned blocks; the limit is 8 (of 16)"
+    )
     assert pin(link, "three", B[:8]) == {0: 8}
     assert link.core.pins.num_blocks(link.core.workers[0]) == 8
 
@@ -137,11 +139,11 @@ def test_bad_pins_are_refused_with_the_field_and_the_limit(link: d.Driver, monke
     assert refused(link, "x", tokens[:-1])[1] == "token_ids: 63 bytes is not a whole number of int32"
     assert refused(link, "x", tokens[:12]) == (
         Code.INVALID_ARGUMENT,
-        "token_ids: 3 tokens, and only whole blocks of 4 can be pinned",
+        "token_ids: has 3 tokens, but only whole blocks of 4 tokens can be pinned",
     )
     assert refused(link, "x", d.pack(B)) == (
         Code.NOT_FOUND,
-        "token_ids: not one block of the 16 tokens is cached there",
+        "token_ids: no block of the 16 tokens is cached on these workers",
     )
     assert refused(link, "x", tokens, worker_ids=[0, 7]) == (Code.NOT_FOUND, "workers: 7 not known")
     pin(link, "x", A)
@@ -190,7 +192,7 @@ def test_waiting_sequences_learn_of_a_reset(link: d.Driver) -> None:
 
 
 def test_the_pins_of_a_worker_are_given_up(link: d.Driver) -> None:
-    """All of them; those of other workers stay."""
+    """All pins of the worker are given up; pins of other workers stay."""
     link.add_worker(1, 16)
     for worker in (0, 1):
         link.run(1, A[:12], worker=worker)
@@ -249,7 +251,7 @@ class PinMachine(RuleBasedStateMachine):
         if given_up:
             there = self.core.pins.by_name
             self.pinned = {
-                name: (prompt, {w: n for w, n in held.items() if self.core.workers[w] in there[name].places})
+                name: (prompt, {w: n for w, n in held.items() if self.core.workers[w] in there[name].last_nodes})
                 for name, (prompt, held) in self.pinned.items()
                 if name in there
             }

@@ -57,7 +57,7 @@ BAD_OPS = {
     "swap out beyond the host pool": (d.swap_out_op(1), Code.RESOURCE_EXHAUSTED),
     "swap in an unknown one": (d.swap_in_op(3), Code.NOT_FOUND),
     "swap in one that waits": (d.swap_in_op(2), Code.FAILED_PRECONDITION),
-    "swap in one that is there": (d.swap_in_op(1), Code.FAILED_PRECONDITION),
+    "swap in a sequence that is not swapped out": (d.swap_in_op(1), Code.FAILED_PRECONDITION),
     "too many host blocks": (d.add_worker_op(1, 16, 4, True, 2**31), Code.INVALID_ARGUMENT),
     "free twice": (d.free_op([1, 2, 1]), Code.INVALID_ARGUMENT),
 }
@@ -84,7 +84,7 @@ def test_a_refused_operation_changes_nothing_and_others_succeed(name: str) -> No
 
 
 @pytest.mark.parametrize(("count", "more"), [(8, ""), (9, " and 1 more"), (1000, " and 992 more")])
-def test_of_many_unknown_sequences_the_first_are_named_and_the_others_counted(count: int, more: str) -> None:
+def test_an_error_names_the_first_unknown_sequences_and_counts_the_others(count: int, more: str) -> None:
     link = Driver()
     with pytest.raises(Refused) as refused:
         link.free(*range(count))

@@ -166,7 +166,7 @@ def test_request_metadata_and_namespaces() -> None:
     ]
 
 
-def test_a_restore_in_parts_is_one() -> None:
+def test_restored_parts_have_the_same_effect_as_a_whole_restore() -> None:
     link = Driver()
     link.add_worker(0, 16)
     first, second = d.restored(1, A, 16, [1, 2, 3, 4]), d.restored(2, A, 16, [1, 2, 5, 6])

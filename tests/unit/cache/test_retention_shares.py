@@ -74,7 +74,7 @@ def test_the_tenants_own_oldest_blocks_fall_back() -> None:
     assert [cache.probe(prompt(n, 4)) for n in (1, 2, 3)] == [{0: (8, 0)}, {0: (16, 0)}, {0: (16, 0)}]
 
 
-def test_of_one_tenant_the_lowest_priority_falls_back_first() -> None:
+def test_the_lowest_priority_of_a_tenant_falls_back_first() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 6), retention=[(0, 0, 90, 0)])
     stored(cache, 2, prompt(2, 6), retention=[(0, 0, 60, 0)])
@@ -90,7 +90,7 @@ def residencies(cache: Driver) -> list[BlockResidency]:
     return worker.device.queue.upcoming(worker.device.index)
 
 
-def test_of_a_prompt_longer_than_the_share_the_beginning_is_retained() -> None:
+def test_the_beginning_of_a_prompt_longer_than_the_share_is_retained() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 30))
     assert retained_blocks(cache) == 10
@@ -198,7 +198,7 @@ def test_the_scheduler_names_the_tenant() -> None:
     assert {name: share.num_blocks for name, share in worker.device.shares.tenants.items()} == {"t": 10}
 
 
-def test_of_two_tenants_with_equal_priority_the_first_one_keeps_the_retention() -> None:
+def test_the_first_tenant_keeps_the_retention_at_equal_priority() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 4), retention=[(0, 0, 90, 0)], tenant="first")
     stored(cache, 2, prompt(1, 4), retention=[(0, 0, 90, 0)], tenant="second")
@@ -208,7 +208,7 @@ def test_of_two_tenants_with_equal_priority_the_first_one_keeps_the_retention() 
 
 
 def test_a_retention_that_fell_back_ends_once() -> None:
-    """It has lost its place in the order of eviction already, and does not lose it again when its time would be up."""
+    """The block has already lost its position in the eviction order. The end of the duration changes nothing."""
     cache = link(num_blocks=40)
     for number in (1, 2):
         stored(cache, number, prompt(number, 8), retention=[(0, 0, 90, 1000)])
@@ -248,7 +248,7 @@ def test_a_block_that_is_not_full_falls_back_before_the_block_above_it() -> None
 
 @pytest.mark.parametrize("num_host", [0, 32])
 def test_a_retention_may_end_before_its_time(num_host: int) -> None:
-    """Of the whole prefix and the partial block behind it, in every memory; another tenant's retention stays."""
+    """It ends for the whole prefix and its partial block, in every memory. Another tenant's retention stays."""
     cache = Driver(retained=0.5, total_retained=1.0)
     cache.add_worker(0, 64, num_host_blocks=num_host, host_tier=num_host > 0, partial_reuse=True)
     ours, others = prompt(1, 5), prompt(2, 5)

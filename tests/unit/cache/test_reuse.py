@@ -98,7 +98,7 @@ def test_a_sequence_with_duplicates_cannot_be_forked() -> None:
     cache.free(2, 3)
 
 
-def test_of_many_blocks_the_one_that_begins_with_the_most_is_copied() -> None:
+def test_the_block_with_the_longest_common_beginning_is_copied() -> None:
     cache = link(num_blocks=64)
     for i in range(30):
         cache.run(i, [*A[:4], i // 10, i % 10, 0, 0])

@@ -25,8 +25,8 @@ def told(response: pb.CacheServiceLinkResponse) -> dict[int, dict[int, tuple[int
 
 
 @pytest.mark.parametrize(("num_tokens", "depth"), [(12, 0), (24, 16), (40, 32)])
-def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: int) -> None:
-    """It is reported when the step is sent that computes it: no sequence copies a block that is only planned."""
+def test_a_match_in_a_planned_block_is_reported_when_its_step_is_sent(num_tokens: int, depth: int) -> None:
+    """The match grows when the step that computes the block is sent. No sequence copies a planned block."""
     cache = link()
     leader = [*LONG[:num_tokens], *[50] * 36]
     cache.exchange(*(d.match_op(s, [*LONG[:num_tokens], s, s]) for s in (1, 2)), d.match_op(3, [7, 7, 7]))
@@ -35,15 +35,15 @@ def test_the_beginning_of_a_block_that_is_written_now(num_tokens: int, depth: in
     assert told(cache.exchange(d.commit_op([(9, [], len(leader))]))) == {s: {0: (num_tokens, depth, 0)} for s in (1, 2)}
 
 
-def test_a_match_in_the_middle_of_a_block_that_is_being_written() -> None:
-    """The match of the waiting sequence ends there."""
+def test_a_match_may_end_in_the_middle_of_a_block_that_is_being_written() -> None:
+    """The prompt of the waiting sequence differs from there on."""
     cache = link()
     cache.match(1, [*LONG[:24], 1, 1])
     cache.exchange(d.match_op(9, LONG), d.admit_op(9, 0, planned=40))
     assert told(cache.exchange(d.commit_op([(9, [], 40)]))) == {1: {0: (24, 16, 0)}}
 
 
-def test_the_partial_block_of_a_sequence_that_ends() -> None:
+def test_the_partial_block_of_a_finished_sequence_is_reported() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])
     cache.start(2, LONG[:10])
@@ -74,7 +74,7 @@ def test_only_subscriptions_with_a_longer_match_are_refreshed(monkeypatch: pytes
     assert refreshed == [1001, 1002, 50]
 
 
-def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
+def test_equal_beginnings_of_two_planned_sequences_are_reported_once() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])
     both = [([*LONG[:12], *[s] * 20], s) for s in (8, 9)]
@@ -84,7 +84,7 @@ def test_two_that_are_planned_together_hide_nothing_from_each_other() -> None:
     assert told(cache.exchange(d.commit_op([(9, [], 32)]))) == {}
 
 
-def test_a_block_that_another_worker_writes_first() -> None:
+def test_a_block_that_another_worker_writes_first_is_reported() -> None:
     cache = link(workers=2)
     cache.match(1, [*LONG[:12], 5, 5])
     cache.exchange(d.match_op(2, LONG), d.admit_op(2, 0, planned=40))
@@ -92,7 +92,7 @@ def test_a_block_that_another_worker_writes_first() -> None:
     assert told(cache.exchange(d.commit_op([(3, [], 40)]))) == {1: {1: (12, 0, 0)}}
 
 
-def test_no_refresh_for_parts_of_blocks_without_partial_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_partial_reuse_a_partial_match_needs_no_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = link(partial_reuse=False)
     cache.match(1, [*LONG[:12], 5, 5])
     cache.start(2, LONG)
@@ -100,8 +100,8 @@ def test_no_refresh_for_parts_of_blocks_without_partial_reuse(monkeypatch: pytes
     assert told(cache.exchange(d.commit_op([(2, [], 40)]))) == {}
 
 
-def test_a_rematch_is_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a RematchOp reports these changes: another worker that holds the same blocks, and users. It compares no
+def test_a_rematch_does_not_walk_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a RematchOp reports that another worker holds the same blocks, or that they have users. It compares no
     tokens."""
     cache = link(workers=2, partial_reuse=False)
     cache.run(1, LONG)
@@ -115,14 +115,14 @@ def test_a_rematch_is_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(response) == {2: {0: (32, 32, 0), 1: (32, 0, 0)}}
 
 
-def test_a_sequence_that_is_registered_again() -> None:
+def test_the_blocks_of_a_restored_sequence_are_reported() -> None:
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])
     cache.add_worker(1, 64, 16, partial_reuse=True)
     assert told(cache.exchange(d.restore_op(1, [d.restored(2, LONG, 40, [1, 2, 3])]))) == {1: {1: (12, 0, 0)}}
 
 
-def test_a_match_that_was_asked_for_is_as_of_now_however_many_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rematch_is_current_even_beyond_the_refresh_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cache_svc.core.cache.MAX_REFRESHED", 0)
     cache = link()
     cache.match(1, [*LONG[:12], 5, 5])

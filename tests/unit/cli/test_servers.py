@@ -84,7 +84,7 @@ def test_the_only_running_server_is_found(schedulers: dict[str, str], capsys: py
     assert running_servers() == []
 
 
-def test_of_several_servers_one_is_chosen_by_port_model_or_variable(
+def test_a_server_is_chosen_by_port_model_or_variable(
     schedulers: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (

@@ -9,10 +9,13 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from services.cli.servers import announced
 from services.cli.up.child import Child, lines_of
 from services.cli.up.main import run
 from services.cli.up.plan import environment, plan
@@ -116,7 +119,7 @@ async def test_only_the_gateway_listens_to_the_world() -> None:
 
 
 async def test_metrics_have_fixed_ports_and_are_printed() -> None:
-    """Those of `serve` by default: scheduler, cache, then each worker."""
+    """The ports of `serve` by default: scheduler, cache, then each worker."""
     assert UpSettings.model_fields["metrics_port"].default == 9101
     first = free_ports_in_a_row(4)
     running = Up("--port", "0", "--workers", "2", "--metrics-port", str(first))
@@ -290,3 +293,41 @@ async def test_certificates_that_cannot_be_used_end_up_with_one_line(tmp_path: P
     assert await run(settings, asyncio.Event(), Console(file=io.StringIO())) == (
         f"TLS: {tmp_path / 'cert.pem'}: No such file or directory"
     )
+
+
+class StartedUp(Up):
+    """On a terminal, while the services start."""
+
+    def __init__(self) -> None:
+        super().__init__("--port", "0")
+        self.shown: list[str] = []
+        self.screen = Screen(Console(file=self.out, width=200, force_terminal=True))
+        self.screen.status = SimpleNamespace(update=self.shown.append)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("loading /m: 40 % of 1642 MiB", "loading ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 40 % of 1642 MiB"),
+        ("capturing CUDA graphs: 50 % of 35", "capturing CUDA graphs ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 50 % of 35"),
+        ("fetching a/b: 120 MiB so far", "fetching a/b: 120 MiB so far"),
+    ],
+)
+async def test_the_status_line_names_the_services_that_are_not_ready(line: str, shown: str) -> None:
+    up = StartedUp()
+    worker = next(child for child in up.plan if child.service == "worker")
+    up.screen.relay(worker, line)
+    assert up.out.getvalue() == "", "progress is no line of its own"
+    up.screen.show_pending(["gateway", "worker-1"])
+    assert Text.from_markup(up.shown[-1]).plain == f"starting gateway, worker-1 {shown} (0 s)"
+    up.screen.status = None  # once it serves, a worker that starts again shows lines
+    up.screen.relay(worker, line)
+    assert line in up.out.getvalue()
+
+
+async def test_the_screen_shows_how_to_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert "Or talk to it: paceline chat\n" in Up("--port", "0").show("m")
+    up = Up("--port", "0")
+    with announced(1, "a", "s:1", "c:1"), announced(2, "b", "s:2", "c:2"):
+        assert f"paceline chat --server {up.ports.http}\n" in up.show("m")

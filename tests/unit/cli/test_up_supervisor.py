@@ -40,7 +40,7 @@ class Shell(Child):
 
 
 class OtherWorkers(GatewayProbe):
-    """Of a gateway that is ready if workers of other machines serve."""
+    """The probe of a gateway that is ready if workers of other machines serve."""
 
     def __init__(self, *, serve: bool) -> None:
         super().__init__("")
@@ -133,7 +133,7 @@ async def test_the_worker_of_another_machine_is_enough() -> None:
         await stack.stop()
 
 
-async def test_of_the_last_worker_it_says_why_it_ends() -> None:
+async def test_up_ends_with_the_reason_of_the_last_worker() -> None:
     stack = ShellStack({"worker-1": REFUSED_BY_MODEL, "worker-2": TOO_LARGE}, 2, others_serve=False)
     assert (await until_over(stack)).startswith("worker-")
     assert stack.said("it stays down"), "the first one"

@@ -1,4 +1,4 @@
-"""What the kill matrix and the soak take for a wrong answer."""
+"""The kill matrix and the soak notice wrong answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_unfinished_answer_is_wrong_and_the_problem_says_why() -> None:
     assert lost.differs(answer(*EVENTS)) == "did not end: ['503']"
 
 
-def test_a_cancelled_answer_must_be_a_beginning_of_the_right_one() -> None:
+def test_a_cancelled_answer_must_be_a_beginning_of_the_right_answer() -> None:
     cancelled = [replace(answer(*events), is_done=False, is_cancelled=True) for events in (EVENTS[:2], EVENTS[1:2])]
     assert not cancelled[0].differs(answer(*EVENTS))
     assert cancelled[1].differs(answer(*EVENTS))

@@ -35,7 +35,7 @@ def test_only_given_arguments_are_sent() -> None:
 
 
 def test_a_share_above_zero_arrives_above_zero() -> None:
-    """They travel in 32 bits."""
+    """Numbers travel as 32-bit floats."""
     given: dict[str, Any] = {"top_p": 1e-46, "typical_p": 1e-300}
     sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
     assert (sampling.top_p, sampling.typical_p) == (2.0**-149, 2.0**-149)
@@ -150,7 +150,7 @@ def test_a_stop_string_is_one_and_not_its_letters() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(Options.__annotations__))
-def test_none_is_left_out(name: str) -> None:
+def test_options_that_are_none_are_left_out(name: str) -> None:
     options: Any = {name: None}
     assert make_request("hi", None, None, "", options) == make_request("hi", None, None, "", {})
 

@@ -273,7 +273,7 @@ async def test_a_server_that_dies_after_each_message(ask: Any, how: str) -> None
 
 
 @both
-async def test_it_goes_round_and_a_server_that_goes_on_elsewhere_gives_nothing(ask: Any) -> None:
+async def test_a_client_tries_each_server_and_takes_no_tokens_of_another_position(ask: Any) -> None:
     """The first one dies after three messages; the second does not know how to go on; there is no third."""
     dying, confused = Dying([3], BREAKS["unavailable"]), Dying([9], BREAKS["ends"], shift=-2)
     with served(dying) as first, served(confused) as second:

@@ -35,7 +35,7 @@ def train_examples(seed: int, n: int) -> list[Example]:
 
 
 def tool_examples(seed: int, n: int) -> list[Example]:
-    """Those of the second stage that have tools."""
+    """The examples of the second stage that have tools."""
     rng = random.Random(seed)
     return [e for e in (training_example(rng, level=i / n, tools=True) for i in range(n)) if e.tools]
 

@@ -33,6 +33,7 @@ def outcome(output_tokens: int, status: int = 200) -> SequenceOutcome:
         finish_reason="length",
         status=status,
         message="",
+        queue_limit=None,
         prompt_tokens=1,
         output_tokens=output_tokens,
         cached_tokens=None,
@@ -160,7 +161,7 @@ def test_offline_requests_leave_half_of_each_quota(
     assert [charge(False) for _ in online] == online
 
 
-def test_retried_requests_cannot_take_all_places_of_the_parser(rig: Rig) -> None:
+def test_retried_requests_cannot_fill_the_parse_limiter(rig: Rig) -> None:
     key = make(max_requests=1)
     with rig.quotas.entering(key, new=False), pytest.raises(ApiError, match="max_requests"):
         rig.enter(key, new=False)
@@ -198,7 +199,7 @@ def test_tokens_per_minute(rig: Rig) -> None:
     assert rig.quotas._usages["a"].tokens_left == 600  # an idle key saves up no more than one minute
 
 
-def test_what_was_not_served_costs_nothing(rig: Rig) -> None:
+def test_a_request_that_was_not_served_is_not_charged(rig: Rig) -> None:
     key = make(tokens_per_minute=600)
     for status in (429, 503):
         charge = rig.quotas.charge(key, num_sequences=1, prompt=500, output=10)

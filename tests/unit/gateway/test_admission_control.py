@@ -12,7 +12,7 @@ def test_a_scheduler_that_tells_nothing_is_asked() -> None:
     assert control.takes(1000)
 
 
-def test_what_is_on_its_way_takes_of_the_places() -> None:
+def test_requests_on_their_way_to_the_scheduler_take_queue_positions() -> None:
     control = AdmissionControl()
     control.update(num_free=4, num_submissions=0)
     control.sent(2)
@@ -38,7 +38,7 @@ def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
     assert not control.takes(8)
 
 
-def test_a_number_that_has_not_changed_is_not_told_again_and_is_not_old() -> None:
+def test_a_number_of_free_positions_that_has_not_changed_stays_valid() -> None:
     control = AdmissionControl()
     control.unchanged()
     assert control.takes(10**6), "the scheduler has sent no number yet"

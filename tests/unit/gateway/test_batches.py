@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from services.gateway.batches.files import PIECE_BYTES, FileLimits, Files, Line
 from services.gateway.batches.records import ENDED, TRANSITIONS, BatchRecord, new_batch, stored_batch
 from services.gateway.batches.results import BatchUsage, line_result, output_id, unrun_result
 from services.gateway.batches.schema import BatchLine, BatchRequest
-from services.gateway.batches.throttle import ByteLimit, Throttle, Turns
+from services.gateway.batches.throttle import ByteLimit, LineSlots, Throttle, Turns
 from services.gateway.errors import ApiError
-from services.gateway.store.documents import DocumentName
+from services.gateway.store.documents import Document, DocumentName
 from services.gateway.store.sqlite_documents import SqliteDocuments
 from services.gateway.store.sqlite_file import SqliteFile
 
@@ -33,7 +34,8 @@ def batch() -> BatchRecord:
 
 
 def test_a_batch_is_read_back_as_it_was_stored() -> None:
-    moved = batch().after("valid", 1001.0).after("run", 1002.0)
+    moved = replace(batch().after("valid", 1001.0).after("run", 1002.0), num_bytes=7)
+    assert moved.document().num_bytes == 7, "counts for the owner"
     assert stored_batch(moved.document()) == moved
     shown = moved.shown()
     assert (shown["status"], shown["in_progress_at"], shown["finalizing_at"]) == ("finalizing", 1001, 1002)
@@ -79,6 +81,24 @@ async def test_lines_are_read_over_the_ends_of_pieces(
     await files.delete(stored)
     with pytest.raises(ApiError):
         await files.find("ann", stored.name.id)
+    await database.close()
+
+
+async def test_an_upload_that_is_too_large_counts_at_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it could end a running batch of its owner."""
+    database = SqliteFile(tmp_path / "x.db")
+    store = SqliteDocuments(database)
+    files, put, names = Files(store, FileLimits(max_owner_bytes=10)), store.put, list[DocumentName]()
+
+    async def noted(document: Document, **options: Any) -> bool:
+        names.append(document.name)
+        return await put(document, **options)
+
+    monkeypatch.setattr(store, "put", noted)
+    kept = await files.add("ann", "in.jsonl", io.BytesIO(b"x" * 6), 6, None)
+    with pytest.raises(ApiError, match="10 bytes"):
+        await files.add("ann", "in.jsonl", io.BytesIO(b"x" * 5), 5, None)
+    assert names == [kept.name]
     await database.close()
 
 
@@ -169,6 +189,43 @@ async def test_a_pause_ends_by_itself() -> None:
     throttle.refused(0.0)
     async with asyncio.timeout(10), throttle.entering():
         assert throttle.num_running == 1
+
+
+async def test_slots_go_round_the_owners_of_waiting_lines() -> None:
+    slots, served = LineSlots(1), list[str]()
+
+    async def run(owner: str) -> None:
+        async with slots.entering(owner):
+            served.append(owner)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(run(owner) for owner in "aaaaabbc"))
+    assert "".join(served) == "aabcabaa"
+
+
+async def test_a_cancelled_line_gives_its_slot_on() -> None:
+    slots, most, num_running = LineSlots(2), 0, 0
+
+    async def run(owner: str) -> None:
+        nonlocal most, num_running
+        async with slots.entering(owner):
+            num_running += 1
+            most = max(most, num_running)
+            try:
+                await asyncio.sleep(0)
+            finally:
+                num_running -= 1
+
+    draw = random.Random(7)
+    for _ in range(50):
+        tasks = [asyncio.create_task(run(draw.choice("abc"))) for _ in range(12)]
+        for _ in range(6):
+            await asyncio.sleep(0)
+            draw.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most == 2
+    async with asyncio.timeout(5), slots.entering("a"), slots.entering("b"):
+        assert num_running == 0, "both slots are free again"
 
 
 @pytest.mark.parametrize(("num_lines", "num_bytes", "num_turns"), [(160, 200, 10), (20, 20_000, 10), (4, 64_000, 4)])

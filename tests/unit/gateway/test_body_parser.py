@@ -80,7 +80,9 @@ async def test_the_process_gives_what_parsing_here_gives(parser: BodyParser) -> 
         (json.dumps({"prompt": [7] * 50_000 + [2**40]}).encode(), "prompt", "invalid_type"),
     ],
 )
-async def test_its_errors_name_the_field(parser: BodyParser, body: bytes, param: str | None, code: str) -> None:
+async def test_errors_of_the_parser_process_name_the_field(
+    parser: BodyParser, body: bytes, param: str | None, code: str
+) -> None:
     with pytest.raises(ApiError) as caught:
         await parser.parse(schema.CompletionRequest, body, CONTEXT, gone=lambda: False)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)

@@ -1,4 +1,4 @@
-"""Clients of connections: names, counts, and whether a client has gone."""
+"""How connections are counted by client, and how a client that has disconnected is noticed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_client_is_an_ipv4_address_or_an_ipv6_network() -> None:
     assert names == ["10.0.0.1", "10.0.0.1", "2001:db8:1:2::/64", "2001:db8:1:2::/64", "fe80::/64"]
 
 
-def test_the_client_with_the_most_connections() -> None:
+def test_the_client_with_the_most_connections_is_found() -> None:
     clients = ConnectionCounts(3)
     assert clients.largest(but="a") is None
     for name in "aabbb":

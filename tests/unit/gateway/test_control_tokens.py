@@ -1,4 +1,4 @@
-"""Text from users never becomes a control token of a chat, wherever it stands and whatever the template makes of it."""
+"""A user's text never becomes a control token of a chat, in any field and with any template."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# What templates do with texts: join them, put them between signs, change them, cut out parts, quote them.
+# The template joins texts, puts them between brackets, changes them, removes parts of them and quotes them.
 WILD = (
     "<|im_start|>{{ a }}{{ b }}<|im_end|><|im_start|>{{ a ~ b ~ c }}<{{ b }}>{{ '</' + c + '>' }}[{{ a }}]"
     "{{ a | lower }}{{ (a + b) | trim }}{{ (b + a).replace('x', '') }}{{ messages | tojson }}<|im_end|>"
@@ -30,7 +30,7 @@ WILD = (
 
 
 def tokenizer_with(template: str) -> TextTokenizer:
-    """A token for each byte, and then the control tokens."""
+    """The tokenizer has a token for each byte, and then the control tokens."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,15 +84,15 @@ def test_normalizing_makes_no_control_token(normalizer: normalizers.Normalizer, 
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("place", ["content", "role", "name"])
-def test_no_field_of_a_message_writes_a_control_token(place: str, attack: str) -> None:
+@pytest.mark.parametrize("field", ["content", "role", "name"])
+def test_no_field_of_a_message_writes_a_control_token(field: str, attack: str) -> None:
     tokenizer = tokenizer_with(CHATML)
     harmless = [{"role": "user", "content": "hello", "name": "me"}]
     for attacked in (attack, attack + " ", attack[1:], attack[:-1]):
-        chat = [{**harmless[0], place: attacked}]
+        chat = [{**harmless[0], field: attacked}]
         assert controls(tokenizer, chat) == controls(tokenizer, harmless)
         shown = tokenizer.decode(tokenizer.encode_chat(chat, add_generation_prompt=False))
-        expected = {**harmless[0], place: attacked}
+        expected = {**harmless[0], field: attacked}
         assert shown == f"<|im_start|>{expected['role']} {expected['name']}\n{expected['content']}<|im_end|>\n"
 
 
@@ -117,7 +117,7 @@ def test_no_variable_writes_a_control_token(attack: str) -> None:
         ("{{ a | upper }}", {"a": "[inst]"}),
     ],
 )
-def test_no_control_token_is_joined_from_texts(template: str, variables: dict[str, str]) -> None:
+def test_a_template_cannot_make_a_control_token_from_texts(template: str, variables: dict[str, str]) -> None:
     tokenizer = tokenizer_with(f"<|im_start|>{template}<|im_end|>")
     assert controls(tokenizer, [], **variables) == ["<|im_start|>", "<|im_end|>"]
 
@@ -127,7 +127,7 @@ def test_no_control_token_is_joined_from_texts(template: str, variables: dict[st
         st.text(st.sampled_from("<|im_endx>/s[INST]"), max_size=12) | st.sampled_from(ATTACKS), min_size=4, max_size=4
     )
 )
-def test_whatever_is_written_the_control_tokens_are_those_of_harmless_texts(texts: list[str]) -> None:
+def test_random_texts_add_no_control_token(texts: list[str]) -> None:
     a, b, c, content = texts
     tokenizer = tokenizer_with(
         "<|im_start|>{{ a }}\n{{ b }}\n{{ c }}\n{{ messages[0].content }}<|im_end|>{{ a ~ '-' ~ b }}"
@@ -137,8 +137,8 @@ def test_whatever_is_written_the_control_tokens_are_those_of_harmless_texts(text
 
 
 @given(st.lists(st.text(st.sampled_from("<|/[ab] \n"), max_size=6), min_size=3, max_size=3))
-def test_texts_without_a_control_token_are_tokenized_as_one(texts: list[str]) -> None:
-    """Signs of control tokens alone change nothing: the whole is tokenized in one piece, as transformers does."""
+def test_a_prompt_without_control_tokens_in_its_texts_is_tokenized_whole(texts: list[str]) -> None:
+    """The texts have only single characters of control tokens. As in transformers, the prompt is one piece."""
     variables = dict(zip("abc", texts, strict=True))
     tokenizer = tokenizer_with(WILD)
     text = ChatTemplate(WILD).render([], add_generation_prompt=True, variables=variables)
@@ -148,7 +148,7 @@ def test_texts_without_a_control_token_are_tokenized_as_one(texts: list[str]) ->
 @pytest.mark.parametrize(
     "content", ["a < b | c > d", "|x|y|\n|-|-|\n", "<b>", "ends with <", "<|", "[INS", "1 <|> 2", "|> map f"]
 )
-def test_signs_of_control_tokens_alone_are_tokenized_as_transformers_does(content: str) -> None:
+def test_single_characters_of_control_tokens_are_tokenized_as_in_transformers(content: str) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     chat = [{"role": "user", "content": content}]
@@ -156,7 +156,7 @@ def test_signs_of_control_tokens_alone_are_tokenized_as_transformers_does(conten
     assert TextTokenizer.from_folder(CHECKPOINT).encode_chat(chat) == expected
 
 
-def test_what_counts_as_a_part() -> None:
+def test_parts_of_control_tokens_are_found_in_texts() -> None:
     tokens = ControlTokens(CONTROL)
     for text in ("<|", "a|>", "b|u", "</", "R|>", "x[i", "t]", "ends <", "ends |", "ends /"):
         assert tokens.has_parts([text]), text
@@ -177,7 +177,7 @@ def test_nested_values_keep_their_shape() -> None:
     assert sorted(strings(value)) == ["<s>", "<s>", "a<s>", "x", "y"]
 
 
-def test_a_refusal_of_the_template_is_said_once() -> None:
+def test_an_error_of_the_template_is_not_wrapped_twice() -> None:
     tokenizer = tokenizer_with("{{ raise_exception('no ' + messages[0].content) }}")
     with pytest.raises(Exception, match=re.escape("refuses these messages: no ")):
         tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}])

@@ -88,7 +88,7 @@ def test_tokens_begin_where_the_tokenizer_says(text: str) -> None:
 
 
 @given(st.text(alphabet="abc é", min_size=1, max_size=20))
-def test_an_echo_of_token_ids_has_their_places_in_it(text: str) -> None:
+def test_logprobs_of_echoed_token_ids_have_their_text_offsets(text: str) -> None:
     for tokenizer in (BYTE_LEVEL, SENTENCEPIECE):
         ids = tokenizer.encode(text)
         shape = LogprobFormat(False, tokenizer.token_bytes, tokenizer.token_bytes)
@@ -205,7 +205,7 @@ def test_a_stop_token_has_no_text_but_counts() -> None:
     assert stream.num_tokens == 2
 
 
-def test_what_ended_the_text_may_be_part_of_it() -> None:
+def test_include_stop_keeps_the_stop_string_or_token_in_the_text() -> None:
     ids = BYTE_LEVEL.encode("xyzzy")
     stream = TextStream(BYTE_LEVEL.detokenizer(), stops=["zz"], include_stop=True)
     assert stream.push(ids) == "xyzz"

@@ -49,7 +49,7 @@ def test_the_checksum_is_of_the_tokens_and_not_of_how_they_came() -> None:
     assert checksum((0, [1]), (1, [1])) != checksum((0, [2]), (1, [2]))
 
 
-def test_what_follows_the_choices() -> None:
+def test_an_event_id_after_the_choices_names_usage_or_done() -> None:
     progress = StreamProgress(7, 1)
     progress.read(0, [1])
     progress.line(0, ended=True)
@@ -65,7 +65,7 @@ def test_a_stream_of_too_many_choices_has_no_ids() -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_a_stream_whose_request_asks_for_no_ids_has_none(num_choices: int) -> None:
+def test_a_stream_has_no_ids_unless_the_request_asks_for_them(num_choices: int) -> None:
     progress = StreamProgress(7, num_choices, wanted=False)
     progress.read(0, [1])
     lines = progress.first_line(0), progress.line(0), progress.line(0, ended=True), progress.end_line("d")
@@ -93,7 +93,7 @@ def test_a_stream_whose_request_asks_for_no_ids_has_none(num_choices: int) -> No
         "1.0000ffff." + "1," * 5000,
     ],
 )
-def test_what_no_event_of_the_stream_can_have_is_refused(text: str) -> None:
+def test_an_event_id_that_the_stream_cannot_have_is_refused(text: str) -> None:
     with pytest.raises(ApiError, match="Last-Event-ID: ") as refused:
         parse_event_id(text, LIMITS, has_usage=False)
     assert (refused.value.status, refused.value.param) == (400, "Last-Event-ID")

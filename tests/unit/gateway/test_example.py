@@ -21,7 +21,7 @@ ANSWER = httpx.Response(200, text='id: 1.2.3\ndata: {"choices": []}\n\ndata: [DO
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response]:
-    """What it answers next, request by request."""
+    """The server's next answers, one for each request."""
     answers: list[httpx.Response] = []
     client = httpx.Client(transport=httpx.MockTransport(lambda _: answers.pop(0)))
 
@@ -40,7 +40,7 @@ def chunks() -> list[Any]:
 @pytest.mark.parametrize(
     "refusal", [httpx.Response(503), httpx.Response(429), httpx.Response(504), error_event(503)], ids=str
 )
-def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) -> None:
+def test_the_example_retries_after_a_refusal(server: list[httpx.Response], refusal: httpx.Response) -> None:
     server += [refusal, ANSWER]
     assert chunks() == [{"choices": []}]
     assert not server
@@ -49,7 +49,7 @@ def test_it_asks_again(server: list[httpx.Response], refusal: httpx.Response) ->
 @pytest.mark.parametrize(
     "verdict", [httpx.Response(500), httpx.Response(504, headers=FINAL), httpx.Response(400)], ids=str
 )
-def test_not_what_failed_by_itself(server: list[httpx.Response], verdict: httpx.Response) -> None:
+def test_the_example_does_not_retry_a_final_error(server: list[httpx.Response], verdict: httpx.Response) -> None:
     server += [verdict, ANSWER]
     with pytest.raises(httpx.HTTPStatusError):
         chunks()
@@ -57,7 +57,7 @@ def test_not_what_failed_by_itself(server: list[httpx.Response], verdict: httpx.
 
 
 @pytest.mark.parametrize("code", [500, 504])
-def test_nor_in_the_middle_of_a_stream(server: list[httpx.Response], code: int) -> None:
+def test_the_example_does_not_retry_a_final_error_event(server: list[httpx.Response], code: int) -> None:
     server += [error_event(code), ANSWER]
     with pytest.raises(RuntimeError, match="no"):
         chunks()

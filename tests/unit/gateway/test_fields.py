@@ -1,4 +1,4 @@
-"""Fields as clients of vLLM send them: numbers as texts, history with tool calls, fields of other servers."""
+"""Fields as clients of vLLM send them: numbers as strings, history with tool calls, fields of other servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rendered(messages: list[dict[str, Any]], *, add: bool = True, **extras: Any)
 
 
 @pytest.mark.parametrize("value", [8, 8.0, "8", " 8 ", "8.0"])
-def test_an_integer_may_be_a_text_or_have_no_fraction(value: Any) -> None:
+def test_an_integer_may_be_a_string_or_a_float_without_a_fraction(value: Any) -> None:
     request = completion(max_tokens=value, n=value, seed=value, logprobs=value, stop_token_ids=[value], top_k=value)
     choices = request.sampling()
     assert (choices.max_tokens, request.n, choices.seed, choices.logprobs, choices.stop_token_ids) == (8, 8, 8, 8, [8])
@@ -48,7 +48,7 @@ def test_an_integer_may_be_a_text_or_have_no_fraction(value: Any) -> None:
     assert type(request.n) is int
 
 
-def test_a_float_that_has_lost_digits_is_no_integer() -> None:
+def test_a_float_too_large_to_be_exact_is_not_an_integer() -> None:
     for value in (-9223372036854775809.0, 2.0**53):
         with pytest.raises(ApiError) as caught:
             completion(seed=value)
@@ -62,24 +62,24 @@ def test_a_seed_beyond_64_bits_is_refused_with_the_limit(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [0.5, "0.5", ".5", "5e-1"])
-def test_a_number_may_be_a_text(value: Any) -> None:
+def test_a_number_may_be_a_string(value: Any) -> None:
     request = completion(temperature=value, logit_bias={"7": value}, length_penalty=value, use_beam_search=True)
     assert (request.sampling().numbers["temperature"], request.logit_bias) == (0.5, {7: 0.5})
 
 
-def test_a_flag_may_be_a_text() -> None:
+def test_a_boolean_may_be_a_string() -> None:
     request = completion(stream="true", echo="False", ignore_eos="false")
     assert (request.stream, request.echo, request.ignore_eos) == (True, False, False)
     with pytest.raises(ApiError):
         completion(stream="yes")
 
 
-def test_every_key_of_a_bias_that_is_no_token_is_named() -> None:
+def test_every_key_of_logit_bias_that_is_no_token_id_is_named() -> None:
     with pytest.raises(ApiError, match=r"keys that are no token ids: 'a', 'b'"):
         completion(logit_bias={"a": 1, "5": 1, "b": 1})
 
 
-def test_token_ids_may_have_no_fraction() -> None:
+def test_token_ids_may_be_floats_without_a_fraction() -> None:
     assert list(completion(prompt=[7.0, 8]).prompt) == [7, 8]
     for wrong in ([7.5], [7.0, "8"], [7.0, True]):
         with pytest.raises(ApiError):
@@ -179,7 +179,7 @@ def test_the_last_message_can_be_continued() -> None:
         ).for_template()
 
 
-def test_a_template_of_a_request_that_is_wrong_is_refused() -> None:
+def test_a_wrong_template_in_a_request_is_refused() -> None:
     for template, words in (
         ("{% for %}", "does not compile"),
         ("x" * 70_000, "70000 characters"),
@@ -193,7 +193,7 @@ def test_a_template_of_a_request_that_is_wrong_is_refused() -> None:
             ChatTemplate("x").render([], add_generation_prompt=False, variables={name: "y"})
 
 
-def test_a_prompt_that_may_be_cut() -> None:
+def test_a_prompt_is_truncated_at_the_side_that_the_request_names() -> None:
     ids = TOKENIZER.encode("Once there was a fox")
     assert TOKENIZER.encode_part("Once there was a fox", 3) == [ids[0], *ids[-2:]]
     assert TOKENIZER.encode_part("Once there was a fox", 3, add_special_tokens=False) == ids[-3:]

@@ -56,7 +56,7 @@ def test_a_data_type_that_was_asked_for_is_held_to() -> None:
 
 
 @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
-def test_what_one_side_does_not_have_is_not_compared(part: str) -> None:
+def test_a_part_that_one_side_lacks_is_not_compared(part: str) -> None:
     """Dummy weights, no tokenizer, a gateway with the small files alone, a worker of an older version."""
     assert difference(OWN, **{f"{part}_fingerprint": ""}) == ""
     assert difference(replace(OWN, identity=replace(OWN.identity, **{part: ""}))) == ""

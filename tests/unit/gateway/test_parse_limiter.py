@@ -44,7 +44,7 @@ async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> Non
     await asyncio.gather(*tasks)
 
 
-async def test_a_request_without_a_client_fails_at_its_turn_and_takes_no_place() -> None:
+async def test_requests_without_a_client_fail_at_their_turn_and_are_not_counted() -> None:
     parse_limiter, asked, entered = ParseLimiter(per_turn=1), [], []
 
     async def request(number: int) -> None:
@@ -84,7 +84,7 @@ async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
     assert [type(outcome) for outcome in outcomes] == [type(None), asyncio.CancelledError, type(None), type(None)]
 
 
-async def test_it_says_when_too_many_wait() -> None:
+async def test_the_limiter_is_full_when_too_many_requests_wait() -> None:
     parse_limiter = ParseLimiter(per_turn=1, max_waiting=2)
     tasks = [asyncio.create_task(parse_limiter.wait_turn()) for _ in range(3)]
     assert not parse_limiter.is_full

@@ -167,7 +167,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "field"), BAD)
-def test_what_cannot_be_is_refused_by_name(builder: RequestBuilder, wrong: dict[str, Any], field: str) -> None:
+def test_impossible_values_are_refused_by_name(builder: RequestBuilder, wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError) as caught:
         make_job(builder, **wrong)
     assert caught.value.status == 400
@@ -386,6 +386,7 @@ def test_values_that_change_nothing_are_fine() -> None:
         "echo": False, "suffix": None, "presence_penalty": 0, "allowed_token_ids": None, "prompt_logprobs": None,
         "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "user": "me", "unknown": None,
         "response_format": {"type": "text"}, "stop": None, "seed": None, "temperature": 1,
+        "prompt_embeds": [],
     }  # fmt: skip
     assert schema.parse(schema.CompletionRequest, COMPLETION | neutral, 1024).sampling().numbers["temperature"] == 1.0
     chat = CHAT | {"logprobs": False, "top_logprobs": 0, "tools": None, "tool_choice": "none"}
@@ -398,10 +399,10 @@ def test_values_that_change_nothing_are_fine() -> None:
         ("spaces_between_special_tokens", False, "true"),
         ("suffix", "x", '""'),
         ("tool_choice", "required", '"none"'),
-        ("prompt_embeds", "x", "null"),
+        ("prompt_embeds", "x", "[]"),
     ],
 )
-def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: str) -> None:
+def test_unsupported_values_are_named_as_in_json(name: str, value: Any, wanted: str) -> None:
     with pytest.raises(ApiError) as error:
         schema.parse(schema.CompletionRequest, COMPLETION | {name: value}, 1024)
     assert error.value.code == "unsupported_value"
@@ -411,7 +412,7 @@ def test_what_is_not_supported_is_named_in_json(name: str, value: Any, wanted: s
 @pytest.mark.parametrize(
     ("name", "ours"), [("guided_json", "structured_outputs.json"), ("ebnf", "structured_outputs.grammar")]
 )
-def test_other_servers_names_are_told_ours(name: str, ours: str) -> None:
+def test_a_field_name_of_another_server_is_refused_with_the_name_to_use(name: str, ours: str) -> None:
     with pytest.raises(ApiError, match=ours) as error:
         schema.parse(schema.ChatRequest, CHAT | {name: {}}, 1024)
     assert error.value.param == name
@@ -479,8 +480,8 @@ def test_lists_as_long_as_may_be_are_taken() -> None:
     assert len(schema.parse(schema.ChatRequest, chat, 1024).messages[0].content or "") == 16383
 
 
-def test_the_shortest_deadline_is_one() -> None:
-    """It is sent as a 32-bit float, and there 0 means that there is none."""
+def test_the_shortest_deadline_does_not_become_no_deadline() -> None:
+    """The value is sent as a 32-bit float, in which 0 means that no value is given."""
     assert schema.parse(schema.CompletionRequest, COMPLETION | {"deadline_s": 1e-300}, 1024).metadata().deadline_s > 0
 
 
@@ -526,7 +527,7 @@ async def test_long_texts_are_tokenised_a_few_at_a_time_and_not_for_clients_that
     assert [isinstance(outcome, Gone) for outcome in outcomes] == [False] * (many - 1) + [True]
 
 
-async def test_a_cancelled_text_keeps_its_place_until_its_thread_has_ended() -> None:
+async def test_a_cancelled_text_counts_until_its_thread_has_ended() -> None:
     """Otherwise clients that connect and disconnect could leave any number of texts in threads."""
     builder, begun, go_on = slow_builder()
     num_threads = os.cpu_count() or 1

@@ -93,7 +93,7 @@ async def test_the_newest_connection_has_it(rig: Rig) -> None:
     assert rig.store.num_waiting == 1
 
 
-async def test_what_has_ended_is_kept_for_a_while(rig: Rig) -> None:
+async def test_a_finished_request_is_kept_for_a_while(rig: Rig) -> None:
     reading = rig.open(n=2)
     for live in rig.session.live:
         rig.session.give(live, 50)
@@ -118,7 +118,7 @@ async def test_what_has_ended_is_kept_for_a_while(rig: Rig) -> None:
     assert rig.session.metrics.requests["test", "length"] == 2
 
 
-async def test_what_failed_is_run_again(rig: Rig) -> None:
+async def test_a_failed_request_is_run_again(rig: Rig) -> None:
     for _ in range(2):
         reading = rig.open()
         rig.session.end(rig.session.live[-1], UNSPECIFIED, code=14)
@@ -209,7 +209,7 @@ async def test_memory_is_bounded(builder: RequestBuilder, monkeypatch: pytest.Mo
     assert rig.store.num_finished == 1
 
 
-async def test_not_too_many_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_waiting_requests_is_limited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_store, "MAX_WAITING", 2)
     for key in "abc":
         rig.open(key).close()

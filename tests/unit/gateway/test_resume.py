@@ -169,7 +169,7 @@ def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int
         assert told(events[: i + 1] + run(case, seed, after)) == told(events)
 
 
-def test_what_was_shown_must_be_what_comes_again() -> None:
+def test_a_resumed_stream_fails_if_its_tokens_differ_from_the_delivered_ones() -> None:
     """If the tokens differ, as after a near tie, the client gets an error and not the rest of another answer."""
     case = Case("completion", [[50, 60, 70, 80], [51, 61, 71, 81]], {})
     other = Case("completion", [[50, 65, 70, 80], [51, 61, 71, 81]], {})
@@ -183,7 +183,7 @@ def test_what_was_shown_must_be_what_comes_again() -> None:
 
 
 @pytest.mark.parametrize("places", ["5", "4", "9e", "2e"])
-def test_an_answer_that_ends_before_the_place(places: str) -> None:
+def test_an_event_id_behind_the_end_of_the_answer_is_refused(places: str) -> None:
     """The answer ends early by a stop string or an end token, which the event id does not contain."""
     case = Case("completion", [[*BUILDER.encode_word("one"), *BUILDER.encode_word(" two"), 50, 60]], {"stop": ["one"]})
     after = parse_event_id(f"5.00000000.{places}", [50], has_usage=False)

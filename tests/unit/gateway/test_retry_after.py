@@ -40,7 +40,7 @@ def test_no_time_exceeds_a_minute_and_the_overflow_is_spread() -> None:
     assert max(map(seconds.count, seconds)) <= 2 * len(late) / (LONGEST_S / 2), "no second has far more than others"
 
 
-def test_the_places_of_clients_that_stay_away_are_given_away() -> None:
+def test_the_retry_times_of_clients_that_stay_away_are_given_to_others() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)
@@ -63,7 +63,7 @@ def test_if_half_of_the_expected_clients_come_half_of_the_others_are_expected() 
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.9])
-def test_clients_that_come_a_little_late_keep_their_places(late_s: float) -> None:
+def test_clients_that_come_a_little_late_are_still_expected(late_s: float) -> None:
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     coming = sorted(100.0 + time + late_s for time in told(ledger, 100.0, 300))

@@ -28,7 +28,7 @@ def busy(departures: RetryAfter, seconds: int, per_s: int, begin_s: float = 0.0)
     return begin_s + seconds
 
 
-def test_one_behind_the_other_at_the_rate_at_which_places_become_free() -> None:
+def test_retry_times_follow_each_other_at_the_rate_at_which_requests_finish() -> None:
     departures = RetryAfter()
     assert departures.refuse(0.0, FULL) == 1.0, "nothing was measured"
     now_s = busy(departures, 1, per_s=10) + 1000
@@ -131,7 +131,7 @@ class Server:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), per_s=st.floats(20, 200), crowd=st.integers(2, 25), before=st.booleans())
-def test_a_client_that_comes_back_at_its_time_finds_a_place(seed: int, per_s: float, crowd: int, before: bool) -> None:
+def test_a_client_that_comes_back_at_its_time_is_admitted(seed: int, per_s: float, crowd: int, before: bool) -> None:
     """The users come at the same moment, with up to 25 s of work.
 
     With `before`, the server has just refused other clients that never come back.

@@ -80,7 +80,7 @@ def test_open_comes_first_and_submissions_after_the_scheduler_has_opened() -> No
     assert not submission.accepted_before
 
 
-def test_what_one_turn_submits_and_cancels_is_one_message() -> None:
+def test_one_message_carries_all_submissions_and_cancels_of_a_turn() -> None:
     core = make_core()
     opened(core)
     first = submit(core)
@@ -287,7 +287,7 @@ def test_all_that_a_submission_carries_counts() -> None:
     assert max(m.ByteSize() for m in messages) < 8 * 2**20
 
 
-def test_what_the_protocol_does_not_allow_is_an_error() -> None:
+def test_a_message_against_the_protocol_is_an_error() -> None:
     core = make_core()
     core.connect()
     with pytest.raises(SessionProtocolError, match="opened"):
@@ -406,7 +406,7 @@ def test_the_model_is_known_while_the_scheduler_is_away() -> None:
     assert core.model == model
 
 
-def test_what_was_delivered_elsewhere_goes_with_the_submission() -> None:
+def test_a_submission_carries_the_tokens_that_another_gateway_delivered() -> None:
     core = make_core()
     opened(core)
     sampling = common_pb2.SamplingParams(max_tokens=4, logprobs=True, prompt_logprobs=True)
@@ -450,7 +450,7 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
     assert refuse(refused[2], full=True) == pytest.approx(5 / 3.6)
 
 
-def test_what_is_on_its_way_takes_of_the_places_that_the_scheduler_has_told() -> None:
+def test_unseen_submissions_take_queue_positions() -> None:
     core = make_core()
     opened(core)
     assert core.admission.takes(1000), "the scheduler has sent no number yet"
@@ -478,7 +478,7 @@ MALFORMED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", MALFORMED)
-def test_of_a_malformed_message_nothing_is_taken(fields: dict[str, Any]) -> None:
+def test_a_malformed_message_changes_no_request(fields: dict[str, Any]) -> None:
     """So that the next stream can go on from the tokens received before."""
     core = make_core()
     request = submit(core)
@@ -546,7 +546,7 @@ def test_a_new_scheduler_that_knows_no_model_yet_is_no_mismatch() -> None:
     assert core.mismatch == ""
 
 
-def test_what_was_running_is_not_continued_by_another_model() -> None:
+def test_a_running_request_is_not_continued_by_another_model() -> None:
     core = guarded_core()
     opened(core)
     core.receive(inference_pb2.SessionResponse(status=status_of("a")))

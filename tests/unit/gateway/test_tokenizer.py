@@ -1,4 +1,4 @@
-"""Prompts and chats to token ids, against transformers where it is the reference."""
+"""The token ids of prompts and chats, compared with those of transformers, and where chat templates come from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer() -> TextTokenizer:
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_chats_are_encoded_as_transformers_does(
+def test_chats_are_encoded_as_in_transformers(
     tokenizer: TextTokenizer, chat: list[dict[str, str]], generation_prompt: bool
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -62,14 +62,16 @@ def test_special_tokens_in_a_message_stay_text(tokenizer: TextTokenizer, attack:
     assert shown == attack
 
 
-def test_every_noncharacter_at_once_is_refused(tokenizer: TextTokenizer) -> None:
+def test_a_chat_with_every_noncharacter_and_a_control_token_is_refused(tokenizer: TextTokenizer) -> None:
     every = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(ApiError, match="noncharacter"):
         tokenizer.encode_chat([{"role": "user", "content": every + "<|end|>"}])
-    assert tokenizer.encode_chat([{"role": "user", "content": every}]), "nothing has to be marked"
+    assert tokenizer.encode_chat([{"role": "user", "content": every}]), (
+        "without a control token, no separator is needed"
+    )
 
 
-def test_a_template_that_refuses_is_the_clients_error(tokenizer: TextTokenizer) -> None:
+def test_a_chat_that_the_template_refuses_gets_400(tokenizer: TextTokenizer) -> None:
     with pytest.raises(ApiError, match="roles system, user, assistant and tool") as caught:
         tokenizer.encode_chat([{"role": "robot", "content": "x"}])
     assert caught.value.status == 400
@@ -85,7 +87,7 @@ def render(source: str, **variables: object) -> str:
     )
 
 
-def test_templates_have_what_transformers_gives_them() -> None:
+def test_templates_can_use_the_extensions_of_transformers() -> None:
     assert render("{{ bos_token }}{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}") == (
         '<s>{"role": "user", "content": "a<b"}'
     )
@@ -105,17 +107,17 @@ def test_templates_have_what_transformers_gives_them() -> None:
         "{{ messages[9].content + 1 }}",
     ],
 )
-def test_a_template_cannot_reach_out(source: str) -> None:
+def test_a_template_that_fails_or_leaves_its_sandbox_is_refused(source: str) -> None:
     with pytest.raises(ApiError, match="chat template"):
         render(source)
 
 
-def test_our_variables_cannot_be_replaced() -> None:
+def test_a_request_cannot_replace_the_gateways_template_variables() -> None:
     with pytest.raises(ApiError, match="must not set bos_token, messages, self"):
         render("x", **{"messages": "y", "bos_token": "z", "self": 1})
 
 
-def test_where_a_template_comes_from(tmp_path: Path) -> None:
+def test_a_template_comes_from_the_setting_the_jinja_file_or_the_config(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "default", "template": "{{ bos_token }}c"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -149,7 +151,7 @@ def test_a_broken_template_file_is_named(name: str, content: bytes, tmp_path: Pa
         ChatTemplate.from_folder(tmp_path)
 
 
-def test_no_template_and_no_tokenizer(tmp_path: Path) -> None:
+def test_a_missing_template_or_tokenizer_is_named(tmp_path: Path) -> None:
     assert ChatTemplate.from_folder(tmp_path) is None
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
         TextTokenizer.from_folder(tmp_path)
@@ -178,4 +180,5 @@ def test_other_threads_go_on_while_a_long_chat_is_encoded() -> None:
         num_turns += 1
         time.sleep(0)
     thread.join()
-    assert num_turns > 10  # one or two if the encoder kept the GIL; how many depends on what else the machine does
+    # If the encoder kept the GIL, this would be 1 or 2. The number depends on the machine's load.
+    assert num_turns > 10

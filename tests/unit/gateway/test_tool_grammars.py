@@ -150,7 +150,7 @@ def test_a_schema_of_the_answer_or_calls(marked: Vocabulary, plain: Vocabulary, 
 
 
 @pytest.mark.parametrize("with_tokens", [True, False])
-def test_a_form_comes_behind_the_reasoning(marked: Vocabulary, plain: Vocabulary, with_tokens: bool) -> None:
+def test_structured_output_comes_after_the_reasoning(marked: Vocabulary, plain: Vocabulary, with_tokens: bool) -> None:
     vocabulary = marked if with_tokens else plain
     answer = 'start: "yes" | "no"'
 
@@ -201,7 +201,7 @@ def test_which_calls_a_request_allows() -> None:
     assert (reply.is_named, reply.max_calls, reply.known) == (True, 1, frozenset({"now"}))
 
 
-def test_what_excludes_tools_is_refused_by_name() -> None:
+def test_fields_that_exclude_tools_are_refused_by_name() -> None:
     schema = from_schema("response_format.json_schema.schema", {"type": "object"})
     with pytest.raises(ApiError, match="response_format") as refused:
         planned(ToolUse(TYPED, "required"), schema)

@@ -45,7 +45,7 @@ def test_no_field_of_vllm_passes_unread(theirs: str, ours: Any, path: str) -> No
 
 
 def openai_fields(name: str) -> set[str]:
-    """Of a schema in OpenAI's specification, with those of the schemas that it includes."""
+    """The fields of a schema in OpenAI's specification and of the schemas that it includes."""
     schemas = json.loads(gzip.decompress((ROOT / "tests/support/openai-subset.json.gz").read_bytes()))["components"]
 
     def fields(part: dict[str, Any]) -> set[str]:
@@ -109,7 +109,7 @@ def test_fields_of_messages_that_would_change_the_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_refused_is_refused_by_name(name: str) -> None:
+def test_refused_fields_are_named(name: str) -> None:
     of = schema.ChatRequest if name in schema.CompletionRequest.model_fields else schema.CompletionRequest
     if name in of.model_fields:
         pytest.skip("both requests serve it")

@@ -40,7 +40,7 @@ def positions(
         ([25, 25], 20, 10, NO_LIMIT, [[0, 0]]),
     ],
 )
-def test_both(
+def test_prompts_that_both_rules_divide_alike(
     share: Share, lengths: list[int], unit: int, capacity: int, longest: int, expected: list[list[int]]
 ) -> None:
     assert positions(share, lengths, unit, capacity, longest, len(expected)) == expected
@@ -50,7 +50,9 @@ def test_both(
     ("lengths", "equal", "first"),
     [([25, 25], [[15, 15], [25, 25]], [[25, 5], [25, 25]]), ([25, 15], [[15, 15], [25, 15]], [[25, 5], [25, 15]])],
 )
-def test_they_differ(lengths: list[int], equal: list[list[int]], first: list[list[int]]) -> None:
+def test_prompts_that_the_two_rules_divide_differently(
+    lengths: list[int], equal: list[list[int]], first: list[list[int]]
+) -> None:
     assert positions(equal_progress, lengths, 5, 30, NO_LIMIT, 2) == equal
     assert positions(first_come, lengths, 5, 30, NO_LIMIT, 2) == first
 

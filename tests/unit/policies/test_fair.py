@@ -180,7 +180,7 @@ def test_a_new_tenant_gets_no_credit_for_earlier_service() -> None:
     assert names(order) == [1, 5, 2, 6, 3, 7, 4, 8]
 
 
-def test_of_idle_tenants_only_the_last_are_remembered_and_none_is_walked() -> None:
+def test_only_the_last_idle_tenants_are_remembered_and_none_is_walked() -> None:
     order = FairAmongTenants()
     for i in range(3 * MAX_IDLE):
         serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))

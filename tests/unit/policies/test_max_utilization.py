@@ -135,7 +135,7 @@ def test_the_same_steps_as_by_the_plain_rule(order: str) -> None:
 
 
 class Failing(Priority):
-    """Until the 20th request arrives: then another order takes its place."""
+    """An order that fails when the 20th request arrives. Another order then replaces it."""
 
     added = 0
 

@@ -180,7 +180,7 @@ def test_a_slow_model_copies_as_a_fast_one_does() -> None:
     assert burst(20) == burst(1)
 
 
-def test_it_says_why() -> None:
+def test_a_placement_reason_names_the_next_best_workers() -> None:
     rounds = Rounds(
         FakeWorker(1, cached=SHARED, num_rows=1), FakeWorker(2), FakeWorker(3), FakeWorker(4), FakeWorker(5)
     )

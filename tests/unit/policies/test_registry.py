@@ -157,7 +157,7 @@ def test_a_declared_attribute_may_be_in_slots() -> None:
     assert build(choose("", {"capacity": own("Slotted")})).capacity.reserves_prompt
 
 
-def test_an_option_that_is_asked_for_has_to_be_somebodys() -> None:
+def test_a_given_option_must_belong_to_a_chosen_policy() -> None:
     """A scenario may bring options of another preset; a server's settings say what is meant for it."""
     given = {"watermark": 0.5, "chunked_prefill": True}
     choice = choose("sglang", options=given)
@@ -213,6 +213,6 @@ class Exits(FirstComeFirstServed):
         raise SystemExit("done")
 
 
-def test_a_policy_that_exits_is_none() -> None:
+def test_a_policy_that_exits_while_it_is_built_is_refused() -> None:
     with pytest.raises(PolicyError, match="order Exits: done"):
         build(choose("", {"order": own("Exits")}))

@@ -1,4 +1,4 @@
-"""Epochs, and invalid values in their place."""
+"""Which epochs a fence accepts, and how an epoch travels as metadata."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_svc import server as cache_server
-from paceline.v1 import admin_pb2, cache_pb2, inference_pb2, worker_pb2
+from paceline.v1 import admin_pb2, cache_pb2, inference_pb2, live_pb2, worker_pb2
 from scheduler_svc import server as scheduler_server
 from services.runtime.keys import source
 from services.runtime.keys.admin_gate import AdminGate
@@ -364,6 +364,8 @@ def test_with_keys_admin_calls_need_an_admin_key_from_anywhere(write: Callable[[
 LINKS = {
     "/paceline.v1.InferenceService/Session",
     "/paceline.v1.InferenceService/ReleaseConversation",  # of a gateway, for one of its callers
+    "/paceline.v1.LiveViewService/Watch",  # of a gateway, which asks for an admin key
+    "/paceline.v1.LiveViewService/Explain",  # of a gateway, for the owner of the request
     "/paceline.v1.WorkerService/Link",
     "/paceline.v1.KvTransferService/Fetch",
     "/paceline.v1.CacheService/Link",
@@ -372,7 +374,7 @@ LINKS = {
 
 def test_every_method_of_the_protocol_is_a_link_or_guarded() -> None:
     """A new method must be named in LINKS or by a server's gate."""
-    files = (admin_pb2, cache_pb2, inference_pb2, worker_pb2)
+    files = (admin_pb2, cache_pb2, inference_pb2, live_pb2, worker_pb2)
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
     guards = (*scheduler_server.ADMIN_METHODS, *scheduler_server.KEYED_METHODS, *cache_server.ADMIN_METHODS)

@@ -30,7 +30,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_json_lines_of_ours_and_of_the_standard_library() -> None:
+def test_json_lines_of_paceline_and_of_the_standard_library() -> None:
     stream = io.StringIO()
     configure_logging("cache", "info", "auto", stream=stream)
     bind_request_id("req-1")

@@ -70,7 +70,7 @@ async def test_one_call_too_many_to_wait_is_refused() -> None:
         await tasks[2]
 
 
-async def test_slow_requests_give_way_to_calls_that_wait_the_oldest_first() -> None:
+async def test_the_oldest_slow_requests_are_refused_for_calls_that_wait() -> None:
     gate = MessageGate(max_reading=3, max_waiting=9, patience_s=0.0)
     slow = [Late() for _ in range(3)]
     tasks = [asyncio.create_task(gate.read(call)) for call in slow]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.v1.common_pb2 import FinishReason, SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions
+from paceline.v1.inference_pb2 import QUEUE_LIMIT_REQUESTS, QUEUE_LIMIT_TOKENS, BeamOptions, QueueLimit
 from scheduler_svc.core.admission.budgets import Budgets
 from scheduler_svc.core.policy.step import CapacityPolicy, Step, Verdict
 from scheduler_svc.core.rejection import (
@@ -69,20 +69,22 @@ def test_a_request_larger_than_its_tenants_budget_runs_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("config", "name", "limit"),
     [
-        ({"max_queued_requests": 2}, "queue: full with 2 requests"),
-        ({"max_queued_tokens": 25}, "queue: 20 tokens wait, the limit is 25"),
-        ({"tenant_max_queued_tokens": 25}, "tenant: 20 tokens of tenant 'a' wait, its limit is 25"),
+        ({"max_queued_requests": 2}, "queue: full with 2 requests", QUEUE_LIMIT_REQUESTS),
+        ({"max_queued_tokens": 25}, "queue: 20 tokens wait, the limit is 25", QUEUE_LIMIT_TOKENS),
+        ({"tenant_max_queued_tokens": 25}, "tenant: 20 tokens of tenant 'a' wait, its limit is 25", QUEUE_LIMIT_TOKENS),
     ],
 )
-def test_a_full_queue_says_what_is_full_and_when_to_come_back(config: dict[str, Any], name: str) -> None:
+def test_a_full_queue_says_what_is_full_and_when_to_come_back(
+    config: dict[str, Any], name: str, limit: QueueLimit.ValueType
+) -> None:
     system = LocalSystem(SchedulerConfig(**config))
     client = system.open("s")
     for handle in range(3):
         system.submit("s", handle, [9] * 10, params(4), tenant="a")
     ending = client.endings[2]
-    assert (ending.code, ending.message) == (CODE_RESOURCE_EXHAUSTED, name)
+    assert (ending.code, ending.message, ending.queue_limit) == (CODE_RESOURCE_EXHAUSTED, name, limit)
     assert ending.retry_after_s > 0
     if "tenant_max_queued_tokens" in config:
         system.submit("s", 3, [9] * 10, params(4), tenant="b")

@@ -322,7 +322,7 @@ def test_a_short_absence_of_etcd_changes_nothing() -> None:
 def test_deleting_the_key_by_hand_makes_another_leader() -> None:
     async def play(world: World) -> None:
         world.etcd.delete()
-        # The other scheduler may lead before this one hears of it. Fences cover this case.
+        # The other scheduler may lead before this scheduler knows. Fences cover this case.
         world.ways[1 - world.leaders[0]].open_ = False
         await world.pass_time(0.1)
         assert world.leaders == []

@@ -57,7 +57,7 @@ def test_every_option_reaches_the_parameters() -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(wrong: dict[str, Any], name: str) -> None:
+def test_impossible_values_are_refused_by_name(wrong: dict[str, Any], name: str) -> None:
     with pytest.raises(Rejection) as refused:
         to_submission(GenerateRequest(token_ids=PROMPT, sampling=SamplingOptions(**wrong)), None)
     assert refused.value.field == name

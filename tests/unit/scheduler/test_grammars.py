@@ -194,7 +194,7 @@ def test_the_least_recently_used_idle_grammar_is_forgotten() -> None:
     assert not known.wanted
 
 
-def test_few_are_asked_for_at_once() -> None:
+def test_a_worker_is_asked_for_a_limited_number_of_grammars_at_once() -> None:
     known = WorkerGrammars(prepares=True)
     for number in range(grammars.MAX_ASKED + 5):
         known.want(f"{number}")

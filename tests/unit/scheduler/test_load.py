@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.inference_pb2 import QUEUE_LIMIT_REQUESTS, QUEUE_LIMIT_TOKENS, QUEUE_LIMIT_UNSPECIFIED, QueueLimit
 from scheduler_svc.core.types import SchedulerConfig
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -82,3 +83,36 @@ def test_the_load_counts_prefix_queries_and_hits(prefix_caching: bool) -> None:
     system.run()
     load = system.scheduler.load(0.0)
     assert (load.prefix_query_tokens, load.prefix_hit_tokens) == ((20, 9) if prefix_caching else (0, 0))
+
+
+def test_the_load_counts_steps_by_their_tokens() -> None:
+    """A prompt of 10 tokens in chunks of 8: 8 tokens, then 2 and the first sampled one, then 1 for each other token."""
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=8))
+    system.submit("s", 1, list(range(10)), PARAMS)
+    system.run()
+    steps = system.scheduler.load(0.0).step_tokens
+    counts = dict(zip([*steps.bounds, None], steps.counts, strict=True))
+    assert {bound: count for bound, count in counts.items() if count} == {1: 2, 8: 2}
+    assert steps.total == 10 + PARAMS.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (SchedulerConfig(max_queued_requests=1), QUEUE_LIMIT_REQUESTS),
+        (SchedulerConfig(max_queued_tokens=10), QUEUE_LIMIT_TOKENS),
+    ],
+)
+def test_the_status_says_which_limit_the_queue_has_reached(
+    config: SchedulerConfig, limit: QueueLimit.ValueType
+) -> None:
+    system = LocalSystem(config)
+    client = system.open("s")
+    told = []
+    for handle in (1, 2):
+        assert client.status is not None
+        told.append((client.status.full, client.status.queue_limit))
+        system.submit("s", handle, list(range(10)), PARAMS)
+    assert told == [(False, QUEUE_LIMIT_UNSPECIFIED), (True, limit)]

@@ -204,7 +204,9 @@ def test_offline_requests_fill_only_their_own_queue(config: dict[str, Any], mess
     assert client.status is not None
     assert not client.status.full
     assert client.room is not None
-    assert (client.room.places, client.room.num_submissions) == (2, 0), "they take no place of online requests"
+    assert (client.room.places, client.room.num_submissions) == (2, 0), (
+        "offline requests take no queue position of online requests"
+    )
     system.submit("s", 5, prompt(5), PARAMS)
     system.run()
     assert len(client.tokens[5]) == 10
@@ -246,7 +248,7 @@ def test_offline_requests_wait_for_a_worker_as_long_as_online_ones() -> None:
     assert "no worker is attached" in client.endings[1].message
 
 
-def test_they_stay_offline_when_their_worker_is_lost() -> None:
+def test_offline_requests_stay_offline_when_their_worker_is_lost() -> None:
     system, client = with_offline_running()
     system.kill(system.workers[0])
     assert [request.handle for request in system.scheduler.queue.offline] == [1, 2, 3]
@@ -255,7 +257,7 @@ def test_they_stay_offline_when_their_worker_is_lost() -> None:
     assert_all_got_their_tokens(system, client, range(1, 4))
 
 
-def test_they_stay_offline_when_the_cache_is_lost() -> None:
+def test_offline_requests_stay_offline_when_the_cache_is_lost() -> None:
     system, client = with_offline_running()
     system.restart_cache()
     while system.scheduler.counters.restored < 2:
@@ -267,7 +269,7 @@ def test_they_stay_offline_when_the_cache_is_lost() -> None:
     assert system.scheduler.counters.preempted > 0, "they still yield"
 
 
-def test_they_stay_offline_when_the_scheduler_is_replaced() -> None:
+def test_offline_requests_stay_offline_when_the_scheduler_is_replaced() -> None:
     """The gateway submits them again."""
     core = SessionCore("g", response_window=4, max_live=8, wait_s=5.0)
     core.submit("r", bytes(8), SamplingParams(max_tokens=4), 0.0, metadata=Submission(offline=True))
@@ -298,7 +300,7 @@ def test_a_worker_full_of_offline_requests_has_room_for_online_ones() -> None:
     assert_all_got_their_tokens(system, client, range(1, 11))
 
 
-def test_an_online_request_takes_the_place_of_an_offline_adapter() -> None:
+def test_an_online_request_replaces_the_adapter_of_an_offline_request() -> None:
     system = LocalSystem()
     client = system.open("s")
     attach(system, max_loras=1)

@@ -119,7 +119,7 @@ def test_placements_per_request_do_not_grow_with_the_number_of_workers() -> None
     system.assert_at_rest()
 
 
-def test_of_many_workers_the_warmest_and_others_in_turn_are_compared() -> None:
+def test_the_warmest_workers_and_others_in_turn_are_compared() -> None:
     class ComparesFour(LastWorker):
         max_compared = 4
         compared: ClassVar[list[list[tuple[int, int]]]] = []

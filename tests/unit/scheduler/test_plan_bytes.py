@@ -45,7 +45,7 @@ def test_sequences_that_fill_a_message_go_in_several(preset: str, monkeypatch: p
     system.assert_at_rest()
 
 
-def test_one_that_is_too_large_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_is_too_large_for_a_shared_plan_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "MAX_PLAN_BYTES", NUM_BYTES // 2)
     system = LocalSystem()
     system.open("s", window=1 << 20)

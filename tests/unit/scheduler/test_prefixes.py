@@ -52,7 +52,7 @@ def test_the_same_as_by_looking_at_all(events: list[Add | Ask], depth: int) -> N
         assert index.alike(as_request(FakeRequest(tokens)), depth) == expected
 
 
-def test_each_is_looked_at_once_for_a_depth() -> None:
+def test_each_request_is_read_once_for_a_depth() -> None:
     index = PrefixIndex[Request](BLOCK)
     held = [FakeRequest([i, i, i, i]) for i in range(100)]
     for fake in held:

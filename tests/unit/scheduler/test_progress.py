@@ -64,7 +64,9 @@ def beat(system: LocalSystem, end: WorkerEnd, seconds: float, heartbeat: Heartbe
         (Heartbeat(received=1), "step 1 has no result after 1.8 s, and is not run"),
     ],
 )
-def test_its_work_goes_elsewhere(system: LocalSystem, client: Client, heartbeat: Heartbeat, why: str) -> None:
+def test_another_worker_continues_the_requests_of_a_stuck_worker(
+    system: LocalSystem, client: Client, heartbeat: Heartbeat, why: str
+) -> None:
     """Another worker continues the requests of a worker that makes no progress."""
     end = with_a_plan(system, toy())
     assert beat(system, end, 10.0, heartbeat) == [why]

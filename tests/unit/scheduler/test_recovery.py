@@ -151,7 +151,7 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
     elif meanwhile == "cache lost":
         system.restart_cache()
 
-    def spoil(request: CacheServiceLinkRequest) -> None:
+    def corrupt(request: CacheServiceLinkRequest) -> None:
         (restore,) = (op.restore for op in request.ops if op.HasField("restore"))
         if how == "the operation":
             restore.worker = 77
@@ -159,7 +159,7 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
             claim = next(claim for claim in restore.sequences if claim.sequence == sequence)
             claim.block_table = claim.block_table[:4]
 
-    exchange(system, spoil)
+    exchange(system, corrupt)
     finish(system, but=cancelled)
     counters = system.scheduler.counters
     refused = 1 if how == "a claim" else len(PROMPTS)

@@ -56,7 +56,7 @@ def play(system: LocalSystem, num_moves: int, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_workers"), [(4000, 1), (300, 1), (4000, 2)])
-def test_samples_that_hold_every_slot_make_way_for_other_requests(num_blocks: int, num_workers: int) -> None:
+def test_samples_that_hold_every_slot_are_preempted_for_other_requests(num_blocks: int, num_workers: int) -> None:
     """Eight requests of 16 samples hold all slots, or (300 blocks) the whole pool, for hundreds of steps."""
     system, client = start(num_blocks, num_workers)
     rng = random.Random(1)
@@ -128,7 +128,7 @@ def test_a_preempted_sequence_says_so_and_is_not_computed_again() -> None:
     assert system.cache.counters.prefix_query_tokens < 16 * 9 + 9 + 1
 
 
-def test_of_running_sequences_the_largest_share_is_preempted() -> None:
+def test_the_largest_share_of_running_sequences_is_preempted() -> None:
     """For blocks: of the tenant that holds most, of the request with most samples; the other tenant's runs on."""
     system, _ = start(120)
     submit_samples(system, 1, 8, 100, tenant="flood")

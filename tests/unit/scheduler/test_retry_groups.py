@@ -208,7 +208,7 @@ def test_a_cleared_suspect_leaves_no_state(system: LocalSystem, client: Client) 
     assert not system.scheduler._retry_groups.active
 
 
-def test_one_that_is_swapped_out_is_tried_where_its_blocks_are() -> None:
+def test_a_swapped_out_suspect_is_retried_at_the_worker_with_its_blocks() -> None:
     request = cast(Request, SimpleNamespace(phase=Phase.WAITING, matches=None, held=Held(swapped_on=1), grammar=""))
     here, there = (SimpleNamespace(id=id_, has_grammar=lambda _: True) for id_ in (1, 2))
     assert list(retry_candidates([request], cast(WorkerState, here))) == [request]

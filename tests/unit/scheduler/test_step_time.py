@@ -52,12 +52,12 @@ def error(model: StepTime, true: StepTime, step: Step) -> float:
 
 @settings(deadline=None, max_examples=60)
 @given(models, st.integers(0, 100))
-def test_it_predicts_steps_that_it_has_not_seen(true: StepTime, seed: int) -> None:
+def test_the_fit_predicts_steps_that_it_has_not_seen(true: StepTime, seed: int) -> None:
     fit = learn(StepTimeFit(), true, mixed_steps(seed, 600))
     assert max(error(fit.time, true, step) for step in mixed_steps(seed + 1, 50)) < 0.05
 
 
-def test_it_finds_each_coefficient() -> None:
+def test_the_fit_finds_each_coefficient() -> None:
     fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 1000), jitter=0.05)
     assert fit.time == pytest.approx(TRUE, rel=0.1)
 
@@ -82,7 +82,7 @@ def test_stalls_change_the_model_little() -> None:
     assert max(error(fit.time, TRUE, step) for step in mixed_steps(3, 50)) < 0.15
 
 
-def test_it_follows_a_machine_that_gets_slower() -> None:
+def test_the_fit_follows_a_machine_that_gets_slower() -> None:
     slow = StepTime(*(8 * value for value in TRUE))
     fit = learn(StepTimeFit(), TRUE, mixed_steps(1, 300))
     learn(fit, slow, mixed_steps(2, 800))

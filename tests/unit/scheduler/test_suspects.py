@@ -12,7 +12,7 @@ def anything(group: list[int]) -> bool:
     return True
 
 
-def test_few_are_retried_one_by_one_and_many_in_small_groups() -> None:
+def test_few_suspects_are_retried_one_by_one_and_many_in_small_groups() -> None:
     few, many = Suspects(2), Suspects(2)
     few.blame(range(FEW), FEW)
     assert few.waiting() == [[one] for one in range(FEW)]
@@ -28,7 +28,7 @@ def test_a_group_that_fails_is_retried_one_by_one_after_all_others() -> None:
     assert suspects.waiting() == [[3, 4, 5], [6, 7, 8], [0], [1], [2]]
 
 
-def test_alone_twice_in_a_row_is_poisoned() -> None:
+def test_a_suspect_that_fails_alone_twice_in_a_row_is_poisoned() -> None:
     suspects = Suspects(2)
     assert suspects.blame([7], 1) is None
     assert suspects.take(anything) == [7]

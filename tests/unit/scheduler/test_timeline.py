@@ -93,7 +93,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes.explain("never seen", 1e9) is None
 
 
-def test_of_two_requests_with_one_id_the_later_live_one_is_explained() -> None:
+def test_the_later_live_request_of_two_with_one_id_is_explained() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)

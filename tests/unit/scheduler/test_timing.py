@@ -75,7 +75,7 @@ def test_a_refused_request_has_no_times() -> None:
     assert not ending(system).HasField("timing")
 
 
-def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
+def test_a_preemption_is_counted_and_the_second_prefill_is_decode_time() -> None:
     """The pool holds two prompts and not their outputs: the later request is preempted after its first token."""
     system, params = started(num_blocks=8), SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
     for handle in (1, 2):
@@ -91,7 +91,7 @@ def test_a_preemption_counts_and_its_second_prefill_is_decode_time() -> None:
     assert timings[1].decode_s > timings[0].decode_s
 
 
-def test_the_shell_gives_each_event_the_time_at_which_it_comes() -> None:
+def test_the_server_gives_each_event_the_time_at_which_it_comes() -> None:
     """Not the time of the previous message, which may be long ago."""
     core, seen = LocalSystem().scheduler, list[float]()
     server = SchedulerServer(core, "127.0.0.1:1", [], 1.0)

@@ -189,7 +189,7 @@ def test_a_failure_that_the_worker_reports_always_counts(system: LocalSystem, cl
 def test_a_step_that_hangs_stands_and_a_plan_that_never_arrived_does_not(
     system: LocalSystem, client: Client, arrived: bool
 ) -> None:
-    """Both were reported by the scheduler. The blame stays only if the plan had arrived."""
+    """The scheduler noticed both failures. The blame stays only if the plan had arrived."""
     system.submit("s", 1, PROMPT, params())
     for _ in range(2):
         assert not client.endings

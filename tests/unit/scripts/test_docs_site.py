@@ -38,7 +38,7 @@ def test_a_link_leads_to_the_same_file_in_the_site(page: str, link: str, in_site
 
 @pytest.mark.usefixtures("repository")
 @pytest.mark.parametrize("link", ["nothing.md", "../core/nothing.py", "https://example.org/a.md", "#a-page", "/a.md"])
-def test_other_links_stay_for_mkdocs_to_judge(link: str) -> None:
+def test_other_links_stay_unchanged_and_mkdocs_checks_them(link: str) -> None:
     assert docs_site.relink(f"[x]({link})", "docs/a.md") == f"[x]({link})"
 
 

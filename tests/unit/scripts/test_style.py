@@ -34,7 +34,20 @@ def test_words_for_people_are_found_once_each(tmp_path: Path) -> None:
 
 
 def test_parts_of_words_are_no_words(tmp_path: Path) -> None:
-    assert not findings(tmp_path, {"a.py": '"""The whole."""\n\ntest_who_comes = 1\n'})
+    assert not findings(tmp_path, {"a.py": '"""The whole, whosoever1, nobodyelse."""\n'})
+
+
+def test_words_for_people_are_found_in_names(tmp_path: Path) -> None:
+    text = '"""A module."""\n\nthe_key_is_nobodys = 1\nwho_2 = 2\n'
+    assert findings(tmp_path, {"a.py": text}) == ["a.py:3: people", "a.py:4: people"]
+
+
+def test_test_names_need_a_subject(tmp_path: Path) -> None:
+    module = (
+        '"""Tests."""\n\n\ndef test_it_works(): ...\n\n\nclass TestA:\n    async def test_of_two_one_waits(self): ...\n'
+    )
+    module += "\n\ndef test_item_of_what(): ...\n\n\ndef its_helper(): ...\n"
+    assert findings(tmp_path, {"tests/a.py": module, "a.py": module}) == ["tests/a.py:4: test", "tests/a.py:8: test"]
 
 
 def test_two_modules_cannot_have_classes_of_one_name(tmp_path: Path) -> None:
@@ -58,6 +71,7 @@ def test_a_budget_allows_a_number_of_findings(
     assert style.main(["--max", "people=1"]) == 1
     assert style.main([]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "style: people 2 (at most 0), class 0 (at most 0), docstring 0 (at most 0), folder 0 (at most 0)"
+    rest = ", ".join(f"{kind} 0 (at most 0)" for kind in ("test", "class", "docstring", "folder"))
+    assert last == f"style: people 2 (at most 0), {rest}"
     with pytest.raises(SystemExit):
         style.main(["--max", "other=1"])

@@ -180,7 +180,7 @@ def test_a_prefix_that_one_has_found_gives_others_no_time() -> None:
     assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (0.01 + 0.1), abs=0.3)
 
 
-def test_before_that_the_configured_deadlines_hold() -> None:
+def test_the_configured_deadlines_hold_until_the_pace_is_known() -> None:
     steps = Steps()
     steps.run(NUM_REMEMBERED, 0.01)  # and the first step of a link counts for nothing
     steps.begin()

@@ -44,7 +44,7 @@ def test_both_ways_are_the_definition(rows: list[list[float]], share: float) -> 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 8.0])
 @pytest.mark.parametrize("vocab", [5, 1000, 32_003])
-def test_both_ways_are_one_on_large_rows(vocab: int, spread: float) -> None:
+def test_both_ways_give_equal_results_on_large_rows(vocab: int, spread: float) -> None:
     """Rounded like bfloat16's, so that many are equal; with and without filtered tokens; some need a full sort."""
     values = (spread * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))).bfloat16().float()
     values[::2, 3 : vocab // 2] = -torch.inf

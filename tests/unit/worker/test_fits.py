@@ -108,7 +108,7 @@ def test_the_refusal_names_both_sizes_and_what_helps(has: Any) -> None:
     assert "\n" not in text
 
 
-def test_it_fits_as_bfloat16_where_it_does_not_as_float32(has: Any) -> None:
+def test_a_model_fits_as_bfloat16_where_it_does_not_as_float32(has: Any) -> None:
     has(150)
     check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
     with pytest.raises(ModelTooLarge):
@@ -124,7 +124,7 @@ def test_blocks_that_were_asked_for_count(has: Any) -> None:
         check_fits(settings(num_blocks=room + 1), CONFIG_70B, torch.bfloat16, CPU)
 
 
-def test_of_two_workers_that_fit_one_at_a_time_the_second_is_refused(has: Any) -> None:
+def test_a_second_worker_that_does_not_fit_beside_the_first_is_refused(has: Any) -> None:
     has(150)
     need = memory_need(settings(), CONFIG_70B, torch.bfloat16)
     with another_worker(need.num_bytes) as other:

@@ -27,7 +27,7 @@ from gpu_worker.steps.runner import INVALID_ARGUMENT, NO_TOKEN
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
 from tests.support import reference
-from tests.support.forms import FORMS, JSON, SCHEMA, Follows
+from tests.support.grammars import GRAMMARS, JSON, SCHEMA, Follows
 from tests.unit.worker.driver import Driver, Sequence, pack
 from tests.unit.worker.families import Reference
 
@@ -54,11 +54,11 @@ def test_a_mixed_batch_equals_transformers(build: Callable[..., BuiltWorker], ch
     story = list(reference.tokenizer(str(CHECKPOINT))("Once there was a fox")["input_ids"])
     driver = Driver(build(CHECKPOINT).runner, chunk_tokens=chunk_tokens)
     plain = driver.add(story, NUM_TOKENS)
-    formed = {name: add(driver, story, grammar) for name, grammar in FORMS.items()}
+    constrained = {name: add(driver, story, grammar) for name, grammar in GRAMMARS.items()}
     driver.run()
     assert plain.output == reference.greedy(CHECKPOINT, story, NUM_TOKENS)
-    for name, sequence in formed.items():
-        processor = LogitsProcessorList([Follows(FORMS[name], len(story))])
+    for name, sequence in constrained.items():
+        processor = LogitsProcessorList([Follows(GRAMMARS[name], len(story))])
         expected = reference.processed(CHECKPOINT, story, NUM_TOKENS, logits_processor=processor)
         assert sequence.output == expected != plain.output, name
 
@@ -69,23 +69,23 @@ def test_a_row_knows_its_last_token_in_a_pipelined_step(
     """The device has not finished a step when the next one is launched, as is usual on a GPU."""
     monkeypatch.setattr(DeviceEvent, "is_passed", lambda fence: False)
     driver = Driver(build(CHECKPOINT).runner)
-    plain, formed = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
+    plain, constrained = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, JSON)
     driver.run()
     assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
     processor = LogitsProcessorList([Follows(JSON, len(demo_ids))])
     expected = reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
-    assert formed.output == expected
+    assert constrained.output == expected
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", GRAMMARS)
 def test_a_resumed_sequence_continues_with_the_same_tokens(
     build: Callable[..., BuiltWorker], demo_ids: list[int], name: str
 ) -> None:
     driver = Driver(build(CHECKPOINT).runner)
-    whole = add(driver, demo_ids, FORMS[name], temperature=1.0, seed=3)
+    whole = add(driver, demo_ids, GRAMMARS[name], temperature=1.0, seed=3)
     driver.run()
     for cut in (1, 2, 7, NUM_TOKENS - 1):
-        again = add(driver, demo_ids, FORMS[name], output=whole.output[:cut], temperature=1.0, seed=3)
+        again = add(driver, demo_ids, GRAMMARS[name], output=whole.output[:cut], temperature=1.0, seed=3)
         driver.run()
         assert again.output == whole.output, cut
 
@@ -145,12 +145,12 @@ def test_a_row_without_an_allowed_token_fails_alone(build: Callable[..., BuiltWo
     assert set(text(late.output)) <= {"x"}
 
 
-def test_a_model_without_a_tokenizer_has_no_forms(
+def test_a_grammar_is_refused_without_a_tokenizer(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     driver = Driver(build(reference("qwen2").folder).runner)
-    plain, formed = driver.add([5, 6, 7], 9), add(driver, [5, 6, 7], JSON)
-    assert failures(driver.run_step()) == {formed.slot: (INVALID_ARGUMENT, NO_TOKENIZER)}
+    plain, constrained = driver.add([5, 6, 7], 9), add(driver, [5, 6, 7], JSON)
+    assert failures(driver.run_step()) == {constrained.slot: (INVALID_ARGUMENT, NO_TOKENIZER)}
     assert len(plain.output) == 1
 
 
@@ -198,7 +198,7 @@ def test_a_grammar_with_slow_masks_fails_alone(
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     driver = Driver(build(CHECKPOINT).runner)
     plain, slow = driver.add(demo_ids, NUM_TOKENS), add(driver, demo_ids, slow_rows[0])
-    good = add(driver, demo_ids, FORMS["regex"])
+    good = add(driver, demo_ids, GRAMMARS["regex"])
     while not (failed := failures(driver.run_step())):
         assert len(slow.output) < 20
     assert failed == {
@@ -211,7 +211,7 @@ def test_a_grammar_with_slow_masks_fails_alone(
     monkeypatch.undo()
     driver.run()
     assert plain.output == reference.greedy(CHECKPOINT, demo_ids, NUM_TOKENS)
-    processor = LogitsProcessorList([Follows(FORMS["regex"], len(demo_ids))])
+    processor = LogitsProcessorList([Follows(GRAMMARS["regex"], len(demo_ids))])
     assert good.output == reference.processed(CHECKPOINT, demo_ids, NUM_TOKENS, logits_processor=processor)
 
 
@@ -231,12 +231,12 @@ def test_many_grammars_with_moderate_masks_leave_20_ms_of_a_step(
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     driver = Driver(build(CHECKPOINT).runner)
     plain = driver.add(demo_ids, NUM_TOKENS)
-    formed = [add(driver, demo_ids, FORMS["regex"]) for _ in range(12)]
+    constrained = [add(driver, demo_ids, GRAMMARS["regex"]) for _ in range(12)]
     failed = {slot: error for _ in range(8) for slot, error in failures(driver.run_step()).items()}
     limit = "while all structured outputs of a step have 20 ms for the 3rd time"
     assert set(failed.values()) == {(INVALID_ARGUMENT, f"grammar: takes 3 ms of CPU time for a token, {limit}")}
     assert len(failed) == 5  # 0.5 ms and 6 of 11 times 3 ms are within 20 ms
-    assert formed[cheap_row].slot not in failed
+    assert constrained[cheap_row].slot not in failed
     assert not plain.ended
 
 
@@ -248,10 +248,10 @@ def test_a_full_lexer_that_takes_long_to_begin_anew_fails_alone(
     driver = Driver(build(CHECKPOINT).runner)
     plain = driver.add(demo_ids, NUM_TOKENS)
     grammar = grammar_from("regex", "(.|\\n)*q(.|\\n){200}")
-    formed = [add(driver, demo_ids, grammar, temperature=2.0, seed=seed) for seed in range(6)]
+    constrained = [add(driver, demo_ids, grammar, temperature=2.0, seed=seed) for seed in range(6)]
     while not (failed := failures(driver.run_step())):
         assert not plain.ended
-    for sequence in formed:
+    for sequence in constrained:
         if sequence.slot in failed:
             assert failed[sequence.slot][0] == INVALID_ARGUMENT
             assert "too many states" in failed[sequence.slot][1]

@@ -217,7 +217,7 @@ def generate(checkpoint: Reference, prompt: list[int], sampling: SamplingParams)
 def test_greedy_with_each_processor_equals_transformers(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
-    """All in one batch, among others that ask for nothing; prefilled in chunks, resumed in the middle."""
+    """All parameters in one batch, beside requests without parameters; prefilled in chunks, resumed in the middle."""
     checkpoint = reference("llama-tied")
     prompt = [5, 6, 7, 8] * 6 + [5, 6]
     plain = checkpoint.greedy(prompt, 30)

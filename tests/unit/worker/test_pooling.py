@@ -1,4 +1,4 @@
-"""Vectors of an embedding model: those of transformers, whatever shares their step and wherever their chunks end."""
+"""Vectors of an embedding model equal those of transformers, in any batch and with any chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_vectors_are_those_of_transformers_in_any_batch_and_any_chunks(
     assert max(np.abs(one - wanted[0]).max() for one in wanted[1:]) > 0.05, "the reference tells inputs apart"
 
 
-def test_the_two_poolings_differ(tmp_path: Path) -> None:
+def test_last_and_mean_pooling_differ(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path, "last")
     last, mean = (checkpoints.expected(folder, INPUTS[4], pooling) for pooling in ("last", "mean"))
     assert np.abs(last - mean).max() > 0.05
@@ -88,7 +88,7 @@ def test_a_plan_that_decodes_is_refused(tmp_path: Path, build: Build) -> None:
         inputs.runner.step(StepPlan(step=2))
 
 
-def test_the_worker_says_what_its_model_gives(tmp_path: Path, build: Build) -> None:
+def test_the_model_info_of_a_worker_has_its_pooling(tmp_path: Path, build: Build) -> None:
     folder = checkpoints.make("qwen3", tmp_path / "a", "last", matryoshka_dimensions=[16, 32])
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     info = build(folder).info
@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_head_generates_unless_pooling_says_otherwise(refere
         (lambda f: (f / "sentence_bert_config.json").write_text('{"max_seq_length": true}'), "max_seq_length"),
     ],
 )
-def test_what_cannot_be_pooled_is_refused_at_load(
+def test_a_checkpoint_without_pooling_support_is_refused_at_load(
     change: Callable[[Path], object], why: str, tmp_path: Path, build: Build
 ) -> None:
     folder = checkpoints.make("llama", tmp_path, "last")

@@ -108,8 +108,8 @@ def test_two_slots_decode_past_their_block_together(table: SlotBuffers) -> None:
         table.apply(StepPlan(step=4))
 
 
-def test_a_held_slot_waits_and_a_step_may_skip_all(table: SlotBuffers) -> None:
-    """Slot 0 decodes. What is paused, and what is skipped, stays where it was."""
+def test_a_paused_slot_waits_and_a_step_may_skip_all_decodes(table: SlotBuffers) -> None:
+    """Slot 0 decodes. A paused or skipped sequence keeps its position."""
     table.commit(table.apply(prefill(2, 1, 3, hold_slots=pack([0]))))
     rows = table.apply(prefill(3, 1, 2))
     assert rows.slots.tolist() == [1]
@@ -154,7 +154,7 @@ def test_swaps_come_first_and_a_sequence_resumes_as_a_new_one(table: SlotBuffers
 
 
 def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotBuffers) -> None:
-    """Above all not its cache salt: the next sequence's KV would enter a namespace that its tenant cannot see."""
+    """With an old cache salt, the next sequence's KV would enter a namespace that its tenant cannot see."""
     sampling = SamplingParams(
         top_p=0.5, top_k=3, min_p=0.1, typical_p=0.9, temperature=0.7, seed=9, max_tokens=5, min_tokens=4,
         logprobs=True, num_top_logprobs=2, prompt_logprobs=True, num_top_prompt_logprobs=1,
@@ -180,7 +180,7 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(table: SlotBuffers) -> None
 
 
 def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotBuffers) -> None:
-    """Two prompts in one step, of which the second one's scores are asked for."""
+    """Two prompts in one step: only the second request asks for prompt log probabilities."""
     sampling = SamplingParams(top_p=1, max_tokens=5, prompt_logprobs=True, num_top_prompt_logprobs=3)
     plan = StepPlan(
         step=2,
@@ -232,9 +232,9 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "grow uneven": (lambda: StepPlan(step=2, grow_slots=pack([0]), grow_blocks=pack([1, 2])), "1 grow_slots and 2"),
     "grow too far": (lambda: StepPlan(step=2, grow_slots=pack([0] * 9), grow_blocks=pack([1] * 9)), "past the longest"),
     "prefill of an empty slot": (lambda: prefill(2, 2, 1), "no sequence"),
-    "prefill of a decode": (lambda: prefill(2, 0, 1), "one that decodes"),
-    "prefill of nothing": (lambda: prefill(2, 1, 0), "what is left"),
-    "prefill past the end": (lambda: prefill(2, 1, 7), "what is left"),
+    "prefill of a decode": (lambda: prefill(2, 0, 1), "a decoding slot"),
+    "prefill of nothing": (lambda: prefill(2, 1, 0), "uncomputed tokens"),
+    "prefill past the end": (lambda: prefill(2, 1, 7), "uncomputed tokens"),
     "prefill uneven": (lambda: StepPlan(step=2, prefill_slots=pack([1])), "0 prefill_tokens"),
     "table too short": (lambda: prefill(2, 2, 6, new_sequences=[new(2, blocks=(1,))]), "too few for 6 tokens"),
     "budget": (
@@ -249,7 +249,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "pause of a prefill": (lambda: StepPlan(step=2, hold_slots=pack([1])), "hold_slots"),
     "pause of an empty slot": (lambda: StepPlan(step=2, hold_slots=pack([3])), "no sequence"),
     "pause twice": (lambda: StepPlan(step=2, hold_slots=pack([0, 0])), "hold_slots"),
-    "resume of what is not paused": (lambda: StepPlan(step=2, resume_slots=pack([0])), "resume_slots"),
+    "resume of a slot that is not paused": (lambda: StepPlan(step=2, resume_slots=pack([0])), "resume_slots"),
     "swap out uneven": (lambda: StepPlan(step=2, swap_out_from=pack([1])), "1 blocks in swap_out_from and 0"),
     "swap out beyond": (lambda: StepPlan(step=2, swap_out_from=pack([11]), swap_out_to=pack([1])), "outside 1..10"),
     "swap out to no host block": (
@@ -276,7 +276,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     ),
     "copy to a source": (
         lambda: StepPlan(step=2, copy_from=pack([1, 2]), copy_to=pack([2, 3])),
-        "copy_to names one of copy_from",
+        "copy_to names a block of copy_from",
     ),
     "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
     "negative temperature": (
@@ -287,7 +287,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
 
 
 @pytest.mark.parametrize("case", VIOLATIONS)
-def test_violation(case: str, table: SlotBuffers) -> None:
+def test_a_plan_against_the_protocol_is_refused(case: str, table: SlotBuffers) -> None:
     plan, message = VIOLATIONS[case]
     with pytest.raises(ProtocolViolation, match=message):
         table.apply(plan())

@@ -22,6 +22,8 @@ class Figure(NamedTuple):
 
 
 class ComparedFigure(NamedTuple):
+    """One figure of two runs; None: the run has not measured it."""
+
     figure: Figure
     a: float | None
     b: float | None
@@ -39,6 +41,8 @@ class ComparedFigure(NamedTuple):
 
 
 class ComparedStage(NamedTuple):
+    """The stages of two runs with the same load, or at the same position."""
+
     a: StageReport
     b: StageReport
     figures: list[ComparedFigure]

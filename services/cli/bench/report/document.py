@@ -35,6 +35,8 @@ class RampResult:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
+    """What one stage measured, under one load."""
+
     load: OfferedLoad
     summary: StageSummary
     cut_sessions: int
@@ -53,6 +55,8 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
+    """A whole run: what was asked of which server, and its stages. Written and read as JSON."""
+
     created: str
     paceline: str
     url: str

@@ -21,6 +21,8 @@ Point = tuple[float, float]
 
 
 class ChartLine(NamedTuple):
+    """A line of points, with its name in the legend."""
+
     name: str
     points: list[Point]
     style: int  # of colour, dash and marker
@@ -38,6 +40,8 @@ class ChartLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
+    """A chart as inline SVG."""
+
     title: str
     x_label: str
     y_label: str

@@ -1,4 +1,4 @@
-"""Grammars, and what transformers needs to keep to one."""
+"""Grammars for structured outputs, and a logits processor with which transformers follows a grammar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
-FORMS = {
+GRAMMARS = {
     "json": JSON,
     "regex": grammar_from("regex", "[0-9]{3}-[a-f]{40}"),
     "choice": grammar_from("choice", json.dumps(["seven", "eight", "once upon a time there was a fox"])),
@@ -30,8 +30,8 @@ FORMS = {
 
 
 class Follows(LogitsProcessor):
-    """The demo model's text is one of the grammar: by a matcher that reads the whole output anew for each token, and a
-    list of what it allows."""
+    """Lets the demo model generate only texts of the grammar. For each token, a new matcher reads the whole output and
+    returns the allowed tokens."""
 
     def __init__(self, grammar: str, num_prompt: int) -> None:
         ends = reference.load(str(CHECKPOINT)).generation_config.eos_token_id

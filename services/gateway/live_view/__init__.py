@@ -1,0 +1,1 @@
+"""What a running server does: the live view, and the timeline of a request."""

@@ -1,0 +1,116 @@
+"""One stream of snapshots for all viewers: the scheduler's LiveViewService, and the gateway's figures beside it.
+
+It runs while there is a viewer, and costs nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+import grpc.aio
+from google.protobuf.json_format import MessageToDict
+
+from paceline.v1 import live_pb2, live_pb2_grpc
+from services.gateway.errors import ApiError
+from services.gateway.live_view.figures import RecentFigures
+from services.gateway.live_view.schema import LiveSnapshot, SchedulerView
+from services.gateway.openai.gateway import Gateway
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+INTERVAL_S = 0.5
+MAX_VIEWERS = 64
+_RETRY_S = 5
+
+
+class LiveFeed:
+    """The viewers of one gateway. A viewer that reads too slowly misses snapshots, and delays no other."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def num_viewers(self) -> int:
+        """Open streams."""
+        return len(self._viewers)
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 and 503."""
+        if self._closing:
+            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+        if len(self._viewers) >= MAX_VIEWERS:
+            message = f"{MAX_VIEWERS} viewers watch this gateway already"
+            raise ApiError(429, message, code="too_many_viewers", retry_after_s=_RETRY_S)
+
+    async def snapshot(self) -> bytes:
+        """One snapshot, as JSON. Raises ApiError 503 if the gateway stops."""
+        async with aclosing(self.snapshots()) as snapshots:
+            async for snapshot in snapshots:
+                return snapshot
+        raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+
+    async def snapshots(self) -> AsyncGenerator[bytes]:
+        """Snapshots as JSON, until the gateway stops."""
+        latest: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
+        self._viewers.add(latest)
+        try:
+            if self._task is None:
+                self._task = asyncio.create_task(self._run())
+            while (snapshot := await latest.get()) is not None:
+                yield snapshot
+        finally:
+            self._viewers.discard(latest)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    def close(self) -> None:
+        """End all streams. A drain would otherwise wait for them."""
+        self._closing = True
+        self._send(None)
+
+    def _send(self, snapshot: bytes | None) -> None:
+        for latest in self._viewers:
+            with contextlib.suppress(asyncio.QueueEmpty):
+                latest.get_nowait()
+            latest.put_nowait(snapshot)
+
+    async def _run(self) -> None:
+        try:
+            await self._publish()
+        except Exception:
+            _log.exception("the live view has failed")
+            self._send(None)
+            raise
+
+    async def _publish(self) -> None:
+        figures = RecentFigures(self._gateway)
+        while not self._closing:
+            try:
+                stub = live_pb2_grpc.LiveViewServiceStub(self._gateway.session.channel)
+                call = stub.Watch(live_pb2.WatchRequest(interval_ms=int(INTERVAL_S * 1000)))
+                async for snapshot in call:
+                    self._send(_json(figures, snapshot))
+            except (ApiError, grpc.aio.AioRpcError) as error:
+                _log.debug("no snapshots of the scheduler", error=str(error))
+            # Also without a scheduler viewers see the gateway, and that the scheduler is gone.
+            self._send(_json(figures, None))
+            await asyncio.sleep(INTERVAL_S)
+
+
+def _json(figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> bytes:
+    view = None
+    if snapshot is not None:  # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
+        fields = MessageToDict(snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        view = SchedulerView.model_validate(fields)
+    answer = LiveSnapshot(at_s=time.time(), gateway=figures.take(time.monotonic()), scheduler=view)
+    return answer.model_dump_json().encode()

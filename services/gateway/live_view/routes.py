@@ -1,0 +1,105 @@
+"""GET /v1/live and GET /v1/requests/{id}/timeline."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline.v1.admin_pb2 import ExplainRequest, Explanation
+from services.gateway.access.caller import Caller
+from services.gateway.errors import ApiError, invalid
+from services.gateway.live_view.feed import LiveFeed
+from services.gateway.live_view.schema import LiveSnapshot, SequenceTimeline, TimelineAnswer, TimelineSpan
+from services.gateway.openai.answers import STREAM_HEADERS, JsonResponse
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import OtherApi, caller_of
+from services.gateway.openapi.description import described
+
+_STREAM = {"stream": "true: server-sent events without end"}
+_OWNER = {"tenant": "of the request, if several tenants have requests of this id"}
+_MAX_ID_CHARS = 256
+
+
+def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
+    """The paths, each an API of its own."""
+
+    @described(answer=LiveSnapshot, event=LiveSnapshot, query=_STREAM, errors=(400, 401, 403, 429, 503))
+    async def live(request: Request) -> Response:
+        """What the scheduler and its workers do now, or a stream of it, twice a second. With API keys only for an admin
+        key, since it names all tenants."""
+        _check_admin(caller_of(request), "the live view names all tenants")
+        streamed = request.query_params.get("stream", "false")
+        if streamed not in ("true", "false"):
+            raise invalid("stream", "stream must be true or false")
+        feed.check_room()
+        if streamed == "false":
+            return JsonResponse(await feed.snapshot())
+        return StreamingResponse(_events(feed), headers={k.decode(): v.decode() for k, v in STREAM_HEADERS})
+
+    @described(answer=TimelineAnswer, query=_OWNER, errors=(400, 401, 404, 409, 429, 503))
+    async def timeline(request: Request) -> Response:
+        """Why a request waited, and what happened to it, by its X-Request-ID or the id of its answer. A key sees its
+        own requests, an admin key all."""
+        caller, name = caller_of(request), request.path_params["request_id"][:_MAX_ID_CHARS]
+        wanted = ExplainRequest(request_id=name)
+        if (tenant := request.query_params.get("tenant")) is not None:
+            wanted.tenant = tenant
+        if not _is_admin(caller):
+            wanted.key = caller.owner
+        with gateway.access.quotas.entering(caller.key, new=True):
+            found = await gateway.session.explain(wanted)
+        shown = _timeline(name, found.explanations, found.num_sequences, shows_others=_is_admin(caller))
+        return JsonResponse(shown.model_dump_json())
+
+    return [
+        OtherApi("/v1/live", [Route("/v1/live", live)], {}),
+        OtherApi("/v1/requests", [Route("/v1/requests/{request_id}/timeline", timeline)], {}),
+    ]
+
+
+async def _events(feed: LiveFeed) -> AsyncIterator[bytes]:
+    async with aclosing(feed.snapshots()) as snapshots:
+        async for snapshot in snapshots:
+            yield b"data: " + snapshot + b"\n\n"
+
+
+def _is_admin(caller: Caller) -> bool:
+    return caller.key is None or caller.key.admin
+
+
+def _check_admin(caller: Caller, why: str) -> None:
+    if not _is_admin(caller):
+        message = f"the key {caller.owner!r} may not see this: {why} (admin = true)"
+        raise ApiError(403, message, code="admin_required")
+
+
+def _timeline(name: str, spans: Iterable[Explanation], num_sequences: int, *, shows_others: bool) -> TimelineAnswer:
+    sequences: dict[str, list[TimelineSpan]] = {}
+    for span in spans:
+        sequences.setdefault(span.request_id, []).append(_span(span, shows_others=shows_others))
+    return TimelineAnswer(
+        id=name,
+        num_sequences=num_sequences,
+        sequences=[SequenceTimeline(request_id=request_id, spans=found) for request_id, found in sequences.items()],
+    )
+
+
+def _span(span: Explanation, *, shows_others: bool) -> TimelineSpan:
+    """`shows_others`: whether the ids of other requests are shown, which may be other tenants'."""
+    detail, behind = span.detail, span.behind or None
+    if behind is not None and not shows_others:
+        detail, behind = detail.replace(f"behind {behind}", "behind another request", 1), None
+    return TimelineSpan(
+        reason=span.reason,
+        detail=detail,
+        behind=behind,
+        worker=span.worker or None,
+        from_s=span.from_s,
+        to_s=span.to_s,
+        first_decision=span.first_decision,
+        last_decision=span.last_decision,
+    )

@@ -1,0 +1,168 @@
+"""The JSON of the live view and of a request's timeline. protos/paceline/v1/live.proto says what the scheduler's fields
+mean."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class Percentiles(BaseModel):
+    """In seconds; null without an observation."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class GatewayFigures(BaseModel):
+    """This gateway's. Rates and percentiles are those of the last `window_s` seconds; counts are since its start."""
+
+    ready: bool
+    draining: bool
+    model: str
+    live_requests: int
+    prompt_tokens: int
+    generation_tokens: int
+    tokens_per_s: float
+    window_s: float
+    ttft_s: Percentiles
+    itl_s: Percentiles
+    e2e_s: Percentiles
+    event_loop_lag_s: Percentiles
+
+
+class LoadShown(BaseModel):
+    """Online requests, on all workers."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    waiting_s: float
+    num_blocks: int
+    num_used_blocks: int
+    block_size: int
+    num_slots: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+
+
+class CurrentPolicies(BaseModel):
+    """`preset` is empty if the policies are those of no preset."""
+
+    preset: str
+    order: str
+    capacity: str
+    batch: str
+    preemption: str
+    placement: str
+
+
+class WorkerShown(BaseModel):
+    """A worker. The four last fields are the fitted model of its step times, in seconds."""
+
+    worker: int
+    name: str
+    num_slots: int
+    num_running: int
+    num_prefilling: int
+    num_offline: int
+    num_blocks: int
+    num_available_blocks: int
+    num_free_host_blocks: int
+    num_swapped_out: int
+    in_flight: int
+    window: int
+    draining: bool
+    base_s: float
+    token_s: float
+    context_s: float
+    row_s: float
+
+
+class TenantShown(BaseModel):
+    """Tokens that its running requests may grow to, and known tokens of its waiting ones."""
+
+    tenant: str
+    running_tokens: int
+    waiting_tokens: int
+
+
+class StepShown(BaseModel):
+    """A step that has ended. Unix times at the scheduler, and how long the worker computed."""
+
+    worker: int
+    step: int
+    planned_s: float
+    sent_s: float
+    ended_s: float
+    computed_s: float
+    num_decodes: int
+    num_prefills: int
+    new_tokens: int
+    context_tokens: int
+
+
+class SchedulerView(BaseModel):
+    """The scheduler. Counts are since its start, and `core_s` is the CPU time of its core."""
+
+    at_s: float
+    epoch: int
+    load: LoadShown
+    policies: CurrentPolicies
+    failed_policies: list[str]
+    cache_connected: bool
+    num_sessions: int
+    num_offline_running: int
+    num_offline_waiting: int
+    num_finished: int
+    num_rejected: int
+    num_generated_tokens: int
+    num_steps: int
+    num_failures: int
+    core_s: float
+    workers: list[WorkerShown]
+    tenants: list[TenantShown]
+    num_tenants: int
+    steps: list[StepShown]
+    num_missed_steps: int
+
+
+class LiveSnapshot(BaseModel):
+    """What the server does. `scheduler` is null while there is no connection to it."""
+
+    at_s: float
+    gateway: GatewayFigures
+    scheduler: SchedulerView | None
+
+
+class TimelineSpan(BaseModel):
+    """One reason, from `from_s` to `to_s` after the request's arrival. `behind`: the request that it waited for.
+    `worker`: the one that it waited for or ran on; null for several."""
+
+    reason: str
+    detail: str
+    behind: str | None
+    worker: int | None
+    from_s: float
+    to_s: float
+    first_decision: int
+    last_decision: int
+
+
+class SequenceTimeline(BaseModel):
+    """Of one prompt and sample."""
+
+    request_id: str
+    spans: list[TimelineSpan]
+
+
+class TimelineAnswer(BaseModel):
+    """Why a request waited, and what happened to it. At most 64 of its `num_sequences` are shown."""
+
+    id: str
+    object: Literal["request.timeline"] = "request.timeline"
+    num_sequences: int
+    sequences: list[SequenceTimeline]
