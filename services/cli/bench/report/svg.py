@@ -135,7 +135,7 @@ def _limit(limit: ChartLimit, x: _Scale, y: _Scale) -> str:
     else:
         at = y(limit.value)
         x1, y1, x2, y2 = float(LEFT), at, float(WIDTH - RIGHT), at
-        text = f'<text x="{LEFT + 6}" y="{at - 4}">{escape(limit.name)}</text>'
+        text = f'<text x="{WIDTH - RIGHT - 4}" y="{at - 4}" text-anchor="end">{escape(limit.name)}</text>'
     return f'<g class="limit"><line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>{text}</g>'
 
 
