@@ -47,7 +47,7 @@ async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack
     assert not [got.errors for got in undisturbed if got.errors]
     faults = {
         Fault.RAISE: ("alone in what failed", "failed: ValueError: a planted fault"),
-        Fault.NAN: ("the model's logits contain NaN or infinity", ""),
+        Fault.NAN: ("the model's output contains NaN or infinity", ""),
         Fault.DIE: ("alone in what failed", "was lost in step"),
         Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s"),
     }
