@@ -7,26 +7,14 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.request_fields import METADATA, SAMPLING
 from services.gateway.engine.list_limits import MAX_PARTS, check_lengths
 from services.gateway.engine.request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from services.gateway.errors import ApiError, invalid
 from services.gateway.fields.numbers import Integer, as_api_error
-from services.gateway.fields.other_servers import close_schema
 from services.gateway.fields.tools import check_name, check_parameters
-from services.gateway.openai.schema import ChatRequest
 
 MAX_CACHE_MARKS = 4  # Anthropic's limit
 # Fields that Anthropic does not have (but temperature, top_p and top_k), as in /v1/chat/completions.
@@ -78,14 +66,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class _Closed(_Part):
-    """An object in which a field that Anthropic does not have is refused. Blocks and turns are not such objects:
-    clients send the answers of other servers back."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class CacheControl(_Closed):
+class CacheControl(_Part):
     """Ends a part of the prompt that the client wants cached, for `ttl` after its last use."""
 
     type: Literal["ephemeral"]
@@ -99,7 +80,7 @@ def _blocks(value: Any) -> Any:
 class Block(_Part):
     """A content block. Fields that its type does not have are not looked at."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": list(_BLOCKS)})]
+    type: str
     text: str | None = None
     id: str | None = None
     name: str | None = None
@@ -147,7 +128,7 @@ class Message(_Part):
         return self
 
 
-class MessageTool(_Closed):
+class MessageTool(_Part):
     """A function that the model may call. `input_schema`: a JSON Schema of an object."""
 
     type: str | None = None
@@ -156,11 +137,6 @@ class MessageTool(_Closed):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None
-    # Only with the values of _NEUTRAL_IN_TOOLS.
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    input_examples: list[Any] | None = None
 
     _check_name = field_validator("name")(check_name)
     _check_schema = field_validator("input_schema")(check_parameters)
@@ -179,7 +155,7 @@ class MessageTool(_Closed):
         return value
 
 
-class CallChoice(_Closed):
+class CallChoice(_Part):
     """Which calls the answer must have."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -193,7 +169,7 @@ class CallChoice(_Closed):
         return self
 
 
-class Thinking(_Closed):
+class Thinking(_Part):
     """Whether the model shall reason before it answers, and whether the client sees that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -206,21 +182,21 @@ class Thinking(_Closed):
         return self.type != "disabled" and self.display != "omitted"
 
 
-class OutputFormat(_Closed):
+class OutputFormat(_Part):
     """A JSON Schema that the answer must follow."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Closed):
+class OutputConfig(_Part):
     """How hard the model shall think, and the form of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class Metadata(_Closed):
+class Metadata(_Part):
     """`user_id` stands for a tenant, as OpenAI's `user`."""
 
     user_id: str | None = None
@@ -238,7 +214,7 @@ class MessagesRequest(_Part):
     """POST /v1/messages; without `max_tokens` POST /v1/messages/count_tokens."""
 
     model: str
-    messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})]
+    messages: list[Message]
     max_tokens: Integer | None = None
     system: Blocks = []
     tools: list[MessageTool] | None = None
@@ -249,15 +225,6 @@ class MessagesRequest(_Part):
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        closed = handler.resolve_ref_schema(schema)
-        of_chats = ChatRequest.model_json_schema()["properties"]
-        closed["properties"] |= {name: of_chats[name] for name in sorted(PASSED_ON)}
-        close_schema(closed, REFUSED, IGNORED)
-        return schema
 
     @field_validator("system")
     @classmethod

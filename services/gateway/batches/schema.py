@@ -46,8 +46,6 @@ class ExpiresAfter(RequestBody):
 class BatchRequest(RequestBody):
     """POST /v1/batches."""
 
-    refused, ignored = {}, {}
-
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Endpoint
     completion_window: Literal["24h"]
@@ -66,8 +64,6 @@ class UploadForm(BaseModel):
 
 class BatchLine(RequestBody):
     """One line of an input file. `request`: its body as JSON, which the endpoint parses."""
-
-    refused, ignored = {}, {}
 
     custom_id: Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID_CHARS)]
     method: Literal["POST"]

@@ -11,7 +11,6 @@ from services.gateway.errors import MAX_NAMED_FIELDS, MAX_PATH_CHARS, ApiError, 
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}(\.0{1,20})?")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,3})?")
-UNION_TAG = "@"
 _FLAGS = {"true": True, "false": False}
 # orjson decodes an integer that needs more than 64 bits as a float, which has lost digits.
 _EXACT = 2.0**53
@@ -57,8 +56,7 @@ def as_api_error(error: ValidationError) -> ApiError:
 
 
 def _named(location: tuple[int | str, ...], kind: str, text: str) -> tuple[str, str, str]:
-    # pydantic's tag of the member of a union is no part of the request. Such tags begin with UNION_TAG here.
-    path = ".".join(part for part in map(str, location) if not part.startswith(UNION_TAG))[:MAX_PATH_CHARS]
+    path = ".".join(str(part) for part in location)[:MAX_PATH_CHARS]
     text = text.removeprefix("Value error, ")
     if kind == "missing":
         return path, f"{path} is required", "missing_required_parameter"

@@ -103,15 +103,6 @@ def refuse_unserved(
     raise invalid(errors[0].param, message, code=errors[0].code)
 
 
-def close_schema(schema: dict[str, Any], refused: Mapping[str, tuple[Any, ...]], ignored: Mapping[str, str]) -> None:
-    """Make the JSON Schema of a request's fields that of all bodies that are accepted: with the values of refused
-    fields that change nothing, with ignored fields, and without any other field."""
-    fields = {name: {"enum": [None, *neutral], "description": "not supported"} for name, neutral in refused.items()}
-    fields |= {name: {"description": f"ignored: {why}"} for name, why in ignored.items() if "." not in name}
-    schema["properties"] = fields | schema.get("properties", {})
-    schema["additionalProperties"] = False
-
-
 def _refusal(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
     if value is None:
         return None

@@ -10,20 +10,16 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    Tag,
     field_validator,
     model_validator,
 )
 
 from services.gateway.errors import invalid
-from services.gateway.fields.numbers import UNION_TAG
 from services.gateway.parsing.grammar import GrammarTool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-WORD, OBJECT = f"{UNION_TAG}word", f"{UNION_TAG}object"
 _CHOICES = ("none", "auto", "required")
 
 
@@ -82,15 +78,11 @@ class Tool(_Part):
 
 
 class _ChosenName(_Part):
-    model_config = ConfigDict(extra="forbid")
-
     name: str
 
 
 class NamedChoice(_Part):
     """The function that the model must call."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
     function: _ChosenName
@@ -100,23 +92,12 @@ def _choice(value: Any) -> Any:
     if isinstance(value, str) and value in _CHOICES:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
-        if isinstance(value.get("function"), dict):
-            return value
-        raise ValueError('must name the function: {"type": "function", "function": {"name": ...}}')
+        return value
     shape = '{"type": "function", "function": {"name": ...}}'
     raise ValueError(f'must be "none", "auto", "required" or {shape}')
 
 
-def is_word_or_object(value: Any) -> str:
-    """The tag of a choice's form."""
-    return WORD if isinstance(value, str) else OBJECT
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(WORD)] | Annotated[NamedChoice, Tag(OBJECT)],
-    Discriminator(is_word_or_object),
-    BeforeValidator(_choice),
-]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, BeforeValidator(_choice)]
 
 
 def check_tools(tools: Sequence[Tool], choice: str | NamedChoice | None) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, create_model
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from paceline.request_fields import METADATA, SAMPLING, MetadataField, SamplingParam
 from paceline.v1 import common_pb2, inference_pb2
@@ -27,7 +26,7 @@ from services.gateway.engine.truncation import Side, Truncation, make_truncation
 from services.gateway.errors import ApiError, invalid
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
-from services.gateway.fields.other_servers import IGNORED, REFUSED, close_schema, refuse_unserved
+from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.fields.replies import ToolUse
 from services.gateway.fields.template import TemplateInput, template_input
 from services.gateway.fields.tools import NamedChoice, Tool, ToolChoice, check_tools
@@ -51,13 +50,9 @@ from services.gateway.text.chat_values import ChatExtras
 
 
 class RequestBody(BaseModel):
-    """The fields of a request. Other fields are those of the tables `refused` and `ignored`, as in
-    fields/other_servers.py, or they are refused as unknown."""
+    """The fields of a request."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
-    ignored: ClassVar[Mapping[str, str]] = IGNORED
 
     @classmethod
     def from_body(cls, body: Any, max_model_len: int) -> Self:
@@ -67,15 +62,7 @@ class RequestBody(BaseModel):
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
         """Raises ApiError 400 that names all fields of the body that are not served."""
-        refuse_unserved(_served(cls), body, refused=cls.refused, ignored=cls.ignored)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = super().__get_pydantic_json_schema__(core_schema, handler)
-        if cls.model_config.get("extra") != "forbid":  # an object inside a request
-            closed = handler.resolve_ref_schema(schema)
-            close_schema(closed, cls.refused, cls.ignored)
-        return schema
+        refuse_unserved(_served(cls), body)
 
 
 class CacheRetention(RequestBody):
@@ -272,7 +259,7 @@ class CompletionRequest(SamplingFields):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(json_schema_extra={"minItems": 1})]
+    messages: list[ChatMessage]
     max_completion_tokens: Integer | None = None
     add_generation_prompt: Flag | None = None
     add_special_tokens: NoneAdded = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from services.gateway.errors import invalid
 from services.gateway.fields.numbers import Flag, Integer
-from services.gateway.fields.tools import OBJECT, WORD, is_word_or_object
+from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.openai.schema import PlainFields
 from services.gateway.openai.values import Seed, Stop, Variables
 from services.gateway.responses_api.items import Item, input_items
@@ -30,12 +30,7 @@ IGNORED: dict[str, str] = {
     "prompt_cache_retention": "the prefix cache finds a conversation by its tokens",
     "safety_identifier": "names an end user for OpenAI's abuse detection",
     "service_tier": "one tier is served; `priority` is the field for more",
-    "reasoning.context": "which reasoning of earlier turns the model sees; the chat template decides it",
-    "reasoning.generate_summary": "the older name of reasoning.summary",
-    "reasoning.mode": "how hard OpenAI's models work; `reasoning.effort` reaches the chat template",
-    "reasoning.summary": "no summaries are made",
-    "stream_options.include_obfuscation": "adds random text for padding, and events here have none",
-    "tools.output_schema": "what a function returns; chat templates get no schema of it",
+    "stream_options": "include_obfuscation adds random text for padding, and events here have none",
 }
 # What `include` may name. Only log probabilities have an effect; the others belong to tools that are not served.
 LOGPROBS = "message.output_text.logprobs"
@@ -55,7 +50,7 @@ _MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limit
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
 class TextFormat(_Part):
@@ -76,19 +71,10 @@ class TextOptions(_Part):
 
 
 class ReasoningOptions(_Part):
-    """`reasoning`. Only `effort` has an effect."""
+    """`reasoning`. No summaries are made, so `summary` and `generate_summary` change nothing."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: str | None = None
-    mode: str | None = None
-
-
-class ResponseStreamOptions(_Part):
-    """`stream_options`."""
-
-    include_obfuscation: bool | None = None
 
 
 class FunctionTool(_Part):
@@ -99,10 +85,6 @@ class FunctionTool(_Part):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    output_schema: dict[str, Any] | None = None
-    # Of OpenAI's built-in tools, which are not served: only the values that change nothing.
-    allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
 
 
 class NamedFunction(_Part):
@@ -121,8 +103,6 @@ def _tool_choice(value: Any) -> Any:
 class ResponsesRequest(PlainFields):
     """POST /v1/responses: OpenAI's fields, and this server's fields of sampling and metadata."""
 
-    refused, ignored = REFUSED, IGNORED
-
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(input_items, json_schema_input_type=str | list[Item])]
     instructions: str | None = None
@@ -130,7 +110,6 @@ class ResponsesRequest(PlainFields):
     background: Flag | None = None
     store: Flag | None = None
     stream: Flag | None = None
-    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Integer | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
@@ -139,12 +118,7 @@ class ResponsesRequest(PlainFields):
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag(WORD)] | Annotated[NamedFunction, Tag(OBJECT)],
-            Discriminator(is_word_or_object),
-            BeforeValidator(_tool_choice),
-        ]
-        | None
+        Annotated[Literal["none", "auto", "required"] | NamedFunction, BeforeValidator(_tool_choice)] | None
     ) = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
@@ -186,6 +160,6 @@ class ResponsesRequest(PlainFields):
 
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
-        super().refuse_unserved(body)
+        refuse_unserved(cls.model_fields.keys(), body, refused=REFUSED, ignored=IGNORED)
         if body.get("background") and body.get("store") is False:
             raise invalid("store", "background can only be used when `store` is true: it is read from the store")

@@ -75,20 +75,15 @@ async def test_requests_made_from_the_gateways_document(running: Running, stored
     api = (await running.http.get("/openapi.json")).json()
     is_stored = [path for path in api["paths"] if path.startswith(STORED)]
     api["paths"] = {path: each for path, each in api["paths"].items() if (path in is_stored) == stored}
-    schemas = api["components"]["schemas"]
-    for name, schema in schemas.items():  # any other name would end most requests at once
-        if name.endswith("Request") and "model" in schema["properties"]:
-            schema["properties"]["model"] = {"const": MODEL}
-    for name in ("ChatRequest", "MessagesRequest"):  # random turns are hardly ever a chat; their other fields are tried
-        schemas[name]["properties"]["messages"] = {"const": [{"role": "user", "content": "x"}]}
+    named = {"CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest"}
+    for name in named:  # any other name would end most requests at once
+        api["components"]["schemas"][name]["properties"]["model"] = {"const": MODEL}
     statuses = await asyncio.to_thread(ask, without_headers(api), str(running.http.base_url), EXAMPLES)
     if stored:
         assert statuses.keys() >= {"POST /v1/files", "POST /v1/batches", "GET /v1/files/{file_id}/content"}
         assert 200 in statuses["POST /v1/files"]
     else:
-        generating = [f"POST /v1/{path}" for path in ("completions", "chat/completions", "responses", "messages")]
-        assert statuses.keys() >= {*generating, "POST /tokenize"}
-        assert any(200 in statuses[operation] for operation in generating)
+        assert statuses.keys() >= {"POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize"}
     for operation, seen in statuses.items():
         method, _, path = operation.partition(" ")
         described = api["paths"][path][method.lower()]["responses"]

@@ -198,13 +198,6 @@ async def test_wrong_tools_are_refused_by_name(start: Start) -> None:
     assert (await refused(running, tool_choice="required", **formats))[0] == "tool_choice"
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/nowhere"}}}
     assert (await refused(running, tools=[wrong], tool_choice="required"))[0] == "tools"
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    assert (await refused(running, tool_choice=named | {"foo": 1}))[0] == "tool_choice.foo"
-    inner = named | {"function": {"name": "get_weather", "foo": 1}}
-    assert (await refused(running, tool_choice=inner))[0] == "tool_choice.function.foo"
-    # The form of the Responses API.
-    name, message = await refused(running, tool_choice={"type": "function", "name": "get_weather"})
-    assert (name, "must name the function" in message) == ("tool_choice", True)
 
 
 THOUGHTS = f"<think>\nHm, Paris.\n</think>\n\n{TWO_CALLS}"
