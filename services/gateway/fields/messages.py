@@ -34,11 +34,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+def _arguments(value: Any) -> Any:
+    """Checked here, because the errors of a union name its branches as if these were fields."""
+    if not isinstance(value, str | dict):
+        raise ValueError("must be a string or an object")
+    return value
+
+
 class CalledFunction(_Part):
     """The function of a tool call. `arguments`: JSON, as the model wrote it."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(_arguments)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Templates take the arguments as an object. Text that is no JSON object is passed on unchanged: it is in the
