@@ -97,7 +97,8 @@ def _describe_types(schema: dict[str, Any]) -> None:
     properties = schema["properties"]
     schema["anyOf"] = [
         {
-            "properties": {"type": {"const": kind}} | {name: {"not": {"type": "null"}} for name in needed},
+            "properties": {"type": {"const": kind}}
+            | {name: {"type": "object" if name == "input" else "string"} for name in needed},
             "required": list(needed),
         }
         for kind, (needed, _) in _BLOCKS.items()
@@ -146,8 +147,20 @@ def _check_holder(blocks: list[Block], holder: str) -> None:
 Blocks = Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block] | None)]
 
 
+def _describe_roles(schema: dict[str, Any]) -> None:
+    """In the JSON Schema of a turn: which blocks a turn of each role may have."""
+    schema["anyOf"] = []
+    for role in ("user", "assistant", "system"):
+        kinds = [kind for kind, (_, holders) in _BLOCKS.items() if role in holders]
+        blocks = {"type": "array", "items": {"properties": {"type": {"enum": kinds}}}}
+        content = {"anyOf": [{"type": ["string", "null"]}, blocks]}
+        schema["anyOf"].append({"properties": {"role": {"const": role}, "content": content}})
+
+
 class Message(_OpenPart):
     """One turn."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_roles)
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -261,7 +274,7 @@ class MessagesRequest(BaseModel):
     )
 
     model: str
-    messages: list[Message]
+    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
     max_tokens: Integer | None = None
     system: Blocks = []
     tools: list[MessageTool] | None = None

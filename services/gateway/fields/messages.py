@@ -74,11 +74,29 @@ class ToolCall(_Part):
         return call if self.id is None else {"id": self.id, **call}
 
 
+class TextPart(_Part):
+    """A typed part of a content, for /openapi.json: `_content` reads parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+# In the JSON Schema of a message: only the assistant's content may be null, and only the assistant calls tools.
+_BY_ROLE: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"enum": [None, []]}}},
+    ]
+}
+
+
 class ChatMessage(_Part):
     """One turn of a chat. The assistant's content may be null, as in a turn that only calls tools."""
 
+    model_config = ConfigDict(json_schema_extra=_BY_ROLE)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]])] | None
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])] | None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

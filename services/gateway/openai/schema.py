@@ -274,7 +274,7 @@ class CompletionRequest(SamplingFields):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_completion_tokens: Integer | None = None
     add_generation_prompt: Flag | None = None
     add_special_tokens: NoneAdded = None
