@@ -13,8 +13,11 @@ from paceline.request_fields import METADATA, SAMPLING
 from services.gateway.engine.list_limits import MAX_PARTS, check_lengths
 from services.gateway.engine.request import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 from services.gateway.errors import ApiError, invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.fields.numbers import Integer, as_api_error
+from services.gateway.fields.other_servers import describe_unserved, refuse_unserved
 from services.gateway.fields.tools import check_name, check_parameters
+from services.gateway.openai.schema import ChatRequest
 
 MAX_CACHE_MARKS = 4  # Anthropic's limit
 # Fields that Anthropic does not have (but temperature, top_p and top_k), as in /v1/chat/completions.
@@ -39,14 +42,18 @@ IGNORED: dict[str, str] = {
     "fallbacks": "other models for requests that a model declines by policy; no model here declines requests",
     "service_tier": "names Anthropic's capacity; `priority` is this server's field",
     "user_profile_id": "attributes a request to a party at Anthropic",
+    "cache_control.scope": "Claude Code sends it; `cache_salt` says here which requests share their cache",
     "messages.content.citations": "of answers about documents, which are refused",
     "messages.content.caller": "which of Anthropic's own tools made the call; these tools are refused",
     "messages.content.is_error": "no chat template has a place for it; the result's text tells the model",
     "messages.content.signature": "lets Anthropic verify its own reasoning",
     "messages.content.redacted_thinking": "only Anthropic can decrypt it",
+    "output_config.task_budget": "a budget for a task of several requests; max_tokens limits each of them here",
+    "thinking.block_binding": "is about reasoning that Anthropic has signed",
     "thinking.budget_tokens": "no limit of its own: reasoning counts towards max_tokens",
     "tools.eager_input_streaming": "arguments of calls are always streamed as they come",
 }
+_IGNORED_AT_TOP = {name: why for name, why in IGNORED.items() if "." not in name}
 _NEUTRAL_IN_TOOLS: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
@@ -62,23 +69,47 @@ _BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class _Part(BaseModel):
+def _ignored(path: str) -> Any:
+    """A field that is accepted and not read."""
+    return Field(None, description=f"Ignored: {IGNORED[path]}.")
+
+
+class _OpenPart(BaseModel):
+    """Its unknown fields are accepted: clients send back as history what other servers answered."""
+
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
-class CacheControl(_Part):
+class CacheControl(ClosedPart):
     """Ends a part of the prompt that the client wants cached, for `ttl` after its last use."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
+    scope: str | None = _ignored("cache_control.scope")
 
 
 def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else [] if value is None else value
 
 
-class Block(_Part):
+def _describe_types(schema: dict[str, Any]) -> None:
+    """In the JSON Schema of a block: the types, and the fields that each of them needs."""
+    properties = schema["properties"]
+    schema["anyOf"] = [
+        {
+            "properties": {"type": {"const": kind}}
+            | {name: {"type": "object" if name == "input" else "string"} for name in needed},
+            "required": list(needed),
+        }
+        for kind, (needed, _) in _BLOCKS.items()
+    ]
+    properties["type"]["enum"] = list(_BLOCKS)
+
+
+class Block(_OpenPart):
     """A content block. Fields that its type does not have are not looked at."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_types)
 
     type: str
     text: str | None = None
@@ -116,8 +147,20 @@ def _check_holder(blocks: list[Block], holder: str) -> None:
 Blocks = Annotated[list[Block], BeforeValidator(_blocks, json_schema_input_type=str | list[Block] | None)]
 
 
-class Message(_Part):
+def _describe_roles(schema: dict[str, Any]) -> None:
+    """In the JSON Schema of a turn: which blocks a turn of each role may have."""
+    schema["anyOf"] = []
+    for role in ("user", "assistant", "system"):
+        kinds = [kind for kind, (_, holders) in _BLOCKS.items() if role in holders]
+        blocks = {"type": "array", "items": {"properties": {"type": {"enum": kinds}}}}
+        content = {"anyOf": [{"type": ["string", "null"]}, blocks]}
+        schema["anyOf"].append({"properties": {"role": {"const": role}, "content": content}})
+
+
+class Message(_OpenPart):
     """One turn."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_roles)
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -128,7 +171,7 @@ class Message(_Part):
         return self
 
 
-class MessageTool(_Part):
+class MessageTool(ClosedPart):
     """A function that the model may call. `input_schema`: a JSON Schema of an object."""
 
     type: str | None = None
@@ -137,6 +180,11 @@ class MessageTool(_Part):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = _ignored("tools.eager_input_streaming")
+    # `_refuse` checks these.
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    input_examples: Annotated[list[Any] | None, Field(max_length=0)] = None
 
     _check_name = field_validator("name")(check_name)
     _check_schema = field_validator("input_schema")(check_parameters)
@@ -155,7 +203,7 @@ class MessageTool(_Part):
         return value
 
 
-class CallChoice(_Part):
+class CallChoice(ClosedPart):
     """Which calls the answer must have."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -169,11 +217,12 @@ class CallChoice(_Part):
         return self
 
 
-class Thinking(_Part):
+class Thinking(ClosedPart):
     """Whether the model shall reason before it answers, and whether the client sees that."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Integer | None = None
+    budget_tokens: Integer | None = _ignored("thinking.budget_tokens")
+    block_binding: dict[str, Any] | None = _ignored("thinking.block_binding")
     display: Literal["summarized", "omitted"] | None = None
 
     @property
@@ -182,21 +231,22 @@ class Thinking(_Part):
         return self.type != "disabled" and self.display != "omitted"
 
 
-class OutputFormat(_Part):
+class OutputFormat(ClosedPart):
     """A JSON Schema that the answer must follow."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Part):
+class OutputConfig(ClosedPart):
     """How hard the model shall think, and the form of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = _ignored("output_config.task_budget")
 
 
-class Metadata(_Part):
+class Metadata(ClosedPart):
     """`user_id` stands for a tenant, as OpenAI's `user`."""
 
     user_id: str | None = None
@@ -210,11 +260,21 @@ class Mark(NamedTuple):
     ttl: Literal["5m", "1h"]
 
 
-class MessagesRequest(_Part):
+def _describe_unserved(schema: dict[str, Any]) -> None:
+    passed_on = ChatRequest.model_json_schema()["properties"]
+    schema["properties"] |= {name: passed_on[name] for name in sorted(PASSED_ON)}
+    describe_unserved(schema, refused=REFUSED, ignored=_IGNORED_AT_TOP, renamed={})
+
+
+class MessagesRequest(BaseModel):
     """POST /v1/messages; without `max_tokens` POST /v1/messages/count_tokens."""
 
+    model_config = ConfigDict(
+        strict=True, extra="ignore", hide_input_in_errors=True, json_schema_extra=_describe_unserved
+    )
+
     model: str
-    messages: list[Message]
+    messages: list[Message] = Field(json_schema_extra={"minItems": 1})
     max_tokens: Integer | None = None
     system: Blocks = []
     tools: list[MessageTool] | None = None
@@ -305,19 +365,14 @@ def _list(holder: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _refuse_unserved(body: Mapping[str, Any]) -> None:
-    errors: list[ApiError] = []
-    for name in [name for name in body if name not in _KNOWN and body[name] is not None][:10]:
-        if name not in REFUSED:
-            errors.append(invalid(name, f"{name[:100]} is not a field of a request for messages"))
-        elif body[name] not in REFUSED[name]:
-            errors.append(invalid(name, f"{name} is not supported (leave it out, or null)"))
-    if errors:
-        message = "; ".join(error.message for error in errors)
-        has_thread = any(error.param == "thread" for error in errors)
-        raise invalid(errors[0].param, message, code=_THREADS_UNSUPPORTED if has_thread else "unsupported_value")
+    try:
+        refuse_unserved(_SERVED, body, refused=REFUSED, ignored=_IGNORED_AT_TOP, renamed={})
+    except ApiError as error:
+        code = error.code if body.get("thread") is None else _THREADS_UNSUPPORTED
+        raise invalid(error.param, error.message, code=code) from None
 
 
-_KNOWN = frozenset(MessagesRequest.model_fields) | PASSED_ON | {name for name in IGNORED if "." not in name}
+_SERVED = frozenset(MessagesRequest.model_fields) | PASSED_ON
 
 
 def _check_tools(request: MessagesRequest) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, Field, PrivateAttr
 
 from services.gateway.errors import invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.openai.schema import RequestBody, parse
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
@@ -34,10 +36,8 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 Metadata = Annotated[dict[str, str], AfterValidator(_metadata)]
 
 
-class ExpiresAfter(RequestBody):
+class ExpiresAfter(ClosedPart):
     """`seconds` after a file was made, it is deleted."""
-
-    model_config = ConfigDict(extra="forbid")
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
@@ -45,6 +45,10 @@ class ExpiresAfter(RequestBody):
 
 class BatchRequest(RequestBody):
     """POST /v1/batches."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Endpoint

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from services.gateway.engine.truncation import Truncation, make_truncation
 from services.gateway.fields.numbers import Flag, Integer
-from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.openai.schema import SharedFields
 from services.gateway.openai.values import Prompt
 
@@ -27,16 +26,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 class EmbeddingRequest(SharedFields):
     """POST /v1/embeddings."""
 
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    renamed: ClassVar[Mapping[str, str]] = {}
+
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     # The first elements of each vector; only Matryoshka models.
     dimensions: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     add_special_tokens: Flag | None = None
-
-    @classmethod
-    def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
-        """Raises ApiError 400 that names all fields of the body that are not served."""
-        refuse_unserved(cls.model_fields.keys(), body, refused=REFUSED)
 
     def truncation(self, max_model_len: int) -> Truncation | None:
         """How an input may be cut. A text keeps the tokens that the tokenizer adds at both ends: `last` pooling needs

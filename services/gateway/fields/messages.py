@@ -34,11 +34,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+def _arguments(value: Any) -> Any:
+    """Checked here, because the errors of a union name its branches as if these were fields."""
+    if not isinstance(value, str | dict):
+        raise ValueError("must be a string or an object")
+    return value
+
+
 class CalledFunction(_Part):
     """The function of a tool call. `arguments`: JSON, as the model wrote it."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Annotated[str | dict[str, Any], BeforeValidator(_arguments)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Templates take the arguments as an object. Text that is no JSON object is passed on unchanged: it is in the
@@ -67,11 +74,29 @@ class ToolCall(_Part):
         return call if self.id is None else {"id": self.id, **call}
 
 
+class TextPart(_Part):
+    """A typed part of a content, for /openapi.json: `_content` reads parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+# In the JSON Schema of a message: only the assistant's content may be null, and only the assistant calls tools.
+_BY_ROLE: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"properties": {"content": {"not": {"type": "null"}}, "tool_calls": {"enum": [None, []]}}},
+    ]
+}
+
+
 class ChatMessage(_Part):
     """One turn of a chat. The assistant's content may be null, as in a turn that only calls tools."""
 
+    model_config = ConfigDict(json_schema_extra=_BY_ROLE)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]])] | None
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])] | None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

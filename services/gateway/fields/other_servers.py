@@ -12,6 +12,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from services.gateway.errors import MAX_NAMED_FIELDS, ApiError, invalid, unknown_parameter
+from services.gateway.fields.numbers import flag, integer
 
 # Fields that would change the result, with the values that change nothing (null is always such a value). At least one
 # kind of request does not serve the field; a kind that declares the field serves it.
@@ -70,6 +71,25 @@ IGNORED: dict[str, str] = {
     "session_id": "groups requests for vLLM's KV connectors; the prefix cache finds a conversation by its tokens",
     "store": "chats are not stored; responses are",
 }
+# The types of ignored fields in all APIs. Another type is refused. A field that is not here takes any value.
+IGNORED_TYPES: dict[str, type] = {
+    "context_management": dict,
+    "diagnostics": dict,
+    "fallback_credit_token": str,
+    "max_tool_calls": int,
+    "metadata": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "return_mm_kwargs": bool,
+    "return_token_offsets": bool,
+    "safety_identifier": str,
+    "service_tier": str,
+    "session_id": str,
+    "store": bool,
+    "user_profile_id": str,
+}
+_JSON_TYPES: dict[type, str] = {bool: "boolean", dict: "object", int: "integer", str: "string"}
 # The same for objects inside a request, by their paths.
 REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
 IGNORED_INSIDE: dict[str, str] = {
@@ -87,14 +107,22 @@ def refuse_unserved(
     *,
     refused: Mapping[str, tuple[Any, ...]] = REFUSED,
     ignored: Mapping[str, str] = IGNORED,
+    renamed: Mapping[str, str] = RENAMED,
 ) -> None:
-    """Refuse every field that is not served, by name. `served`: the names of the fields that are served. `refused` and
-    `ignored`: as REFUSED and IGNORED. Raises ApiError 400."""
+    """Refuse every field that is not served, by name. `served`: the names of the fields that are served. `refused`,
+    `ignored` and `renamed`: as the tables of these names. Raises ApiError 400."""
     unserved = body.keys() - served
     if not unserved:  # nearly every request
         return
-    named = [name for name in body if name in unserved and name not in ignored]  # in the client's order
-    errors = [error for name in named if (error := _refusal(name, body[name], refused)) is not None]
+    errors: list[ApiError] = []
+    for name in (name for name in body if name in unserved and body[name] is not None):  # in the client's order
+        if name in ignored:
+            error = _wrong_type(name, body[name])
+        elif name in renamed:
+            error = invalid(name, f"{name} is called {renamed[name]} here", code="unsupported_value")
+        else:
+            error = _refusal(name, body[name], refused)
+        errors += [] if error is None else [error]
     if not errors:
         return
     message = "; ".join(error.message for error in errors[:MAX_NAMED_FIELDS])
@@ -103,11 +131,37 @@ def refuse_unserved(
     raise invalid(errors[0].param, message, code=errors[0].code)
 
 
-def _refusal(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
-    if value is None:
+def _wrong_type(name: str, value: Any) -> ApiError | None:
+    kind = IGNORED_TYPES.get(name)
+    if kind in (None, type(value), type(integer(value)), type(flag(value))):  # "8" and "true" as in served fields
         return None
-    if name in RENAMED:
-        return invalid(name, f"{name} is called {RENAMED[name]} here", code="unsupported_value")
+    return invalid(name, f"{name}: must be of the type {_JSON_TYPES[kind]}", code="invalid_type")
+
+
+def describe_unserved(
+    schema: dict[str, Any],
+    *,
+    refused: Mapping[str, tuple[Any, ...]],
+    ignored: Mapping[str, str],
+    renamed: Mapping[str, str],
+) -> None:
+    """Close the JSON Schema of a request, for /openapi.json. Adds the fields that are not served with the values that
+    refuse_unserved() accepts."""
+    described: dict[str, Any] = {
+        name: {"enum": [*neutral, None], "description": "Not supported. These values change nothing."}
+        for name, neutral in refused.items()
+    }
+    for name, ours in renamed.items():
+        described[name] = {"type": "null", "description": f"Called {ours} here."}
+    for name, why in ignored.items():
+        kind = IGNORED_TYPES.get(name)
+        types = {} if kind is None else {"type": [_JSON_TYPES[kind], "null"]}
+        described[name] = types | {"description": f"Ignored: {why}."}
+    schema["properties"] = described | schema["properties"]
+    schema["additionalProperties"] = False
+
+
+def _refusal(name: str, value: Any, refused: Mapping[str, tuple[Any, ...]]) -> ApiError | None:
     if name not in refused:
         return unknown_parameter(name)
     # In Python a bool is an int. Here the two types differ.

@@ -17,13 +17,16 @@ from pydantic import (
 )
 
 from services.gateway.errors import invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.parsing.grammar import GrammarTool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _CHOICES = ("none", "auto", "required")
 
 
-class _Part(BaseModel):
+class _OpenPart(BaseModel):
+    """Its unknown fields are accepted: the chat template prints a tool with all its fields."""
+
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
@@ -41,7 +44,7 @@ def check_parameters(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return value
 
 
-class Function(_Part):
+class Function(_OpenPart):
     """A function that the model may call. `parameters`: a JSON Schema of an object."""
 
     name: str
@@ -53,7 +56,7 @@ class Function(_Part):
     _check_parameters = field_validator("parameters")(check_parameters)
 
 
-class Tool(_Part):
+class Tool(_OpenPart):
     """A tool of a request."""
 
     type: Literal["function"]
@@ -77,22 +80,25 @@ class Tool(_Part):
         return GrammarTool(function.name, function.parameters or None, bool(function.strict))
 
 
-class _ChosenName(_Part):
+class ChosenFunction(ClosedPart):
+    """The name of the function that the model must call."""
+
     name: str
 
 
-class NamedChoice(_Part):
+class NamedChoice(ClosedPart):
     """The function that the model must call."""
 
     type: Literal["function"]
-    function: _ChosenName
+    function: ChosenFunction
 
 
 def _choice(value: Any) -> Any:
     if isinstance(value, str) and value in _CHOICES:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
-        return value
+        # Not left to the union: its errors name the branches as if these were fields.
+        return NamedChoice.model_validate(value)
     shape = '{"type": "function", "function": {"name": ...}}'
     raise ValueError(f'must be "none", "auto", "required" or {shape}')
 

@@ -15,6 +15,7 @@ from paceline.third_party import kserve_inference_pb2_grpc
 from paceline.v1 import common_pb2
 from services.gateway.engine.sampling import FieldNames
 from services.gateway.errors import ApiError, invalid
+from services.gateway.fields.other_servers import IGNORED
 from services.gateway.grpc.engine import FINISH_NAMES, Engine
 from services.gateway.grpc.engine_requests import EngineRequest
 from services.gateway.grpc.kserve_tensors import INPUTS, OUTPUTS, Inputs, read_inputs, response
@@ -184,7 +185,7 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _asked(self, inputs: Inputs) -> EngineRequest:
         for name in inputs.parameters:
-            if name not in PARAMETERS:
+            if name not in PARAMETERS and name not in IGNORED:
                 raise invalid(name[:80], f"{name[:80]!r} is no parameter of this server")
         max_model_len = self._gateway.builder.max_model_len
         body = schema.parse(schema.CompletionRequest, {**inputs.parameters, "prompt": [0]}, max_model_len)

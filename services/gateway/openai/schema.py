@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -24,9 +24,17 @@ from services.gateway.engine.request import (
 from services.gateway.engine.sampling import SamplingChoices
 from services.gateway.engine.truncation import Side, Truncation, make_truncation
 from services.gateway.errors import ApiError, invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.fields.messages import ChatMessage
 from services.gateway.fields.numbers import KINDS, Flag, Integer, Number, as_api_error
-from services.gateway.fields.other_servers import refuse_unserved
+from services.gateway.fields.other_servers import (
+    IGNORED,
+    IGNORED_INSIDE,
+    REFUSED,
+    RENAMED,
+    describe_unserved,
+    refuse_unserved,
+)
 from services.gateway.fields.replies import ToolUse
 from services.gateway.fields.template import TemplateInput, template_input
 from services.gateway.fields.tools import NamedChoice, Tool, ToolChoice, check_tools
@@ -49,10 +57,20 @@ from services.gateway.openai.values import (
 from services.gateway.text.chat_values import ChatExtras
 
 
-class RequestBody(BaseModel):
-    """The fields of a request."""
+def _describe_unserved(schema: dict[str, Any], cls: type[RequestBody]) -> None:
+    describe_unserved(schema, refused=cls.refused, ignored=cls.ignored, renamed=cls.renamed)
 
-    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+class RequestBody(BaseModel):
+    """The fields of a request. Every other field is in one of the tables `refused`, `ignored` and `renamed`
+    (fields/other_servers.py), or it is unknown."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", hide_input_in_errors=True, json_schema_extra=_describe_unserved
+    )
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
 
     @classmethod
     def from_body(cls, body: Any, max_model_len: int) -> Self:
@@ -62,15 +80,13 @@ class RequestBody(BaseModel):
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
         """Raises ApiError 400 that names all fields of the body that are not served."""
-        refuse_unserved(_served(cls), body)
+        refuse_unserved(_served(cls), body, refused=cls.refused, ignored=cls.ignored, renamed=cls.renamed)
 
 
-class CacheRetention(RequestBody):
+class CacheRetention(ClosedPart):
     """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
     `duration_ms` after their last use. Tokens outside all ranges have priority 35. With `decode`, positions count from
     the first generated token."""
-
-    model_config = ConfigDict(extra="forbid")
 
     start: Uint32 = 0
     end: Uint32 = 0
@@ -79,16 +95,16 @@ class CacheRetention(RequestBody):
     decode: bool = False
 
 
-class StreamOptions(RequestBody):
+class StreamOptions(ClosedPart):
     """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
     the stream can be resumed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
     include_event_ids: Flag | None = None
-    include_obfuscation: Flag | None = None
+    include_obfuscation: Flag | None = Field(
+        None, description=f"Ignored: {IGNORED_INSIDE['stream_options.include_obfuscation']}."
+    )
 
 
 def _described_limits(field: SamplingParam | MetadataField) -> dict[str, Any]:
@@ -259,7 +275,7 @@ class CompletionRequest(SamplingFields):
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
     max_completion_tokens: Integer | None = None
     add_generation_prompt: Flag | None = None
     add_special_tokens: NoneAdded = None

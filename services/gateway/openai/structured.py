@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from services.gateway.errors import invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.grammars.structure import Structure, from_choices, from_schema
 
 _ANY_OBJECT = {"type": "object"}
@@ -17,11 +18,7 @@ def _no_bare_schema(value: Any) -> None:
         raise ValueError('a schema belongs into {"type": "json_schema", "json_schema": {"schema": ...}}')
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
-
-
-class JsonSchema(_Part):
+class JsonSchema(ClosedPart):
     """A JSON Schema. Its name, description and `strict` have no effect: the schema is always strict."""
 
     name: Any = None
@@ -30,7 +27,7 @@ class JsonSchema(_Part):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(ClosedPart):
     """OpenAI's `response_format`: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -51,7 +48,7 @@ class ResponseFormat(_Part):
         return from_schema("response_format.json_schema.schema", self.json_schema.schema_)
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(ClosedPart):
     """vLLM's `structured_outputs`: exactly one of five kinds of structure."""
 
     json_: Any = Field(None, alias="json")  # a JSON Schema, as an object or as text

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from services.gateway.errors import invalid
+from services.gateway.fields.closed import ClosedPart
 from services.gateway.fields.numbers import Flag, Integer
-from services.gateway.fields.other_servers import refuse_unserved
 from services.gateway.openai.schema import PlainFields
 from services.gateway.openai.values import Seed, Stop, Variables
 from services.gateway.responses_api.items import Item, input_items
@@ -30,7 +30,20 @@ IGNORED: dict[str, str] = {
     "prompt_cache_retention": "the prefix cache finds a conversation by its tokens",
     "safety_identifier": "names an end user for OpenAI's abuse detection",
     "service_tier": "one tier is served; `priority` is the field for more",
-    "stream_options": "include_obfuscation adds random text for padding, and events here have none",
+}
+# The same for objects inside a request, by their paths.
+IGNORED_INSIDE: dict[str, str] = {
+    "reasoning.context": "the chat template decides which reasoning of earlier turns the model reads",
+    "reasoning.generate_summary": "the older name of `reasoning.summary`",
+    "reasoning.mode": "selects how OpenAI's models reason",
+    "reasoning.summary": "no summaries are made",
+    "stream_options.include_obfuscation": "adds random text for padding, and events here have none",
+    "text.format.description": "describes the schema to a model; here templates get no schema",
+    "text.format.name": "describes the schema to a model; here templates get no schema",
+    "text.format.strict": "the output always follows the schema",
+    "tools.allowed_callers": "is about OpenAI's programmatic tool calls; here the model calls every tool itself",
+    "tools.defer_loading": "is about OpenAI's tool search; here the model reads every tool at once",
+    "tools.output_schema": "templates read what a function takes, and not what it returns",
 }
 # What `include` may name. Only log probabilities have an effect; the others belong to tools that are not served.
 LOGPROBS = "message.output_text.logprobs"
@@ -49,35 +62,45 @@ _INCLUDES = frozenset(
 _MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limits
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+def _ignored(path: str) -> Any:
+    """A field that is accepted and not read."""
+    return Field(None, description=f"Ignored: {IGNORED_INSIDE[path]}.")
 
 
-class TextFormat(_Part):
+class TextFormat(ClosedPart):
     """`text.format`: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
+    name: str | None = _ignored("text.format.name")
+    description: str | None = _ignored("text.format.description")
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: bool | None = _ignored("text.format.strict")
 
 
-class TextOptions(_Part):
+class TextOptions(ClosedPart):
     """`text`. `verbosity` is for models that were trained for it; only its default is accepted."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(_Part):
-    """`reasoning`. No summaries are made, so `summary` and `generate_summary` change nothing."""
+class ReasoningOptions(ClosedPart):
+    """`reasoning`."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = _ignored("reasoning.summary")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = _ignored("reasoning.generate_summary")
+    context: Literal["auto", "current_turn", "all_turns"] | None = _ignored("reasoning.context")
+    mode: str | None = _ignored("reasoning.mode")
 
 
-class FunctionTool(_Part):
+class ResponseStreamOptions(ClosedPart):
+    """`stream_options`."""
+
+    include_obfuscation: Flag | None = _ignored("stream_options.include_obfuscation")
+
+
+class FunctionTool(ClosedPart):
     """A function, in the flat shape of this API. What its fields may hold is checked as a chat's tool."""
 
     type: Literal["function"]
@@ -85,9 +108,12 @@ class FunctionTool(_Part):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    output_schema: dict[str, Any] | None = _ignored("tools.output_schema")
+    defer_loading: bool | None = _ignored("tools.defer_loading")
+    allowed_callers: list[str] | None = _ignored("tools.allowed_callers")
 
 
-class NamedFunction(_Part):
+class NamedFunction(ClosedPart):
     """The function that the model must call."""
 
     type: Literal["function"]
@@ -95,13 +121,19 @@ class NamedFunction(_Part):
 
 
 def _tool_choice(value: Any) -> Any:
-    if value in ("none", "auto", "required") or (isinstance(value, dict) and value.get("type") == "function"):
+    if value in ("none", "auto", "required"):
         return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        return NamedFunction.model_validate(value)  # as in fields/tools.py
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
 
 
 class ResponsesRequest(PlainFields):
     """POST /v1/responses: OpenAI's fields, and this server's fields of sampling and metadata."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    renamed: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(input_items, json_schema_input_type=str | list[Item])]
@@ -110,6 +142,7 @@ class ResponsesRequest(PlainFields):
     background: Flag | None = None
     store: Flag | None = None
     stream: Flag | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Integer | None = None
     metadata: dict[str, str] | None = None
     include: list[str] | None = None
@@ -160,6 +193,6 @@ class ResponsesRequest(PlainFields):
 
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
-        refuse_unserved(cls.model_fields.keys(), body, refused=REFUSED, ignored=IGNORED)
+        super().refuse_unserved(body)
         if body.get("background") and body.get("store") is False:
             raise invalid("store", "background can only be used when `store` is true: it is read from the store")

@@ -136,7 +136,7 @@ async def test_wrong_fields_and_blocks_are_refused_by_name(start: Start) -> None
     assert (await refused(running, max_tokens=0)).startswith("max_tokens")
     assert "maximum context length" in await refused(running, max_tokens=100_000)
     assert (await refused(running, mcp_servers=[{}], foo=1)).startswith("mcp_servers is not supported")
-    assert "foo is not a field" in await refused(running, mcp_servers=[{}], foo=1)
+    assert "Unknown parameter: 'foo'" in await refused(running, mcp_servers=[{}], foo=1)
     assert (await refused(running, tools=[{"name": "a b", "input_schema": {}}])).startswith("tools.0.name")
     assert (await refused(running, tools=[{"name": "a"}])).startswith("tools.0: input_schema is required")
     web = {"type": "web_search_20250305", "name": "web_search"}

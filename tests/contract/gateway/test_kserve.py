@@ -98,6 +98,13 @@ async def test_typed_contents_parameters_outputs_and_the_echo_are_honoured(runni
     assert (submission.priority, submission.deadline_s) == (-3.0, 5.0)
 
 
+async def test_fields_that_completions_ignore_are_ignored(running: Running) -> None:
+    [answer] = await stream(running, request(TEXT, parameters(store=True, metadata={"a": "b"}, max_tokens=2)))
+    assert not answer.error_message
+    [answer] = await stream(running, request(TEXT, parameters(store="yes")))
+    assert "store: must be of the type boolean" in answer.error_message
+
+
 async def test_a_stream_has_a_response_for_each_piece(start: Start) -> None:
     running = await start(step_s=0.01)
     whole = outputs(await stub(running).ModelInfer(request(TEXT, SHORT)))

@@ -76,14 +76,20 @@ async def test_requests_made_from_the_gateways_document(running: Running, stored
     is_stored = [path for path in api["paths"] if path.startswith(STORED)]
     api["paths"] = {path: each for path, each in api["paths"].items() if (path in is_stored) == stored}
     named = {"CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest"}
-    for name in named:  # any other name would end most requests at once
+    for name in named | {"ResponsesRequest", "MessagesRequest"}:  # any other name would end most requests at once
         api["components"]["schemas"][name]["properties"]["model"] = {"const": MODEL}
+    messages = api["components"]["schemas"]["MessagesRequest"]
+    messages["required"].append("max_tokens")  # only count_tokens needs none
+    fields, short = messages["properties"], {"const": [{"role": "user", "content": "x"}]}
+    fields["messages"] = {"anyOf": [short, fields["messages"]]}  # turns without any text are refused
     statuses = await asyncio.to_thread(ask, without_headers(api), str(running.http.base_url), EXAMPLES)
     if stored:
         assert statuses.keys() >= {"POST /v1/files", "POST /v1/batches", "GET /v1/files/{file_id}/content"}
         assert 200 in statuses["POST /v1/files"]
     else:
         assert statuses.keys() >= {"POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize"}
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages/count_tokens"):
+            assert 200 in statuses[f"POST {path}"], path  # the requests reach the model
     for operation, seen in statuses.items():
         method, _, path = operation.partition(" ")
         described = api["paths"][path][method.lower()]["responses"]

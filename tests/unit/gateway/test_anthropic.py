@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic.types
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,6 +153,37 @@ def test_each_field_of_the_client_is_served_refused_or_ignored() -> None:
         types.beta.message_count_tokens_params.MessageCountTokensParams,
     ):
         assert params.__annotations__.keys() - known - headers == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("output_config", {"effort": "low"}),
+        ("thinking", {"type": "adaptive"}),
+        ("metadata", {"user_id": "u"}),
+        ("tool_choice", {"type": "auto"}),
+        ("cache_control", {"type": "ephemeral", "scope": "global"}),
+        ("tools", [{"name": "f", "input_schema": {}, "eager_input_streaming": True, "defer_loading": False}]),
+    ],
+)
+def test_an_unknown_field_inside_an_object_is_refused_with_its_path(field: str, value: Any) -> None:
+    def extended(misspelled: Any) -> Any:
+        if isinstance(value, list):
+            return [{**value[0], "disable_paralel_tool_use": misspelled}]
+        return {**value, "disable_paralel_tool_use": misspelled}
+
+    assert chat(**{field: extended(None)})
+    path = f"{field}{'.0' if isinstance(value, list) else ''}.disable_paralel_tool_use"
+    with pytest.raises(ApiError) as caught:
+        chat(**{field: extended(True)})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, path, "unknown_parameter")
+
+
+def test_ignored_fields_must_have_their_type() -> None:
+    for name, wrong in {"context_management": [], "service_tier": 1, "user_profile_id": {}}.items():
+        with pytest.raises(ApiError, match=f"{name}: must be of the type") as caught:
+            chat(**{name: wrong})
+        assert (caught.value.param, caught.value.code) == (name, "invalid_type")
 
 
 def test_the_page_has_the_tables() -> None:

@@ -20,7 +20,7 @@ from services.gateway.openai.body_parser import BodyParser, is_small, parse_body
 
 CONTEXT = 100_000
 MANY_IDS = {"prompt": list(range(50_000)), "max_tokens": 3}
-JUNK = {"prompt": [5], "metadata": [{}] * 50_000}
+JUNK = {"prompt": [5], "metadata": {"junk": [{}] * 50_000}}
 
 
 def encoded(body: Any) -> bytes:

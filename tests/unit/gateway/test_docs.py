@@ -19,7 +19,7 @@ from services.gateway.grammars import structure
 from services.gateway.grpc import kserve_tensors
 from services.gateway.openai import jobs
 from services.gateway.responses_api import creation
-from services.gateway.responses_api.schema import IGNORED, REFUSED, ResponsesRequest
+from services.gateway.responses_api.schema import IGNORED, IGNORED_INSIDE, REFUSED, ResponsesRequest
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import chat_values
 
@@ -69,7 +69,7 @@ def test_the_page_of_responses_shows_the_example_and_the_fields() -> None:
     function = example[example.index("def resuming_events") : example.index('\n\nif __name__ == "__main__"')]
     assert f"```python\n{function}```" in page
     assert ", ".join(f"`{name}`" for name in REFUSED) in page
-    assert "".join(f"| `{name}` | {why} |\n" for name, why in IGNORED.items()) in page
+    assert "".join(f"| `{name}` | {why} |\n" for name, why in (IGNORED | IGNORED_INSIDE).items()) in page
     assert not [name for name in ResponsesRequest.model_fields if f"`{name}" not in page and name not in SAMPLING]
 
 

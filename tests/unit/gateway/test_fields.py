@@ -113,6 +113,33 @@ def test_the_tables_of_other_servers_fields_do_not_overlap() -> None:
     assert len(REFUSED | RENAMED | IGNORED) == len(REFUSED) + len(RENAMED) + len(IGNORED)
 
 
+def test_ignored_fields_must_have_their_type() -> None:
+    assert completion(metadata={"a": "b"}, store=True, service_tier="auto", return_mm_kwargs="true")
+    for name, wrong in {"metadata": "x", "store": "yes", "prompt_cache_key": 7, "service_tier": {}}.items():
+        with pytest.raises(ApiError, match=f"{name}: must be of the type") as caught:
+            completion(**{name: wrong})
+        assert (caught.value.param, caught.value.code) == (name, "invalid_type")
+
+
+def test_errors_inside_a_union_name_a_field() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "anything": 1}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    schema.parse(schema.ChatRequest, CHAT | {"tools": tools, "tool_choice": named | {"foo": None}}, 1024)
+    for choice, param, code in (
+        ({"type": "function", "name": "f"}, "tool_choice.function", "missing_required_parameter"),
+        (named | {"foo": 1}, "tool_choice.foo", "unknown_parameter"),
+        ({"type": "function", "function": {"name": "f", "foo": 1}}, "tool_choice.function.foo", "unknown_parameter"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            schema.parse(schema.ChatRequest, CHAT | {"tools": tools, "tool_choice": choice}, 1024)
+        assert (caught.value.param, caught.value.code) == (param, code)
+        assert "[" not in caught.value.message
+    wrong = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": 5}}]}
+    with pytest.raises(ApiError) as caught:
+        schema.parse(schema.ChatRequest, {"messages": [wrong]}, 1024)
+    assert caught.value.param == "messages.0.tool_calls.0.function.arguments"
+
+
 def test_a_history_of_tool_calls_reaches_the_template() -> None:
     call = CALL | {"function": {"name": "f", "arguments": '{"x": 1}'}}
     chat: list[dict[str, Any]] = [

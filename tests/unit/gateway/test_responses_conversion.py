@@ -135,3 +135,40 @@ def test_an_unknown_field_is_refused_unless_it_is_null() -> None:
         with pytest.raises(ApiError) as caught:
             parsed(**{name: {"a": 1}})
         assert (caught.value.status, caught.value.param) == (400, name)
+
+
+IGNORED_OBJECTS: dict[str, Any] = {
+    "reasoning": {"effort": "low", "summary": "auto", "generate_summary": "auto", "context": "auto", "mode": "pro"},
+    "stream_options": {"include_obfuscation": False},
+    "text": {"verbosity": "medium", "format": {"type": "text"}},
+    "tool_choice": {"type": "function", "name": "f"},
+    "tools.0": {
+        "type": "function",
+        "name": "f",
+        "output_schema": {},
+        "defer_loading": True,
+        "allowed_callers": ["direct"],
+    },
+}
+
+
+def nested(path: str, value: Any) -> Any:
+    """The value at a path below a field, as the field's value."""
+    *_, last = path.split(".")
+    return [value] if last == "0" else value
+
+
+@pytest.mark.parametrize("path", IGNORED_OBJECTS)
+def test_an_unknown_field_inside_an_object_is_refused_with_its_path(path: str) -> None:
+    field, value = path.partition(".")[0], IGNORED_OBJECTS[path]
+    assert parsed(**{field: nested(path, {**value, "foo": None})})
+    with pytest.raises(ApiError) as caught:
+        parsed(**{field: nested(path, {**value, "foo": 1})})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, f"{path}.foo", "unknown_parameter")
+
+
+def test_an_unknown_field_of_a_text_format_is_refused_with_its_path() -> None:
+    with pytest.raises(ApiError, match=r"Unknown parameter: 'text.format.foo'"):
+        parsed(text={"format": {"type": "text", "foo": 1}})
+    with pytest.raises(ApiError, match=r"Unknown parameter: 'text.formatt'"):
+        parsed(text={"formatt": {"type": "text"}})
