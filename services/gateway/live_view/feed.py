@@ -102,6 +102,10 @@ class LiveFeed:
                     self._send(_json(figures, snapshot))
             except (ApiError, grpc.aio.AioRpcError) as error:
                 _log.debug("no snapshots of the scheduler", error=str(error))
+            except asyncio.CancelledError:
+                # The session has closed its channel, which cancels the call and not this task.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
             # Also without a scheduler viewers see the gateway, and that the scheduler is gone.
             self._send(_json(figures, None))
             await asyncio.sleep(INTERVAL_S)

@@ -102,6 +102,18 @@ async def test_viewers_see_that_the_scheduler_is_gone_and_back(start: Start) -> 
     await found.aclose()  # type: ignore[attr-defined]
 
 
+async def test_viewers_go_on_when_the_session_closes_its_channel(start: Start) -> None:
+    """Closing a channel cancels its calls."""
+    running = await start()
+    found = snapshots(running)
+    assert (await anext(found))["scheduler"] is not None
+    running.scheduler.break_streams()  # the session's stream ends, and its channel is closed under the call of Watch
+    await until(lambda: running.scheduler.num_watchers == 0)
+    while (await anext(found))["scheduler"] is None:
+        pass
+    await found.aclose()  # type: ignore[attr-defined]
+
+
 async def test_viewers_are_bounded_and_do_not_hold_up_a_drain(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
     running = await start()

@@ -64,6 +64,18 @@ async def test_every_operation_has_an_id_of_its_own(running: Running) -> None:
         assert str(served.status_code) in one["responses"], (path, method)
 
 
+async def test_request_schemas_have_all_accepted_fields_and_no_others(running: Running) -> None:
+    schemas = (await document(running))["components"]["schemas"]
+    bodies = {name: schema for name, schema in schemas.items() if name.endswith("Request")}
+    assert len(bodies) >= 8
+    for name, schema in bodies.items():
+        assert schema["additionalProperties"] is False, name
+    assert {"store", "metadata", "service_tier", "session_id", "modalities"} <= bodies["ChatRequest"][
+        "properties"
+    ].keys()
+    assert {"temperature", "top_k", "seed", "tenant", "priority"} <= bodies["MessagesRequest"]["properties"].keys()
+
+
 async def test_legal_bodies_and_their_answers_have_the_shapes_of_the_document(running: Running) -> None:
     api = await document(running)
     with_body = {path for path, each in api["paths"].items() if "requestBody" in each.get("post", {})}
