@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,21 @@ def test_the_page_of_batches_shows_the_example_the_statuses_and_the_settings() -
     limits = FileLimits()
     given = [defaults[name].default for name in ("max_file_bytes", "max_files_bytes", "file_ttl_s")]
     assert given == [limits.max_bytes, limits.max_owner_bytes, limits.ttl_s]
+
+
+def test_the_page_of_openais_api_has_all_reasons_of_errors() -> None:
+    gateway = ROOT / "services" / "gateway"
+    # Errors in the lines of a batch are in docs/batches.md.
+    files = [path for path in gateway.rglob("*.py") if path != gateway / "batches" / "validation.py"]
+    texts = [path.read_text() for path in files]
+    used = {code for text in texts for code in re.findall(r'\bcode="([a-z_]+)"', text)}
+    table = (
+        (ROOT / "docs" / "openai-api.md").read_text().partition("| status | type | reasons |")[2].partition("\n\n")[0]
+    )
+    shown = set(re.findall("`([a-z_]+)`", table))
+    assert used <= shown
+    literals = {literal for text in texts for literal in re.findall('"([a-z_]+)"', text)}
+    assert shown <= literals, "no code has such a reason"
 
 
 def test_the_page_on_resuming_shows_the_example() -> None:
