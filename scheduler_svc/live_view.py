@@ -10,8 +10,16 @@ from typing import Any
 
 import grpc
 
-from paceline.v1.admin_pb2 import ExplainRequest, ExplainResponse, PolicyChoice
-from paceline.v1.live_pb2 import LiveStep, LiveTenant, LiveWorker, WatchRequest, WatchResponse
+from paceline.v1.admin_pb2 import PolicyChoice
+from paceline.v1.live_pb2 import (
+    GetTimelineRequest,
+    GetTimelineResponse,
+    LiveStep,
+    LiveTenant,
+    LiveWorker,
+    WatchRequest,
+    WatchResponse,
+)
 from paceline.v1.live_pb2_grpc import LiveViewServiceServicer
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.scheduler import SchedulerCore
@@ -53,8 +61,8 @@ class LiveView(LiveViewServiceServicer):
                 yield answer
                 await asyncio.sleep(interval_ms / 1000)
 
-    async def Explain(self, request: ExplainRequest, context: Context) -> ExplainResponse:
-        return await self._admin.Explain(request, context)
+    async def GetTimeline(self, request: GetTimelineRequest, context: Context) -> GetTimelineResponse:
+        return GetTimelineResponse(explained=await self._admin.Explain(request.explain, context))
 
 
 def snapshot(

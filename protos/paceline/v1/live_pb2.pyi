@@ -21,6 +21,46 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class GetTimelineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLAIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explain(self) -> _admin_pb2.ExplainRequest: ...
+    def __init__(
+        self,
+        *,
+        explain: _admin_pb2.ExplainRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTimelineRequest: _TypeAlias = GetTimelineRequest  # noqa: Y015
+
+@_typing.final
+class GetTimelineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLAINED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explained(self) -> _admin_pb2.ExplainResponse: ...
+    def __init__(
+        self,
+        *,
+        explained: _admin_pb2.ExplainResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explained", b"explained"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explained", b"explained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTimelineResponse: _TypeAlias = GetTimelineResponse  # noqa: Y015
+
+@_typing.final
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

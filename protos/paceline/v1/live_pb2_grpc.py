@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from paceline.v1 import admin_pb2 as paceline_dot_v1_dot_admin__pb2
 from paceline.v1 import live_pb2 as paceline_dot_v1_dot_live__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -41,10 +40,10 @@ class LiveViewServiceStub:
                 request_serializer=paceline_dot_v1_dot_live__pb2.WatchRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_live__pb2.WatchResponse.FromString,
                 _registered_method=True)
-        self.Explain = channel.unary_unary(
-                '/paceline.v1.LiveViewService/Explain',
-                request_serializer=paceline_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=paceline_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+        self.GetTimeline = channel.unary_unary(
+                '/paceline.v1.LiveViewService/GetTimeline',
+                request_serializer=paceline_dot_v1_dot_live__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_live__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
 
 
@@ -60,7 +59,7 @@ class LiveViewServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Explain(self, request, context):
+    def GetTimeline(self, request, context):
         """As AdminService.Explain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -75,10 +74,10 @@ def add_LiveViewServiceServicer_to_server(servicer, server):
                     request_deserializer=paceline_dot_v1_dot_live__pb2.WatchRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_live__pb2.WatchResponse.SerializeToString,
             ),
-            'Explain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Explain,
-                    request_deserializer=paceline_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
-                    response_serializer=paceline_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=paceline_dot_v1_dot_live__pb2.GetTimelineRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_live__pb2.GetTimelineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -120,7 +119,7 @@ class LiveViewService:
             _registered_method=True)
 
     @staticmethod
-    def Explain(request,
+    def GetTimeline(request,
             target,
             options=(),
             channel_credentials=None,
@@ -133,9 +132,9 @@ class LiveViewService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paceline.v1.LiveViewService/Explain',
-            paceline_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-            paceline_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            '/paceline.v1.LiveViewService/GetTimeline',
+            paceline_dot_v1_dot_live__pb2.GetTimelineRequest.SerializeToString,
+            paceline_dot_v1_dot_live__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,6 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from paceline.v1 import admin_pb2 as _admin_pb2
 from paceline.v1 import live_pb2 as _live_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -38,7 +37,7 @@ class LiveViewServiceStub:
     """A snapshot at once and then at each interval, with the steps that ended since the one before. While no call is open
     it costs the scheduler nothing. RESOURCE_EXHAUSTED beyond 64 calls.
     """
-    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    GetTimeline: _grpc.UnaryUnaryMultiCallable[_live_pb2.GetTimelineRequest, _live_pb2.GetTimelineResponse]
     """As AdminService.Explain."""
 
 @_typing.type_check_only
@@ -50,7 +49,7 @@ class LiveViewServiceAsyncStub(LiveViewServiceStub):
     """A snapshot at once and then at each interval, with the steps that ended since the one before. While no call is open
     it costs the scheduler nothing. RESOURCE_EXHAUSTED beyond 64 calls.
     """
-    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    GetTimeline: _aio.UnaryUnaryMultiCallable[_live_pb2.GetTimelineRequest, _live_pb2.GetTimelineResponse]  # type: ignore[assignment]
     """As AdminService.Explain."""
 
 class LiveViewServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,11 +66,11 @@ class LiveViewServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Explain(
+    def GetTimeline(
         self,
-        request: _admin_pb2.ExplainRequest,
+        request: _live_pb2.GetTimelineRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+    ) -> _typing.Union[_live_pb2.GetTimelineResponse, _abc.Awaitable[_live_pb2.GetTimelineResponse]]:
         """As AdminService.Explain."""
 
 def add_LiveViewServiceServicer_to_server(servicer: LiveViewServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 import grpc
 import grpc.aio
 
-from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2_grpc
+from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2, live_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
 from services.gateway.errors import ApiError, Gone, QueueFull, QueueLimit
@@ -255,7 +255,8 @@ class SchedulerSession:
         requests of this id, and 503."""
         stub = live_pb2_grpc.LiveViewServiceStub(self.channel)
         try:
-            return await stub.Explain(request, timeout=_EXPLAIN_S)
+            answer = await stub.GetTimeline(live_pb2.GetTimelineRequest(explain=request), timeout=_EXPLAIN_S)
+            return answer.explained
         except grpc.aio.AioRpcError as error:
             status = _EXPLAIN_ERRORS.get(error.code())
             if status is None:

@@ -151,12 +151,12 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         finally:
             self.num_watchers -= 1
 
-    async def Explain(self, request: admin_pb2.ExplainRequest, context: Any) -> admin_pb2.ExplainResponse:
-        self.explained.append(request)
+    async def GetTimeline(self, request: live_pb2.GetTimelineRequest, context: Any) -> live_pb2.GetTimelineResponse:
+        self.explained.append(request.explain)
         if not isinstance(self.explanation, admin_pb2.ExplainResponse):
             await context.abort(self.explanation, "as scripted")
             raise AssertionError("abort returns never")
-        return self.explanation
+        return live_pb2.GetTimelineResponse(explained=self.explanation)
 
     async def ReleaseConversation(
         self, request: inference_pb2.ReleaseConversationRequest, context: Any
