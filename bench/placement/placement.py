@@ -216,8 +216,8 @@ def _marked(group: list[Row], figure: str, row: Row, before: str, after: str) ->
 
 
 def markdown(rows: list[Row], measured: dict[str, str]) -> str:
-    """Each case in a table: a row a policy, figures within 2 % of the best of the case bold. `measured`: when each policy
-    ran."""
+    """Each case in a table: a row a policy, figures within 2 % of the best of the case bold. `measured`: when each
+    policy ran."""
     lines = ["# Placement policies compared", "", "Written by `python -m bench.run --part placement`.", ""]
     lines += [*_days(measured), "", *summary(rows), "", "## Averages over the cases", "", *averages(rows)]
     for group in groups(rows):
