@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,18 @@ def control_plane(environments: Path, console: Console) -> dict[str, Any]:
     return report
 
 
-def compare_placements(console: Console, plot: Path | None) -> None:
-    rows = placement.compare(placement.cases())
+def compare_placements(console: Console, policies: Sequence[str], plot: Path | None) -> None:
+    """Runs these policies; the other policies keep their rows of the last run."""
+    others, measured = [], {}
+    if not set(policies).issuperset(placement.POLICIES):
+        earlier = json.loads((RESULTS / "placement.json").read_text())
+        others, measured = placement.other_rows(earlier["rows"], policies, placement.cases()), earlier["measured"]
+    today = time.strftime("%Y-%m-%d")
+    rows = placement.in_order([*others, *placement.compare(placement.cases(), policies)])
+    measured = measured | dict.fromkeys(policies, today)
     placement.show(rows, console)
-    write("placement", {"within": placement.WITHIN, "rows": rows}, console)
-    (RESULTS / "placement.md").write_text(placement.markdown(rows))
+    write("placement", {"within": placement.WITHIN, "measured": measured, "rows": rows}, console)
+    (RESULTS / "placement.md").write_text(placement.markdown(rows, measured))
     if plot:
         placement.plot(rows, plot)
 
@@ -85,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
     parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="folder of the peers' environments")
+    rules = placement.POLICIES
+    only = "only these placement policies; the others keep their rows in placement.json"
+    parser.add_argument("--policies", nargs="+", choices=rules, default=rules, metavar="NAME", help=only)
     parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -103,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         overload.show(rows, console)
         write("overload", {"note": note, "rows": rows}, console)
     if options.part in (None, "placement") and not options.sweep:
-        compare_placements(console, options.plot)
+        compare_placements(console, options.policies, options.plot)
     if options.part in (None, "ceiling") and not options.sweep:
         report = {"note": load_note(os.getloadavg()[0])} | ceiling.ceiling()
         ceiling.show(report, console)

@@ -156,6 +156,21 @@ def compare(
     return rows
 
 
+def other_rows(earlier: Iterable[Row], policies: Iterable[str], chosen: Iterable[Case]) -> list[Row]:
+    """The earlier rows of all other policies. Raises ValueError if they are not of the same cases: then they cannot be
+    compared with new rows of `policies`."""
+    others = [row for row in earlier if row["policy"] not in policies]
+    differing = {title(row) for row in others} ^ {title(case.key) for case in chosen} if others else set()
+    if differing:
+        raise ValueError(f"run all policies: only the earlier rows or only today's cases have {sorted(differing)}")
+    return others
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Case by case, and the policies of a case in the order of POLICIES."""
+    return [row for group in groups(rows) for row in sorted(group, key=lambda row: POLICIES.index(row["policy"]))]
+
+
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows of each case, all policies side by side."""
     found: dict[tuple[Any, ...], list[Row]] = {}
@@ -200,16 +215,25 @@ def _marked(group: list[Row], figure: str, row: Row, before: str, after: str) ->
     return f"{before}{shown}{after}" if shortfall(group, figure, row) <= WITHIN else shown
 
 
-def markdown(rows: list[Row]) -> str:
-    """Each case in a table: a row a policy, figures within 2 % of the best of the case bold."""
+def markdown(rows: list[Row], measured: dict[str, str]) -> str:
+    """Each case in a table: a row a policy, figures within 2 % of the best of the case bold. `measured`: when each
+    policy ran."""
     lines = ["# Placement policies compared", "", "Written by `python -m bench.run --part placement`.", ""]
-    lines += [*summary(rows), "", "## Averages over the cases", "", *averages(rows)]
+    lines += [*_days(measured), "", *summary(rows), "", "## Averages over the cases", "", *averages(rows)]
     for group in groups(rows):
         lines += ["", f"## {title(group[0])}", "", f"| policy | {' | '.join(HEADS)} |", f"|---|{'---:|' * len(HEADS)}"]
         for row in group:
             shown = " | ".join(_marked(group, name, row, "**", "**") for name in FIGURES)
             lines.append(f"| {row['policy']} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _days(measured: dict[str, str]) -> list[str]:
+    days = sorted(set(measured.values()))
+    if len(days) == 1:
+        return [f"All policies ran on {days[0]}."]
+    ran = (f"- {day}: {', '.join(name for name in measured if measured[name] == day)}" for day in days)
+    return ["The policies ran on different days, each with the code of its day (runs are deterministic):", "", *ran]
 
 
 def summary(rows: list[Row]) -> list[str]:
