@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.request_fields import SAMPLING
+from paceline.request_fields import METADATA, SAMPLING
 from services.gateway.anthropic.schema import MAX_CACHE_MARKS
 from services.gateway.batches import files, uploads
 from services.gateway.batches import schema as batch_schema
@@ -18,15 +18,26 @@ from services.gateway.batches.service import MAX_RUNS, MAX_UNFINISHED
 from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
 from services.gateway.grpc import kserve_tensors
-from services.gateway.openai import jobs
+from services.gateway.http import body, connection
+from services.gateway.openai import jobs, middleware
 from services.gateway.responses_api import creation
 from services.gateway.responses_api.schema import IGNORED, IGNORED_INSIDE, REFUSED, ResponsesRequest
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import chat_values
+from services.gateway.text import chat_template, chat_values
 
 ROOT = Path(__file__).parents[3]
 # The row of docs/limits.md, by its start, and the limits that it names.
-LIMITS = {
+LIMITS: dict[str, list[int]] = {
+    "headers": [connection._MAX_HEAD_BYTES >> 10, int(GatewaySettings.model_fields["head_timeout_s"].default)],
+    "body": [body._BYTES_PER_TOKEN, body._LEAST_BODY_BYTES >> 20, body.MOST_BODY_BYTES >> 20],
+    "JSON nesting": [],  # orjson's own
+    "`X-Request-ID`": [middleware._REQUEST_ID_CHARS],
+    "`tenant`": [METADATA["tenant"].max_chars],
+    "`cache_salt`": [METADATA["cache_salt"].max_chars],
+    "`user`, `metadata.user_id`": [METADATA["tenant"].max_chars],
+    "`chat_template` |": [chat_template._MAX_TEMPLATE_CHARS],
+    "a copy of the sampling fields": [request._MAX_COPIED_BYTES >> 20],
+    "a line of a file": [],  # a request's body
     "nesting of messages": [chat_values.MAX_DEPTH],
     "`Idempotency-Key`": [idempotency.MAX_KEY_CHARS],
     "`prompt`": [list_limits.MAX_PROMPTS],
@@ -117,7 +128,16 @@ def test_the_page_on_limits_has_those_of_the_code(start: str) -> None:
     page = (ROOT / "docs/limits.md").read_text()
     [row] = [line for line in page.splitlines() if line.startswith(f"| {start}")]
     for limit in LIMITS[start]:
-        assert f"{limit:,}" in row
+        assert re.search(rf"(?<![\d,]){limit:,}(?!,?\d)", row), limit
+
+
+def test_each_row_of_the_page_on_limits_is_compared_with_the_code() -> None:
+    page = (ROOT / "docs/limits.md").read_text()
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| what ", "| field "))
+    ]
+    assert len(rows) > len(LIMITS) - 5
+    assert not [row for row in rows if not row.startswith(tuple(f"| {start}" for start in LIMITS))]
 
 
 def test_the_page_on_limits_has_the_number_of_choices() -> None:
