@@ -156,7 +156,12 @@ class Stranger:
         routes = [Route("/v1/models", self.models), Route("/v1/chat/completions", self.chat, methods=["POST"])]
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Starlette(routes=routes), host="127.0.0.1", port=self.port, log_level="error", lifespan="off"
+                Starlette(routes=routes),
+                host="127.0.0.1",
+                port=self.port,
+                lifespan="off",
+                log_config=None,  # uvicorn's would change the logging of the whole process
+                access_log=False,
             )
         )
         self._thread = threading.Thread(target=self._server.run)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.stack import Stack
 
-JUNK = {"prompt": [5, 6, 7], "max_tokens": 2, "unknown": [{}] * 50_000}
+JUNK = {"prompt": [5, 6, 7], "max_tokens": 2, "metadata": {"x": [{}] * 50_000}}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

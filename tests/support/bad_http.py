@@ -156,7 +156,7 @@ FIELDS = [
     _completion("a model of a million characters", 404, "model", model="x" * 1_000_000),
     _completion("a model that is a path", 404, "model", model="../../etc/passwd"),
     _completion("model 7", 400, "model", model=7),
-    _completion("an unknown field", 200, None, whatever={"x": [1]}),
+    _completion("an unknown field", 400, "whatever", whatever={"x": [1]}),
     _completion("use_beam_search with stream", 400, "stream", use_beam_search=True, stream=True),
     _completion("use_beam_search 5", 400, "use_beam_search", use_beam_search=5),
     _completion("beam search that samples", 400, "temperature", use_beam_search=True, temperature=1.0),
