@@ -12,10 +12,10 @@ ARGS ?=
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt client-wheel proto bench bench-gpu peer-test client-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt page client-wheel proto bench bench-gpu peer-test client-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | client-wheel | proto | bench | bench-gpu | peer-test | client-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | page | client-wheel | proto | bench | bench-gpu | peer-test | client-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -80,6 +80,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/style.py
+	$(BIN)/python scripts/page.py check
 	@! git grep -nE '^(<<<<<<<|>>>>>>>) ' || { echo 'lint: conflict markers are left' >&2; exit 1; }
 	scripts/proto.sh --check
 	scripts/buf.sh
@@ -92,6 +93,10 @@ docs: setup
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The gateway's page, of its source; the result is committed, so that only a change of the page needs node and npm.
+page:
+	python3 scripts/page.py build
 
 # The Python client alone, without the server, in dist/.
 client-wheel: setup

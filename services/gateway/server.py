@@ -44,6 +44,7 @@ from services.gateway.live_view.routes import live_api
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
+from services.gateway.page.routes import page_api
 from services.gateway.parsing.formats import ModelFormats, model_formats
 from services.gateway.responses_api.routes import responses_api
 from services.gateway.responses_api.service import Responses
@@ -120,7 +121,7 @@ async def serve(
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
     live_feed = LiveFeed(gateway)
-    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed)]
+    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed), page_api()]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)

@@ -17,6 +17,8 @@ _log = get_logger(__name__)
 # Balancers and orchestrators ask these without a key. The answers say nothing about requests or tenants.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 METRICS_PATH = "/metrics"
+# The page is static files: it shows nothing, and asks for a key itself.
+PAGE_PATH, ASSETS_PATH = "/", "/assets"
 # A flood of wrong keys writes one line in this time.
 _LOG_EVERY_S = 10.0
 
@@ -28,7 +30,7 @@ class AccessControl:
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys = keys
-        self._open_paths = OPEN_PATHS | ({METRICS_PATH} if open_metrics else set())
+        self._open_paths = OPEN_PATHS | {PAGE_PATH} | ({METRICS_PATH} if open_metrics else set())
         self._clock = clock
         self.quotas = Quotas(clock)
         self.num_refused = 0  # calls without a valid key, since the start
@@ -41,7 +43,7 @@ class AccessControl:
 
     def admit(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """The caller of an HTTP request, from its head alone. Raises ApiError 401 and 403."""
-        if self._keys is None or path in self._open_paths:
+        if self._keys is None or path in self._open_paths or path.startswith(f"{ASSETS_PATH}/"):
             return ANYONE
         caller = self.identify(headers)
         if path == METRICS_PATH and caller.key is not None and not (caller.key.metrics or caller.key.admin):

@@ -130,7 +130,7 @@ async def test_bodies_that_are_no_json(running: Running) -> None:
 
 
 async def test_paths_and_methods(running: Running) -> None:
-    for path in ("/", "/v1", "/v1/nothing", "/v1/completions/", "//v1/models", "/v1/models/"):
+    for path in ("/assets", "/v1", "/v1/nothing", "/v1/completions/", "//v1/models", "/v1/models/"):
         response = await running.http.get(path)
         assert response.status_code == 404, path
         check_shape(response.json())

@@ -1,0 +1,79 @@
+/** Calls of the gateway: addresses relative to the page, the API key, and errors in one shape. */
+
+const KEY = "paceline-key";
+
+/** An answer that is no success. `message` is the server's own sentence. */
+export class ApiProblem extends Error {
+  readonly status: number;
+  readonly code: string;
+
+  constructor(status: number, message: string, code = "") {
+    super(message);
+    this.name = "ApiProblem";
+    this.status = status;
+    this.code = code;
+  }
+
+  /** Whether another API key could help. */
+  get needsKey(): boolean {
+    return this.status === 401 || this.code === "admin_required";
+  }
+}
+
+/** The address of a path such as "v1/live". Without a leading slash: a proxy may serve the gateway below a prefix. */
+export function apiUrl(path: string): string {
+  return new URL(path, document.baseURI).href;
+}
+
+export function storedKey(): string {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+/** Keep the key as long as this tab is open; "" forgets it. */
+export function storeKey(key: string): void {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+/** fetch with the key. The body of a problem is left to read. */
+export function rawFetch(path: string, init: RequestInit = {}): Promise<Response> {
+  const headers = new Headers(init.headers);
+  const key = storedKey();
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  return fetch(apiUrl(path), { ...init, headers });
+}
+
+/** fetch with the key. Throws ApiProblem for a status that is no success, TypeError without a connection. */
+export async function apiFetch(path: string, init: RequestInit = {}): Promise<Response> {
+  const response = await rawFetch(path, init);
+  if (!response.ok) throw await problemOf(response);
+  return response;
+}
+
+export async function getJson<T>(path: string, signal?: AbortSignal): Promise<T> {
+  const response = await apiFetch(path, signal ? { signal } : {});
+  return (await response.json()) as T;
+}
+
+export async function postJson<T>(path: string, body: unknown, signal?: AbortSignal): Promise<T> {
+  const init: RequestInit = {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  };
+  const response = await apiFetch(path, signal ? { ...init, signal } : init);
+  return (await response.json()) as T;
+}
+
+export async function problemOf(response: Response): Promise<ApiProblem> {
+  let message = `status ${response.status}`;
+  let code = "";
+  try {
+    const body = (await response.json()) as { error?: { message?: string; code?: string | null } };
+    message = body.error?.message ?? message;
+    code = body.error?.code ?? "";
+  } catch {
+    // A proxy's answer is no JSON; the status says enough.
+  }
+  return new ApiProblem(response.status, message, code);
+}

@@ -1,0 +1,65 @@
+import iconUrl from "../icon.svg";
+import { RequestLife } from "../life/index.tsx";
+import { LiveView } from "../live/index.tsx";
+import { Playground } from "../playground/index.tsx";
+import { useRoute, type View } from "./route.ts";
+import { useTheme, type Theme } from "./theme.ts";
+
+const TABS: [View, string][] = [
+  ["live", "Live"],
+  ["request", "Request"],
+  ["playground", "Playground"],
+];
+const THEMES: Theme[] = ["system", "light", "dark"];
+
+export function App() {
+  const route = useRoute();
+  const [theme, setTheme] = useTheme();
+  return (
+    <>
+      <a class="skip" href="#main" onClick={skip}>
+        Skip to the content
+      </a>
+      <header class="top">
+        <h1 class="brand">
+          <img src={iconUrl} alt="" />
+          <span>Paceline</span>
+        </h1>
+        <nav class="tabs" aria-label="Views">
+          {TABS.map(([view, label]) => (
+            <a key={view} href={`#/${view}`} aria-current={route.view === view ? "page" : undefined}>
+              {label}
+            </a>
+          ))}
+        </nav>
+        <div class="row end">
+          <select
+            aria-label="Colours"
+            value={theme}
+            onChange={(event) => setTheme(event.currentTarget.value as Theme)}
+          >
+            {THEMES.map((name) => (
+              <option key={name} value={name}>
+                {name}
+              </option>
+            ))}
+          </select>
+        </div>
+      </header>
+      <main id="main" tabIndex={-1}>
+        {route.view === "live" && <LiveView />}
+        {route.view === "request" && <RequestLife id={route.id} />}
+        {/* Stays mounted, so that a running answer survives a look at the live view. */}
+        <div hidden={route.view !== "playground"}>
+          <Playground />
+        </div>
+      </main>
+    </>
+  );
+}
+
+/** The part after "#" is the route, so the link must not change it. */
+function skip(event: Event): void {
+  event.preventDefault();
+  document.getElementById("main")?.focus();
+}

@@ -1,0 +1,27 @@
+/** Dark and light: the system's choice until the user makes one, which this browser keeps. */
+
+import { useEffect, useState } from "preact/hooks";
+
+export type Theme = "system" | "light" | "dark";
+
+const NAME = "paceline-theme";
+
+export function useTheme(): [Theme, (theme: Theme) => void] {
+  const [theme, setTheme] = useState<Theme>(() => {
+    const kept = localStorage.getItem(NAME);
+    return kept === "light" || kept === "dark" ? kept : "system";
+  });
+  useEffect(() => {
+    const dark = matchMedia("(prefers-color-scheme: dark)");
+    const apply = () => {
+      const isDark = theme === "system" ? dark.matches : theme === "dark";
+      document.documentElement.dataset["theme"] = isDark ? "dark" : "light";
+    };
+    apply();
+    if (theme === "system") localStorage.removeItem(NAME);
+    else localStorage.setItem(NAME, theme);
+    dark.addEventListener("change", apply);
+    return () => dark.removeEventListener("change", apply);
+  }, [theme]);
+  return [theme, setTheme];
+}
