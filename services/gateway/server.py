@@ -59,6 +59,7 @@ from services.gateway.text.id_tokenizer import IdTokenizer
 from services.gateway.text.model_files import ModelFiles, asked_end, read_model_files, resolve_folder
 from services.gateway.text.own_model import OwnModel
 from services.gateway.text.tokenizer import TextTokenizer
+from services.runtime.grpc_limits.client_connections import ClientConnections
 from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.keys.admin_gate import AdminGate
 from services.runtime.keys.listen import safe_host
@@ -95,6 +96,8 @@ _LOOKAHEAD_BYTES = 16 * 1024
 # A connection is closed after _HANDSHAKE_S without a handshake (TLS or gRPC), and a gRPC connection after _IDLE_CALLS_S
 # without a call.
 _HANDSHAKE_S, _IDLE_CALLS_S = 10.0, 300.0
+# The minimum of the default limit per gRPC client, for tests and small machines.
+_LEAST_PER_GRPC_CLIENT = 16
 
 
 async def serve(
@@ -132,6 +135,7 @@ async def serve(
     periodic = _start_periodic_work(gateway, responses, batches, http_server, keys)
     try:
         grpc_port = await grpc_server.start()
+        periodic.append(_limit_grpc_clients(settings, grpc_port))
         background = [*periodic, *session.start()]
         http = f"{settings.host}:{http_port}"
         _log.info("gateway serves", http=http, grpc_port=grpc_port, model=gateway.model_name, tls=public is not None)
@@ -168,6 +172,12 @@ def _max_grpc_connections(settings: GatewaySettings) -> int:
     """The limit of gRPC connections. It leaves most of the files that the process may open to HTTP."""
     open_files = max_open_files()
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
+
+
+def _limit_grpc_clients(settings: GatewaySettings, port: int) -> asyncio.Task[None]:
+    most = settings.max_grpc_connections_per_client
+    most = most or max(_max_grpc_connections(settings) // 4, _LEAST_PER_GRPC_CLIENT)
+    return asyncio.create_task(ClientConnections(port, most).watch())
 
 
 def _make_engine(settings: GatewaySettings, gateway: Gateway, files: ModelFiles, kv_events: KvEventStreams) -> Engine:

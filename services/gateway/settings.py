@@ -139,6 +139,12 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
         ge=1,
         description="gRPC connections; one more is closed at once (at most a quarter of the limit of open files)",
     )
+    max_grpc_connections_per_client: int | None = Field(
+        None,
+        ge=1,
+        description="gRPC connections of one client, an IPv4 address or an IPv6 network of 64 bits; one more is closed "
+        "within a second (default: a quarter of max_grpc_connections, at least 16)",
+    )
     max_connections_per_client: int | None = Field(
         None,
         ge=1,

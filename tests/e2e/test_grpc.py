@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+import time
+from contextlib import ExitStack
+
 import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -63,3 +68,36 @@ def test_the_scheduler_itself_takes_token_ids(stack: Stack) -> None:
 def test_reflection_lists_the_services(stack: Stack, service: str, port: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{getattr(stack, port)}") as channel:
         assert f"paceline.v1.{service}" in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+# The preface of HTTP/2 and an empty SETTINGS frame: gRPC takes the connection for a client's.
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_a_client_with_all_connections_locks_no_other_out(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("PACELINE_GATEWAY_MAX_GRPC_CONNECTIONS", "24")
+    stack.start_gateway("gateway-small")
+    request.addfinalizer(lambda: stack.kill("gateway-small"))
+    port = stack.gateway_ports["gateway-small"][1]
+    with ExitStack() as flood:
+        for _ in range(48):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = flood.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options))
+            channel.subscribe(lambda _: None, try_to_connect=True)
+        limit_s = time.monotonic() + 20
+        while not greets(port) and time.monotonic() < limit_s:
+            time.sleep(0.1)
+        assert greets(port)
+
+
+def greets(port: int) -> bool:
+    """Whether the server takes a connection from another address."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 5, source_address=("127.0.0.2", 0)) as connection:
+            connection.sendall(HELLO)
+            return bool(connection.recv(9))
+    except OSError:
+        return False

@@ -1,8 +1,7 @@
-"""Clients of connections: which one a connection counts for, how many connections each has, and whether it has gone."""
+"""Clients of connections: how many connections each has, and whether it has gone."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import sys
 import time
@@ -29,15 +28,6 @@ def has_gone(sock: socket.socket) -> bool:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _CLOSED_STATES
     except OSError:  # we have closed it
         return True
-
-
-def client_of(host: str) -> str:
-    """The client that a connection counts for: the IPv4 address, or the /64 network of an IPv6 address."""
-    if ":" not in host:
-        return host
-    address = ipaddress.IPv6Address(host.partition("%")[0])
-    mapped = address.ipv4_mapped
-    return str(mapped) if mapped is not None else f"{ipaddress.IPv6Address(int(address) >> 64 << 64)}/64"
 
 
 class ConnectionCounts:

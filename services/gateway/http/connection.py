@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import ApiError
-from services.gateway.http.clients import ConnectionCounts, client_of, has_gone
+from services.gateway.http.clients import ConnectionCounts, has_gone
 from services.gateway.http.slow_clients import Reader
+from services.runtime.clients import client_of
 
 # Size limit of the request line and the headers together, and of what a client may send ahead of its answer.
 _MAX_HEAD_BYTES = 64 * 1024

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from services.gateway.http.clients import ConnectionCounts, client_of, has_gone
+from services.gateway.http.clients import ConnectionCounts, has_gone
+from services.runtime.clients import client_of
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells at once that a client has gone")
