@@ -68,7 +68,7 @@ class Admin(AdminServiceServicer):
                     kind=failure.kind,
                     policy=getattr(self.choice, failure.kind, ""),
                     count=failure.count,
-                    last_error=_encodable(failure.last_error),
+                    last_error=encodable(failure.last_error),
                 )
                 for failure in self.core.policy_failures.by_kind.values()
             ],
@@ -109,7 +109,7 @@ class Admin(AdminServiceServicer):
             message = (
                 f"request_id: {request.request_id[:200]!r} is of several requests; name the tenant or key: {owners}"
             )
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _encodable(message))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, encodable(message))
         if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -124,11 +124,11 @@ class Admin(AdminServiceServicer):
                     last_decision=span.last,
                     from_s=span.from_s,
                     to_s=span.to_s,
-                    reason=_encodable(span.reason),
-                    detail=_encodable(span.detail),
+                    reason=encodable(span.reason),
+                    detail=encodable(span.detail),
                     worker=span.worker,
                     request_id=record.request_id,
-                    behind=_encodable(span.behind),
+                    behind=encodable(span.behind),
                 )
                 for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
@@ -160,11 +160,11 @@ def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:
     )
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """A policy's text, cut and encodable: a status has no room for megabytes, and takes no half character."""
     return text[:MAX_WORDS].encode("utf-8", "backslashreplace").decode()
 
 
 async def _invalid(context: Context, message: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _encodable(message))
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, encodable(message))
     raise AssertionError("abort returns never")

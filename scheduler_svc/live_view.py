@@ -14,6 +14,7 @@ from paceline.v1.admin_pb2 import PolicyChoice
 from paceline.v1.live_pb2 import (
     GetTimelineRequest,
     GetTimelineResponse,
+    LiveSequence,
     LiveStep,
     LiveTenant,
     LiveWorker,
@@ -21,13 +22,16 @@ from paceline.v1.live_pb2 import (
     WatchResponse,
 )
 from paceline.v1.live_pb2_grpc import LiveViewServiceServicer
-from scheduler_svc.admin import Admin
+from scheduler_svc.admin import Admin, encodable
+from scheduler_svc.core.output.timeline import WAITING, Record
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.step_log import EndedStep
 from scheduler_svc.core.workers.state import WorkerState
 
 MAX_WATCHERS = 64
 MAX_TENANTS = 32
+MAX_LIVE_SEQUENCES, MAX_ENDED_SEQUENCES = 48, 16
+MAX_DETAIL_CHARS = 200
 INTERVALS_MS = 100, 10_000
 DEFAULT_INTERVAL_MS = 500
 
@@ -95,6 +99,25 @@ def snapshot(
         ],
         num_tenants=len(tenants),
         steps=[_step(step, unix_s) for step in steps],
+        sequences=[
+            _sequence(record, unix_s) for record in core.timeline.recent(MAX_LIVE_SEQUENCES, MAX_ENDED_SEQUENCES)
+        ],
+        num_live_sequences=core.timeline.num_live,
+    )
+
+
+def _sequence(record: Record, unix_s: float) -> LiveSequence:
+    reason, detail, _, at_s = record.events[-1]
+    if reason in WAITING and record.looks and (look := record.looks[-1]).to_s >= at_s:
+        detail = f"{look.reason}: {look.detail}"
+    return LiveSequence(
+        request_id=record.request_id,
+        answer_id=record.answer_id,
+        tenant=record.tenant,
+        reason=encodable(reason),
+        detail=encodable(detail[:MAX_DETAIL_CHARS]),
+        arrived_s=record.arrival_s + unix_s,
+        since_s=at_s + unix_s,
     )
 
 

@@ -104,6 +104,8 @@ class WatchResponse(_message.Message):
     NUM_TENANTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     NUM_MISSED_STEPS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_LIVE_SEQUENCES_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
     """Unix time of the snapshot."""
     epoch: _builtins.int
@@ -123,6 +125,8 @@ class WatchResponse(_message.Message):
     num_tenants: _builtins.int
     num_missed_steps: _builtins.int
     """Steps that ended since the snapshot before and are not in `steps`: only the last 4,096 are kept."""
+    num_live_sequences: _builtins.int
+    """Live sequences, whether they are in `sequences` or not."""
     @_builtins.property
     def load(self) -> _inference_pb2.SchedulerLoad: ...
     @_builtins.property
@@ -139,6 +143,10 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveStep]: ...
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]:
+        """At most 64: the oldest and the newest of the live ones, and the last that have ended; by arrival."""
+
     def __init__(
         self,
         *,
@@ -162,14 +170,59 @@ class WatchResponse(_message.Message):
         num_tenants: _builtins.int = ...,
         steps: _abc.Iterable[Global___LiveStep] | None = ...,
         num_missed_steps: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___LiveSequence] | None = ...,
+        num_live_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "policies", b"policies"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_live_sequences", b"num_live_sequences", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "sequences", b"sequences", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class LiveSequence(_message.Message):
+    """A sequence of a request, and what the timeline noted of it last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    ARRIVED_S_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in Explanation."""
+    answer_id: _builtins.str
+    """`cmpl-…`, `chatcmpl-…`; empty without one."""
+    tenant: _builtins.str
+    reason: _builtins.str
+    """waiting, running, preempted, ..., ended; and a sentence."""
+    detail: _builtins.str
+    arrived_s: _builtins.float
+    """Unix times of the arrival and of the last note."""
+    since_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        answer_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        arrived_s: _builtins.float = ...,
+        since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "arrived_s", b"arrived_s", "detail", b"detail", "reason", b"reason", "request_id", b"request_id", "since_s", b"since_s", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveSequence: _TypeAlias = LiveSequence  # noqa: Y015
 
 @_typing.final
 class LiveWorker(_message.Message):

@@ -211,6 +211,22 @@ class RequestTimeline:
         if outage is None and reason:
             self._outages.append(Span(reason, detail, self.decisions, self.decisions, now_s, math.inf))
 
+    @property
+    def num_live(self) -> int:
+        """Live sequences."""
+        return len(self._live)
+
+    def recent(self, num_live: int, num_ended: int) -> list[Record]:
+        """Sequences to show, by arrival: of more than `num_live` live ones the oldest and the newest half, and the last
+        `num_ended` that have ended."""
+        live, half = self._live.values(), num_live // 2
+        if len(live) <= num_live:
+            shown = list(live)
+        else:
+            shown = [*itertools.islice(live, half), *itertools.islice(reversed(live), num_live - half)]
+        shown += itertools.islice(reversed(self._ended.values()), num_ended)
+        return sorted(shown, key=lambda record: record.arrival_index)
+
     def find(self, name: str, tenant: str | None = None, key: str | None = None) -> list[Record]:
         """The sequences of one tenant and API key that an id stands for, by arrival. Empty if the id is unknown.
         `tenant`, `key`: only requests of these; None: of any.

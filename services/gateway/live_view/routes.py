@@ -1,4 +1,4 @@
-"""GET /v1/live and GET /v1/requests/{id}/timeline."""
+"""GET /v1/live, GET /v1/requests/{id}/timeline, and the policies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline.v1.admin_pb2 import ExplainRequest, Explanation
-from services.gateway.access.caller import Caller
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import invalid
+from services.gateway.live_view.admins import check_admin, is_admin
 from services.gateway.live_view.feed import LiveFeed
+from services.gateway.live_view.policies import policies_api
 from services.gateway.live_view.schema import LiveSnapshot, SequenceTimeline, TimelineAnswer, TimelineSpan
 from services.gateway.openai.answers import STREAM_HEADERS, JsonResponse
 from services.gateway.openai.gateway import Gateway
@@ -31,7 +32,7 @@ def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
     async def live(request: Request) -> Response:
         """What the scheduler and its workers do now, or a stream of it, twice a second. With API keys only for an admin
         key, since it names all tenants."""
-        _check_admin(caller_of(request), "the live view names all tenants")
+        check_admin(caller_of(request), "the live view names all tenants")
         streamed = request.query_params.get("stream", "false")
         if streamed not in ("true", "false"):
             raise invalid("stream", "stream must be true or false")
@@ -48,16 +49,17 @@ def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
         wanted = ExplainRequest(request_id=name)
         if (tenant := request.query_params.get("tenant")) is not None:
             wanted.tenant = tenant
-        if not _is_admin(caller):
+        if not is_admin(caller):
             wanted.key = caller.owner
         with gateway.access.quotas.entering(caller.key, new=True):
             found = await gateway.session.explain(wanted)
-        shown = _timeline(name, found.explanations, found.num_sequences, shows_others=_is_admin(caller))
+        shown = _timeline(name, found.explanations, found.num_sequences, shows_others=is_admin(caller))
         return JsonResponse(shown.model_dump_json())
 
     return [
         OtherApi("/v1/live", [Route("/v1/live", live)], {}),
         OtherApi("/v1/requests", [Route("/v1/requests/{request_id}/timeline", timeline)], {}),
+        policies_api(gateway),
     ]
 
 
@@ -65,16 +67,6 @@ async def _events(feed: LiveFeed) -> AsyncIterator[bytes]:
     async with aclosing(feed.snapshots()) as snapshots:
         async for snapshot in snapshots:
             yield b"data: " + snapshot + b"\n\n"
-
-
-def _is_admin(caller: Caller) -> bool:
-    return caller.key is None or caller.key.admin
-
-
-def _check_admin(caller: Caller, why: str) -> None:
-    if not _is_admin(caller):
-        message = f"the key {caller.owner!r} may not see this: {why} (admin = true)"
-        raise ApiError(403, message, code="admin_required")
 
 
 def _timeline(name: str, spans: Iterable[Explanation], num_sequences: int, *, shows_others: bool) -> TimelineAnswer:

@@ -105,6 +105,19 @@ class StepShown(BaseModel):
     context_tokens: int
 
 
+class SequenceShown(BaseModel):
+    """A sequence of a request, and the last that its timeline noted: `reason` is waiting, running, preempted, ended, …
+    Unix times of its arrival, and since when the reason holds."""
+
+    request_id: str
+    answer_id: str
+    tenant: str
+    reason: str
+    detail: str
+    arrived_s: float
+    since_s: float
+
+
 class SchedulerView(BaseModel):
     """The scheduler. Counts are since its start, and `core_s` is the CPU time of its core."""
 
@@ -128,6 +141,8 @@ class SchedulerView(BaseModel):
     num_tenants: int
     steps: list[StepShown]
     num_missed_steps: int
+    sequences: list[SequenceShown]
+    num_live_sequences: int
 
 
 class LiveSnapshot(BaseModel):

@@ -40,12 +40,12 @@ _FOREVER, _ASK_AGAIN = "public, max-age=31536000, immutable", "no-cache"
 def page_api() -> OtherApi:
     """The routes. They are open without an API key: they show nothing, and the page asks for a key."""
 
-    @described(text="text/html", errors=())
+    @described(text="text/html", errors=(403,))
     async def page(request: Request) -> Response:
         """The page: the live view, requests and a playground."""
         return _response(_files()["index.html"], ".html", _ASK_AGAIN)
 
-    @described(text="application/octet-stream", errors=(404,))
+    @described(text="application/octet-stream", errors=(403, 404))
     async def asset(request: Request) -> Response:
         """A script, style or image of the page."""
         name = request.path_params["name"]

@@ -13,7 +13,15 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc, live_pb2, live_pb2_grpc
+from paceline.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+    live_pb2,
+    live_pb2_grpc,
+)
 from tests.support.ports import free_port
 
 NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
@@ -59,7 +67,11 @@ class Stream:
     num_submissions: int = 0
 
 
-class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.LiveViewServiceServicer):
+class FakeScheduler(
+    inference_pb2_grpc.InferenceServiceServicer,
+    live_pb2_grpc.LiveViewServiceServicer,
+    admin_pb2_grpc.AdminServiceServicer,
+):
     """`step_s` is the time of a step, in which every running request gets `tokens_per_step` tokens."""
 
     def __init__(
@@ -85,7 +97,10 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         self.port = free_port()
         self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
         self.explanation: admin_pb2.ExplainResponse | grpc.StatusCode = grpc.StatusCode.NOT_FOUND
+        self.policies = admin_pb2.PolicyChoice(preset="paceline", order="fcfs", options={"watermark": "0.1"})
+        self.admin_refusal: tuple[grpc.StatusCode, str] | None = None  # of its admin calls
         # What has happened.
+        self.admin_metadata: list[dict[str, Any]] = []
         self.num_watchers = self.num_watches = 0
         self.explained: list[admin_pb2.ExplainRequest] = []
         self.submissions: list[inference_pb2.Submission] = []
@@ -109,6 +124,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         live_pb2_grpc.add_LiveViewServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
         for _ in range(100):
             with contextlib.suppress(RuntimeError):
                 self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
@@ -157,6 +173,20 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
             await context.abort(self.explanation, "as scripted")
             raise AssertionError("abort returns never")
         return live_pb2.GetTimelineResponse(explained=self.explanation)
+
+    async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:
+        await self._admit(context)
+        return admin_pb2.GetPolicyResponse(choice=self.policies, presets=["paceline", "sglang"], orders=["fcfs", "lpm"])
+
+    async def SetPolicy(self, request: admin_pb2.SetPolicyRequest, context: Any) -> admin_pb2.SetPolicyResponse:
+        await self._admit(context)
+        self.policies.MergeFrom(request.choice)
+        return admin_pb2.SetPolicyResponse(choice=self.policies)
+
+    async def _admit(self, context: Any) -> None:
+        self.admin_metadata.append(dict(context.invocation_metadata()))
+        if self.admin_refusal is not None:
+            await context.abort(*self.admin_refusal)
 
     async def ReleaseConversation(
         self, request: inference_pb2.ReleaseConversationRequest, context: Any

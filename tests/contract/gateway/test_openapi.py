@@ -27,6 +27,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/messages/count_tokens": [{"model": MODEL, "messages": CHAT}],
     "/v1/embeddings": [],  # test_embeddings.py asks an embedding model
+    "/v1/policies": [{"preset": "paceline"}, {"order": "fcfs", "options": {"watermark": 0.1}}],
     "/tokenize": [{"prompt": "hello"}, {"messages": CHAT, "return_token_strs": True}],
     "/detokenize": [{"tokens": [7, 8, 9]}],
 }

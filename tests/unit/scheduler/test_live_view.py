@@ -9,7 +9,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.live_pb2 import WatchRequest
 from scheduler_svc.admin import Admin
 from scheduler_svc.core.step import step_log
-from scheduler_svc.live_view import MAX_TENANTS, LiveView, snapshot
+from scheduler_svc.live_view import MAX_ENDED_SEQUENCES, MAX_LIVE_SEQUENCES, MAX_TENANTS, LiveView, snapshot
 from scheduler_svc.policies.registry import choose
 from simulator.system import LocalSystem
 from simulator.toy_worker import ToyWorker
@@ -87,6 +87,47 @@ def test_a_snapshot_agrees_with_the_core() -> None:
     assert sum(tenant.waiting_tokens for tenant in shown.tenants) == shown.load.num_waiting_tokens
     assert [step.step for step in shown.steps] == [step.step for step in steps]
     assert shown.steps[0].ended_s == steps[0].ended_s + UNIX_S
+
+
+def test_a_snapshot_shows_the_oldest_and_newest_sequences_and_the_last_ended_ones() -> None:
+    system = system_with_worker()
+    core = system.scheduler
+    ended = range(1, MAX_ENDED_SEQUENCES + 3)
+    for handle in ended:
+        system.submit("s", handle, list(range(5)), PARAMS)
+    system.run()
+    before = snapshot(core, Admin(core, choose()).policies, [], system.now_s, UNIX_S)
+    assert {(one.reason, one.detail) for one in before.sequences} == {("ended", "length")}
+    assert (len(before.sequences), before.num_live_sequences) == (MAX_ENDED_SEQUENCES, 0)
+    first = len(ended) + 1
+    for handle in range(first, first + MAX_LIVE_SEQUENCES + 5):
+        system.submit("s", handle, list(range(5)), PARAMS, tenant="t")
+    shown = snapshot(core, Admin(core, choose()).policies, [], system.now_s, UNIX_S)
+    assert shown.num_live_sequences == MAX_LIVE_SEQUENCES + 5
+    assert [one.request_id for one in shown.sequences[:MAX_ENDED_SEQUENCES]] == [
+        one.request_id for one in before.sequences
+    ]
+    live = shown.sequences[MAX_ENDED_SEQUENCES:]
+    assert len(live) == MAX_LIVE_SEQUENCES
+    assert len({one.request_id for one in live}) == MAX_LIVE_SEQUENCES
+    assert {(one.tenant, one.reason) for one in live} == {("t", "waiting")}
+    records = list(core.timeline._live.values())
+    assert (live[0].request_id, live[-1].request_id) == (records[0].request_id, records[-1].request_id)
+    assert live[0].arrived_s == live[0].since_s == records[0].arrival_s + UNIX_S
+
+
+def test_a_snapshot_says_what_a_sequence_waits_for() -> None:
+    system = system_with_worker()
+    core = system.scheduler
+    for handle in range(1, 7):  # two more than slots
+        system.submit("s", handle, list(range(10 * handle, 10 * handle + 6)), PARAMS)
+    details = set[tuple[str, str]]()
+    while moves := system.moves():
+        system.move(*moves[0])
+        shown = snapshot(core, Admin(core, choose()).policies, [], system.now_s, UNIX_S)
+        details |= {(one.reason, one.detail.partition(":")[0]) for one in shown.sequences}
+    assert ("waiting", "slots") in details
+    assert ("ended", "length") in details
 
 
 def test_a_snapshot_shows_the_largest_tenants() -> None:

@@ -1,0 +1,142 @@
+"""GET and POST /v1/policies: the scheduler's policies, as `paceline policy` shows and changes them.
+
+The scheduler decides whether the caller may: the gateway passes the caller's key on, and lends no right of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import grpc
+import grpc.aio
+import orjson
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paceline.v1.admin_pb2 import GetPolicyRequest, GetPolicyResponse, PolicyChoice, SetPolicyRequest
+from paceline.v1.admin_pb2_grpc import AdminServiceStub
+from services.gateway.errors import ApiError, invalid
+from services.gateway.live_view.admins import check_admin
+from services.gateway.openai.answers import JsonResponse
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.middleware import OtherApi, caller_of
+from services.gateway.openai.routes import BODY_ERRORS
+from services.gateway.openai.schema import RequestBody
+from services.gateway.openapi.description import described
+
+if TYPE_CHECKING:  # in the stubs only
+    from paceline.v1.admin_pb2_grpc import AdminServiceAsyncStub
+
+PATH = "/v1/policies"
+KINDS = ("order", "capacity", "batch", "preemption", "placement")
+_WHY = "policies are those of all tenants"
+_TIMEOUT_S = 10.0
+_Metadata = tuple[tuple[str, str | bytes], ...]
+_NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+class PoliciesRequest(RequestBody):
+    """POST /v1/policies. A preset, policies that replace its policies, and options by name. Without a preset, the
+    policies in force are changed."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[Mapping[str, str]] = {}
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    preset: str | None = None
+    order: str | None = None
+    capacity: str | None = None
+    batch: str | None = None
+    preemption: str | None = None
+    placement: str | None = None
+    options: dict[str, Any] | None = None
+
+
+class PoliciesAnswer(BaseModel):
+    """The policies in force, and all that the scheduler knows. `preset` is empty if the policies are those of no
+    preset; `options` has all defaults filled in."""
+
+    preset: str
+    policies: dict[str, str]
+    options: dict[str, Any]
+    presets: list[str]
+    known: dict[str, list[str]]
+
+
+def policies_api(gateway: Gateway) -> OtherApi:
+    """The two routes of one path."""
+
+    @described(answer=PoliciesAnswer, errors=(401, 403, 503))
+    async def policies(request: Request) -> Response:
+        """The policies in force, and all that the scheduler knows. With API keys only for an admin key."""
+        return _answer(await _call(gateway, request, _get))
+
+    @described(body=PoliciesRequest, answer=PoliciesAnswer, errors=(*BODY_ERRORS, 403, 503))
+    async def set_policies(request: Request) -> Response:
+        """Other policies from the next step on. No request is dropped. With API keys only for an admin key."""
+        check_admin(caller_of(request), _WHY)
+        with gateway.held_body() as held:
+            body, _ = await gateway.read_request(PoliciesRequest, request, held)
+        choice = _choice(body)
+
+        async def change(stub: AdminServiceAsyncStub, metadata: _Metadata) -> GetPolicyResponse:
+            await stub.SetPolicy(SetPolicyRequest(choice=choice), timeout=_TIMEOUT_S, metadata=metadata)
+            return await _get(stub, metadata)
+
+        return _answer(await _call(gateway, request, change))
+
+    return OtherApi(PATH, [Route(PATH, policies), Route(PATH, set_policies, methods=["POST"])], {})
+
+
+def _choice(body: PoliciesRequest) -> PolicyChoice:
+    """Raises ApiError 400 for a body that asks for nothing."""
+    given = {name: value for name in ("preset", *KINDS) if (value := getattr(body, name))}
+    options = {name: orjson.dumps(value).decode() for name, value in (body.options or {}).items()}
+    if not (given or options):
+        raise invalid("preset", "give a preset, a policy or an option")
+    return PolicyChoice(**given, options=options)
+
+
+async def _get(stub: AdminServiceAsyncStub, metadata: _Metadata) -> GetPolicyResponse:
+    return await stub.GetPolicy(GetPolicyRequest(), timeout=_TIMEOUT_S, metadata=metadata)
+
+
+async def _call(
+    gateway: Gateway, request: Request, work: Callable[[AdminServiceAsyncStub, _Metadata], Awaitable[GetPolicyResponse]]
+) -> GetPolicyResponse:
+    """Raises ApiError: 400 with the scheduler's message, 403 if it refuses the caller, 503 without a connection."""
+    check_admin(caller_of(request), _WHY)
+    names = ("authorization", "x-api-key")
+    metadata = tuple((name, value) for name in names if (value := request.headers.get(name)) and value.isascii())
+    stub = AdminServiceStub(gateway.session.channel)
+    try:
+        return await work(stub, metadata)
+    except grpc.aio.AioRpcError as error:
+        details = error.details() or ""
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            raise invalid(details.partition(":")[0], details, code="invalid_policy") from error
+        if error.code() in _NOT_ALLOWED:
+            raise ApiError(403, f"the scheduler refuses the call: {details}", code="admin_required") from error
+        message = "the scheduler does not answer"
+        raise ApiError(503, message, code="service_unavailable", retry_after_s=1.0) from error
+
+
+def _answer(found: GetPolicyResponse) -> Response:
+    choice = found.choice
+    shown = PoliciesAnswer(
+        preset=choice.preset,
+        policies={kind: getattr(choice, kind) for kind in KINDS},
+        options={name: orjson.loads(value) for name, value in choice.options.items()},
+        presets=list(found.presets),
+        known={
+            "order": list(found.orders),
+            "capacity": list(found.capacities),
+            "batch": list(found.batches),
+            "preemption": list(found.preemptions),
+            "placement": list(found.placements),
+        },
+    )
+    return JsonResponse(orjson.dumps(shown.model_dump()))
