@@ -1,6 +1,7 @@
 /** Calls of the gateway: addresses relative to the page, the API key, and errors in one shape. */
 
 const KEY = "paceline-key";
+const keyListeners = new Set<() => void>();
 
 /** An answer that is no success. `message` is the server's own sentence. */
 export class ApiProblem extends Error {
@@ -33,6 +34,13 @@ export function storedKey(): string {
 export function storeKey(key: string): void {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
+  for (const listener of keyListeners) listener();
+}
+
+/** Calls the listener after each change of the key. Returns what ends that. */
+export function onKeyChange(listener: () => void): () => void {
+  keyListeners.add(listener);
+  return () => keyListeners.delete(listener);
 }
 
 /** fetch with the key. The body of a problem is left to read. */

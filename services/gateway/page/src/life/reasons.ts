@@ -1,0 +1,11 @@
+/** What a reason of the timeline means for colours: the request runs, waits, was set back, or has ended. */
+
+const SET_BACK = new Set(["preempted", "requeued", "held"]);
+
+export type ReasonClass = "runs" | "waits" | "back" | "ended";
+
+export function reasonClass(reason: string): ReasonClass {
+  if (reason === "running" || reason === "cleared") return "runs";
+  if (reason === "ended") return "ended";
+  return SET_BACK.has(reason) ? "back" : "waits"; // blocks, slots, order, budget, tenant, …
+}

@@ -1,0 +1,89 @@
+/** The policies in force, and a switch. */
+
+import { useEffect, useState } from "preact/hooks";
+import { ApiProblem, getJson, postJson } from "../api.ts";
+import { KINDS, type Kind, type PoliciesAnswer, type SchedulerView } from "../types.ts";
+
+export function PolicySwitch({ view }: { view: SchedulerView }) {
+  const [known, setKnown] = useState<PoliciesAnswer | null>(null);
+  const [wanted, setWanted] = useState<Partial<Record<Kind | "preset", string>>>({});
+  const [said, setSaid] = useState("");
+  const [busy, setBusy] = useState(false);
+  const inForce = KINDS.map((kind) => view.policies[kind]).join(" ");
+  useEffect(() => {
+    const leaving = new AbortController();
+    getJson<PoliciesAnswer>("v1/policies", leaving.signal).then(
+      (answer) => setKnown(answer),
+      (error: unknown) => !leaving.signal.aborted && setSaid(reason(error)),
+    );
+    return () => leaving.abort();
+  }, [view.epoch, inForce]);
+  const apply = async (event: Event) => {
+    event.preventDefault();
+    setBusy(true);
+    try {
+      const answer = await postJson<PoliciesAnswer>("v1/policies", wanted);
+      setKnown(answer);
+      setWanted({});
+      setSaid(`In force: ${answer.preset || "no preset"}. The charts mark the change.`);
+    } catch (error) {
+      setSaid(reason(error));
+    } finally {
+      setBusy(false);
+    }
+  };
+  const choose = (name: Kind | "preset") => (event: Event & { currentTarget: HTMLSelectElement }) =>
+    setWanted({ ...wanted, [name]: event.currentTarget.value || undefined });
+  const failed = view.failed_policies.length > 0;
+  return (
+    <section class="card" aria-labelledby="policies-title">
+      <div class="row spread">
+        <h2 id="policies-title">Policies</h2>
+        <p class="muted">
+          in force: <strong data-preset={view.policies.preset}>{view.policies.preset || "no preset"}</strong>
+        </p>
+      </div>
+      {failed && <p class="notice bad">Failed, and replaced by the defaults: {view.failed_policies.join(", ")}</p>}
+      <form onSubmit={apply}>
+        <div class="policy-fields">
+          <label class="field">
+            Preset
+            <select name="preset" value={wanted.preset ?? ""} onChange={choose("preset")} disabled={!known}>
+              <option value="">(as it is)</option>
+              {known?.presets.map((name) => (
+                <option key={name} value={name}>
+                  {name}
+                </option>
+              ))}
+            </select>
+          </label>
+          {KINDS.map((kind) => (
+            <label key={kind} class="field">
+              {kind}
+              <select name={kind} value={wanted[kind] ?? ""} onChange={choose(kind)} disabled={!known}>
+                <option value="">{view.policies[kind]}</option>
+                {known?.known[kind]
+                  .filter((name) => name !== view.policies[kind])
+                  .map((name) => (
+                    <option key={name} value={name}>
+                      {name}
+                    </option>
+                  ))}
+              </select>
+            </label>
+          ))}
+        </div>
+        <div class="row">
+          <button class="primary" type="submit" disabled={busy || !Object.values(wanted).some(Boolean)}>
+            Switch
+          </button>
+          <span role="status">{said}</span>
+        </div>
+      </form>
+    </section>
+  );
+}
+
+function reason(error: unknown): string {
+  return error instanceof ApiProblem ? error.message : "The gateway does not answer.";
+}
