@@ -116,5 +116,7 @@ def _json(figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> by
     if snapshot is not None:  # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
         fields = MessageToDict(snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         view = SchedulerView.model_validate(fields)
-    answer = LiveSnapshot(at_s=time.time(), gateway=figures.take(time.monotonic()), scheduler=view)
+    answer = LiveSnapshot(
+        at_s=time.time(), gateway=figures.take(time.monotonic()), scheduler=view, cache=None, services=[]
+    )
     return answer.model_dump_json().encode()
