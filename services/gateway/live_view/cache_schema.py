@@ -8,7 +8,7 @@ from pydantic import BaseModel
 class BlockMap(BaseModel):
     """The blocks of one worker. A character of `cells` stands for `blocks_per_cell` blocks, and shows the most used one
     of them: `.` free, `c` cached without a user, `u` used by one sequence, `s` shared by several, `p` pinned.
-    `host_cells`: the same for its host memory."""
+    `host_cells`: the same for its host memory, with `host_blocks_per_cell`."""
 
     worker: int
     name: str
@@ -16,6 +16,7 @@ class BlockMap(BaseModel):
     blocks_per_cell: int
     cells: str
     num_host_blocks: int
+    host_blocks_per_cell: int
     host_cells: str
 
 
