@@ -93,7 +93,7 @@ def snapshot(
         num_generated_tokens=counters.tokens,
         num_steps=counters.steps,
         num_failures=counters.failures,
-        workers=[_worker(worker) for worker in core.workers.values()],
+        workers=[_worker(worker, now_s) for worker in core.workers.values()],
         tenants=[
             LiveTenant(tenant=name, running_tokens=running[name], waiting_tokens=waiting[name]) for name in largest
         ],
@@ -121,7 +121,7 @@ def _sequence(record: Record, unix_s: float) -> LiveSequence:
     )
 
 
-def _worker(worker: WorkerState) -> LiveWorker:
+def _worker(worker: WorkerState, now_s: float) -> LiveWorker:
     batch, fitted = worker.batch, worker.step_fit.time
     return LiveWorker(
         worker=worker.id,
@@ -141,6 +141,8 @@ def _worker(worker: WorkerState) -> LiveWorker:
         token_s=fitted.token_s,
         context_s=fitted.context_s,
         row_s=fitted.row_s,
+        linked_s=max(now_s - worker.linked_s, 0.0),
+        incarnation=worker.incarnation,
     )
 
 

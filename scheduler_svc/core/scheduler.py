@@ -227,6 +227,7 @@ class SchedulerCore:
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
+            linked_s=self.life.now_s,
             kept=list(registration.kept),
         )
         registration.ClearField("kept")  # it may be large, and is needed only once

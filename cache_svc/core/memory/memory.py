@@ -154,7 +154,7 @@ class Memory:
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> BlockResidency:
         """The memory holds the node from now on, with one user."""
         self._num_stored += 1
-        residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored)
+        residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored, self.queue.now_ms)
         residency.priority = priority
         if self.shares.orphans:
             self.shares.adopt(residency)

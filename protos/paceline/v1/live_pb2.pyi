@@ -245,6 +245,8 @@ class LiveWorker(_message.Message):
     CONTEXT_S_FIELD_NUMBER: _builtins.int
     ROW_S_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    LINKED_S_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """A new number for each link."""
     num_slots: _builtins.int
@@ -269,6 +271,10 @@ class LiveWorker(_message.Message):
     row_s: _builtins.float
     name: _builtins.str
     """As it calls itself."""
+    linked_s: _builtins.float
+    """How long its link is open."""
+    incarnation: _builtins.str
+    """As in WorkerRegistration: a worker that comes back with the same value has not restarted. Empty: not known."""
     def __init__(
         self,
         *,
@@ -289,10 +295,12 @@ class LiveWorker(_message.Message):
         context_s: _builtins.float = ...,
         row_s: _builtins.float = ...,
         name: _builtins.str = ...,
+        linked_s: _builtins.float = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "context_s", b"context_s", "draining", b"draining", "in_flight", b"in_flight", "name", b"name", "num_available_blocks", b"num_available_blocks", "num_blocks", b"num_blocks", "num_free_host_blocks", b"num_free_host_blocks", "num_offline", b"num_offline", "num_prefilling", b"num_prefilling", "num_running", b"num_running", "num_slots", b"num_slots", "num_swapped_out", b"num_swapped_out", "row_s", b"row_s", "token_s", b"token_s", "window", b"window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "context_s", b"context_s", "draining", b"draining", "in_flight", b"in_flight", "incarnation", b"incarnation", "linked_s", b"linked_s", "name", b"name", "num_available_blocks", b"num_available_blocks", "num_blocks", b"num_blocks", "num_free_host_blocks", b"num_free_host_blocks", "num_offline", b"num_offline", "num_prefilling", b"num_prefilling", "num_running", b"num_running", "num_slots", b"num_slots", "num_swapped_out", b"num_swapped_out", "row_s", b"row_s", "token_s", b"token_s", "window", b"window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,7 +76,9 @@ def _timeline(name: str, spans: Iterable[Explanation], num_sequences: int, *, sh
     return TimelineAnswer(
         id=name,
         num_sequences=num_sequences,
-        sequences=[SequenceTimeline(request_id=request_id, spans=found) for request_id, found in sequences.items()],
+        sequences=[
+            SequenceTimeline(request_id=request_id, spans=found, prefix=None) for request_id, found in sequences.items()
+        ],
     )
 
 
