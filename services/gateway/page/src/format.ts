@@ -6,8 +6,9 @@ const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 /** 3 significant digits, without an exponent. */
 function digits(value: number): string {
   if (value === 0) return "0";
-  const size = Math.floor(Math.log10(Math.abs(value)));
-  return value.toFixed(Math.max(0, Math.min(3, 2 - size)));
+  const rounded = Number(value.toPrecision(3)); // first, as 0.9996 has another size than 1.00
+  const size = Math.floor(Math.log10(Math.abs(rounded)));
+  return rounded.toFixed(Math.max(0, Math.min(3, 2 - size)));
 }
 
 /** 1,234; 1.23 M from ten million on. */
@@ -25,12 +26,13 @@ export function counted(value: number, noun: string, plural = `${noun}s`): strin
 /** A rate: 12.3, 1,234. */
 export function rate(value: number | null | undefined): string {
   if (value === null || value === undefined) return NONE;
-  return Math.abs(value) < 1000 ? digits(value) : count(value);
+  return Math.abs(value) < 999.5 ? digits(value) : count(value);
 }
 
 /** 840 µs, 12.3 ms, 1.25 s, 3 min 5 s, 2 h 4 min. */
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined) return NONE;
+  if (value === 0) return "0 s";
   const size = Math.abs(value);
   if (size < 0.9995e-3) return `${Math.round(value * 1e6)} µs`;
   if (size < 0.9995) return `${digits(value * 1e3)} ms`;

@@ -121,6 +121,7 @@ export interface BlockMap {
   blocks_per_cell: number;
   cells: string;
   num_host_blocks: number;
+  host_blocks_per_cell: number;
   host_cells: string;
 }
 

@@ -1,6 +1,6 @@
 /** The charts at the top: queue, running requests, tokens, latencies, KV blocks, preemptions. */
 
-import { count, rate, seconds, share } from "../format.ts";
+import { age, count, rate, seconds, share } from "../format.ts";
 import type { LiveSnapshot } from "../types.ts";
 import type { History, Sample } from "./history.ts";
 import { LineChart, type Series } from "./line-chart.tsx";
@@ -28,7 +28,7 @@ export function Figures({ snapshot, history }: { snapshot: LiveSnapshot; history
       value: seconds(gateway[`${which}_s`][label]),
       values: samples.map((sample) => sample[which][index] ?? null),
     }));
-  const over = `over the last ${seconds(Math.round(gateway.window_s))}`;
+  const over = `over the last ${age(Math.round(gateway.window_s))}`;
   const preempted = samples.reduce((sum, sample) => sum + (sample.newPreemptions ?? 0), 0);
   return (
     <div class="charts">

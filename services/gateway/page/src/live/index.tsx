@@ -2,6 +2,7 @@
 
 import { useEffect } from "preact/hooks";
 import "../style/live.css";
+import { age } from "../format.ts";
 import { KeyForm } from "../shell/key.tsx";
 import { Figures } from "./figures.tsx";
 import { PolicySwitch } from "./policies.tsx";
@@ -21,7 +22,9 @@ export function LiveView() {
     document.title = "Paceline: live";
   }, []);
   if (problem?.needsKey) return <KeyForm why={`The live view needs an admin key. ${problem.message}`} />;
-  const scheduler = snapshot?.scheduler ?? null;
+  const whole = state.lastWhole;
+  const scheduler = whole?.scheduler ?? null;
+  const isOld = snapshot !== whole;
   return (
     <div class="live">
       <h2 class="visually-hidden">Live view</h2>
@@ -29,14 +32,21 @@ export function LiveView() {
       {snapshot && (
         <div class={`live-body ${silentSince === null ? "" : "stale"}`}>
           <Figures snapshot={snapshot} history={history} />
-          {scheduler && <Workers view={scheduler} maps={snapshot.cache?.maps ?? []} />}
-          {scheduler && <Steps view={scheduler} steps={history.steps} />}
-          <div class="columns">
-            {scheduler && <Requests view={scheduler} />}
-            <div class="stack">
-              <Services snapshot={snapshot} />
-              {scheduler && <PolicySwitch view={scheduler} />}
-              {scheduler && <Tenants view={scheduler} />}
+          <Services snapshot={snapshot} />
+          {isOld && scheduler && (
+            <p class="muted">
+              Below is what the scheduler showed last, {age(snapshot.at_s - scheduler.at_s)} ago.
+            </p>
+          )}
+          <div class={`live-body ${isOld ? "stale" : ""}`} inert={isOld}>
+            {scheduler && <Workers view={scheduler} maps={whole?.cache?.maps ?? []} />}
+            {scheduler && <Steps view={scheduler} steps={history.steps} />}
+            <div class="columns">
+              {scheduler && <Requests view={scheduler} />}
+              <div class="stack">
+                {scheduler && <PolicySwitch view={scheduler} />}
+                {scheduler && <Tenants view={scheduler} />}
+              </div>
             </div>
           </div>
           {snapshot.cache && <PrefixTree cache={snapshot.cache} />}

@@ -36,17 +36,19 @@ export function LineChart({ title, series, times, nowS, marks, format, least = 0
   const y = (value: number) => HEIGHT - 2 - (HEIGHT - 6) * (top ? value / top : 0);
   const said = series.map((one) => `${one.label} ${one.value}`.trim()).join(", ");
   return (
-    <section class="card chart" aria-label={title} data-name={name}>
+    <section class={`card chart ${series.length > 1 ? "wide" : ""}`} aria-label={title} data-name={name}>
       <h3>{title}</h3>
       <p class="chart-values num">
         {series.map((one) => (
           <span key={one.label} class="chart-value">
             {series.length > 1 && (
-              <svg class="key" viewBox="0 0 18 6" aria-hidden="true">
-                <line x1="0" x2="18" y1="3" y2="3" stroke={one.color} stroke-width="3" stroke-dasharray={one.dash} />
-              </svg>
+              <span class="chart-label muted">
+                {one.label}{" "}
+                <svg class="key" viewBox="0 0 18 6" aria-hidden="true">
+                  <line x1="0" x2="18" y1="3" y2="3" stroke={one.color} stroke-width="3" stroke-dasharray={one.dash} />
+                </svg>
+              </span>
             )}
-            {series.length > 1 && <span class="muted">{one.label} </span>}
             <strong data-series={one.label}>{one.value}</strong>
           </span>
         ))}

@@ -49,8 +49,8 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
           <label class="field">
             Preset
             <select name="preset" value={wanted.preset ?? ""} onChange={choose("preset")} disabled={!known}>
-              <option value="">(as it is)</option>
-              {known?.presets.map((name) => (
+              <option value="">{view.policies.preset || "(none)"}</option>
+              {known?.presets.filter((name) => name !== view.policies.preset).map((name) => (
                 <option key={name} value={name}>
                   {name}
                 </option>
@@ -59,7 +59,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
           </label>
           {KINDS.map((kind) => (
             <label key={kind} class="field">
-              {kind}
+              {kind[0]?.toUpperCase() + kind.slice(1)}
               <select name={kind} value={wanted[kind] ?? ""} onChange={choose(kind)} disabled={!known}>
                 <option value="">{view.policies[kind]}</option>
                 {known?.known[kind]

@@ -1,6 +1,6 @@
 /** The services with their health. */
 
-import { age, count } from "../format.ts";
+import { age, counted } from "../format.ts";
 import type { LiveSnapshot, ServiceShown } from "../types.ts";
 
 const SIGNS = { ready: "●", starting: "◐", draining: "◑", down: "✕" } as const;
@@ -8,7 +8,7 @@ const SIGNS = { ready: "●", starting: "◐", draining: "◑", down: "✕" } as
 export function Services({ snapshot }: { snapshot: LiveSnapshot }) {
   const services = snapshot.services?.length ? snapshot.services : derived(snapshot);
   return (
-    <section class="card" aria-labelledby="services-title">
+    <section class="card services-card" aria-labelledby="services-title">
       <h2 id="services-title">Services</h2>
       <ul class="services">
         {services.map((service) => (
@@ -20,7 +20,9 @@ export function Services({ snapshot }: { snapshot: LiveSnapshot }) {
             <span>{service.state}</span>
             <span class="muted num">
               {service.up_s !== null && `up ${age(service.up_s)}`}
-              {service.num_restarts !== null && `, ${count(service.num_restarts)} restarts`}
+              {service.num_restarts !== null && service.num_restarts > 0 && (
+                <strong>, {counted(service.num_restarts, "restart")}</strong>
+              )}
             </span>
           </li>
         ))}

@@ -13,6 +13,8 @@ const LAST_RETRY_MS = 5000;
 
 export interface LiveState {
   snapshot: LiveSnapshot | null;
+  /** The last snapshot that had a scheduler, to show what ran before it went. */
+  lastWhole: LiveSnapshot | null;
   history: History;
   /** The gateway's refusal; null while it answers. */
   problem: ApiProblem | null;
@@ -25,6 +27,7 @@ export interface LiveState {
 class LiveSource {
   state: LiveState = {
     snapshot: null,
+    lastWhole: null,
     history: NO_HISTORY,
     problem: null,
     silentSince: null,
@@ -112,6 +115,7 @@ class LiveSource {
     this.latestAt = performance.now();
     this.set({
       snapshot,
+      lastWhole: snapshot.scheduler ? snapshot : this.state.lastWhole,
       history: extended(this.state.history, before, snapshot),
       problem: null,
       silentSince: null,

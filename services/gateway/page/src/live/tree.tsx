@@ -3,15 +3,11 @@
 import { useState } from "preact/hooks";
 import { age, count, counted, share, tenantName } from "../format.ts";
 import { moveFocus } from "../shell/focus.ts";
-import type { CacheView, TreeNode } from "../types.ts";
+import type { CacheView } from "../types.ts";
+import { rowsOf, type Row } from "./tree-rows.ts";
 
-const MAX_ROWS = 60;
+const MAX_ROWS = 40;
 
-interface Row {
-  node: TreeNode;
-  depth: number;
-  numChildren: number;
-}
 
 export function PrefixTree({ cache }: { cache: CacheView }) {
   const [closed, setClosed] = useState<ReadonlySet<number>>(new Set());
@@ -25,10 +21,9 @@ export function PrefixTree({ cache }: { cache: CacheView }) {
     setClosed(next);
   };
   const key = (event: KeyboardEvent, row: Row) => {
-    if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-      event.preventDefault();
-      if (row.numChildren) toggle(row.node.id, event.key === "ArrowLeft");
-    }
+    if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+    event.preventDefault();
+    if (row.kind === "node" && row.numChildren) toggle(row.node.id, event.key === "ArrowLeft");
   };
   return (
     <section class="card" aria-labelledby="tree-title">
@@ -43,18 +38,28 @@ export function PrefixTree({ cache }: { cache: CacheView }) {
       {!rows.length && <p class="muted">Nothing is cached.</p>}
       <ul class="tree" role="tree" aria-labelledby="tree-title" onKeyDown={moveFocus("[role=treeitem]")}>
         {rows.slice(0, MAX_ROWS).map((row, index) => {
-          const { node, depth, numChildren } = row;
+          const common = {
+            role: "treeitem" as const,
+            tabIndex: index === 0 ? 0 : -1,
+            "aria-level": row.depth + 1,
+            style: { paddingInlineStart: `${Math.min(row.depth, 8) * 0.9 + 0.3}rem` },
+          };
+          if (row.kind === "unused") {
+            return (
+              <li key={`unused ${row.parent}`} {...common} class="tree-unused muted num">
+                {counted(row.numNodes, "more branch", "more branches")} without a hit, {counted(row.numTokens, "token")}
+              </li>
+            );
+          }
+          const { node, numChildren } = row;
           const isClosed = closed.has(node.id);
           return (
             <li
               key={node.id}
-              role="treeitem"
-              tabIndex={index === 0 ? 0 : -1}
-              aria-level={depth + 1}
+              {...common}
               aria-expanded={numChildren ? !isClosed : undefined}
               onKeyDown={(event) => key(event, row)}
               onClick={() => numChildren && toggle(node.id, !isClosed)}
-              style={{ paddingInlineStart: `${Math.min(depth, 8) * 0.9 + 0.3}rem` }}
             >
               <span class="tree-name num">
                 <span aria-hidden="true">{numChildren ? (isClosed ? "▸" : "▾") : "·"}</span>{" "}
@@ -74,28 +79,9 @@ export function PrefixTree({ cache }: { cache: CacheView }) {
         })}
       </ul>
       {(rows.length > MAX_ROWS || tree.num_nodes > tree.nodes.length) && (
-        <p class="muted">The nodes that save the most are shown; {count(tree.num_nodes)} exist.</p>
+        <p class="muted">The nodes that save the most are shown.</p>
       )}
     </section>
   );
 }
 
-/** Rows in the order of the tree; children by what they and theirs save. */
-export function rowsOf(nodes: TreeNode[], closed: ReadonlySet<number>): Row[] {
-  const known = new Set(nodes.map((node) => node.id));
-  const children = new Map<number | null, TreeNode[]>();
-  for (const node of nodes) {
-    const parent = node.parent !== null && known.has(node.parent) ? node.parent : null;
-    children.set(parent, [...(children.get(parent) ?? []), node]);
-  }
-  const rows: Row[] = [];
-  const add = (parent: number | null, depth: number) => {
-    const below = [...(children.get(parent) ?? [])].sort((a, b) => b.saved_tokens - a.saved_tokens);
-    for (const node of below) {
-      rows.push({ node, depth, numChildren: children.get(node.id)?.length ?? 0 });
-      if (!closed.has(node.id)) add(node.id, depth + 1);
-    }
-  };
-  add(null, 0);
-  return rows;
-}

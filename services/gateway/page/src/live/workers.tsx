@@ -55,7 +55,10 @@ function Worker({ worker, map }: { worker: WorkerShown; map: Blocks | undefined 
         <div>
           <dt>Fitted step time</dt>
           <dd title="base; each prompt token; each row; 1,000 attended tokens">
-            {seconds(worker.base_s)} + {seconds(worker.token_s)}/token + {seconds(worker.row_s)}/row
+            {seconds(worker.base_s)}
+            <small class="muted">
+              + {seconds(worker.token_s)}/token, {seconds(worker.row_s)}/row
+            </small>
           </dd>
         </div>
         {worker.num_offline > 0 && <Fact label="Offline" text={counted(worker.num_offline, "sequence")} />}
@@ -76,7 +79,7 @@ function Worker({ worker, map }: { worker: WorkerShown; map: Blocks | undefined 
         <BlockMap
           title="Host memory"
           cells={map.host_cells}
-          blocksPerCell={Math.max(1, Math.ceil(map.num_host_blocks / map.host_cells.length))}
+          blocksPerCell={map.host_blocks_per_cell}
           numBlocks={map.num_host_blocks}
         />
       )}

@@ -1,3 +1,5 @@
+import { useEffect, useState } from "preact/hooks";
+import { onKeyChange, storedKey, storeKey } from "../api.ts";
 import iconUrl from "../icon.svg";
 import { RequestLife } from "../life/index.tsx";
 import { LiveView } from "../live/index.tsx";
@@ -10,7 +12,11 @@ const TABS: [View, string][] = [
   ["request", "Request"],
   ["playground", "Playground"],
 ];
-const THEMES: Theme[] = ["system", "light", "dark"];
+const THEMES: [Theme, string][] = [
+  ["system", "◐ auto"],
+  ["light", "☀ light"],
+  ["dark", "☾ dark"],
+];
 
 export function App() {
   const route = useRoute();
@@ -33,14 +39,15 @@ export function App() {
           ))}
         </nav>
         <div class="row end">
+          <ForgetKey />
           <select
             aria-label="Colours"
             value={theme}
             onChange={(event) => setTheme(event.currentTarget.value as Theme)}
           >
-            {THEMES.map((name) => (
+            {THEMES.map(([name, label]) => (
               <option key={name} value={name}>
-                {name}
+                {label}
               </option>
             ))}
           </select>
@@ -56,6 +63,17 @@ export function App() {
       </main>
     </>
   );
+}
+
+/** A way to forget the key that this tab has stored. */
+function ForgetKey() {
+  const [hasKey, setHasKey] = useState(storedKey() !== "");
+  useEffect(() => onKeyChange(() => setHasKey(storedKey() !== "")), []);
+  return hasKey ? (
+    <button type="button" onClick={() => storeKey("")}>
+      Forget key
+    </button>
+  ) : null;
 }
 
 /** The part after "#" is the route, so the link must not change it. */
