@@ -6,18 +6,19 @@ const keyListeners = new Set<() => void>();
 /** An answer that is no success. `message` is the server's own sentence. */
 export class ApiProblem extends Error {
   readonly status: number;
-  readonly code: string;
+  /** The error's stable name. */
+  readonly reason: string;
 
-  constructor(status: number, message: string, code = "") {
+  constructor(status: number, message: string, reason = "") {
     super(message);
     this.name = "ApiProblem";
     this.status = status;
-    this.code = code;
+    this.reason = reason;
   }
 
   /** Whether another API key could help. */
   get needsKey(): boolean {
-    return this.status === 401 || this.code === "admin_required";
+    return this.status === 401 || this.reason === "admin_required";
   }
 }
 
@@ -75,13 +76,13 @@ export async function postJson<T>(path: string, body: unknown, signal?: AbortSig
 
 export async function problemOf(response: Response): Promise<ApiProblem> {
   let message = `status ${response.status}`;
-  let code = "";
+  let reason = "";
   try {
-    const body = (await response.json()) as { error?: { message?: string; code?: string | null } };
+    const body = (await response.json()) as { error?: { message?: string; reason?: string } };
     message = body.error?.message ?? message;
-    code = body.error?.code ?? "";
+    reason = body.error?.reason ?? "";
   } catch {
     // A proxy's answer is no JSON; the status says enough.
   }
-  return new ApiProblem(response.status, message, code);
+  return new ApiProblem(response.status, message, reason);
 }
