@@ -224,7 +224,7 @@ def _node(
         namespace=salt[:SHOWN_NAMESPACE_CHARS],
         num_tokens=num_tokens,
         num_blocks=node.end - node.start,
-        workers=[w.worker_id for w in workers if w.index in residencies or w.host.index in residencies],
+        workers=[worker.worker_id for worker in workers if worker.holds(node)],
         num_users=sum(residency.users for residency in residencies.values()),
         num_hits=num_hits,
         saved_tokens=num_hits * num_tokens,

@@ -131,6 +131,7 @@ class Memory:
             self.lower.take_in(evicted)
         for residency in evicted:
             if not residency.node.residencies:
+                self.tree.evicted.add(residency.node)
                 self.tree.remove(residency.node)
         return blocks
 

@@ -955,6 +955,10 @@ class AdmitResult(_message.Message):
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     SHARES_PLANNED_FIELD_NUMBER: _builtins.int
+    NUM_OTHER_WORKER_TOKENS_FIELD_NUMBER: _builtins.int
+    OTHER_WORKER_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
@@ -972,6 +976,14 @@ class AdmitResult(_message.Message):
     """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens). If that step does not compute them, this
     sequence must be freed.
     """
+    num_other_worker_tokens: _builtins.int
+    """Why no more tokens are cached. Of the tokens after the cached ones, in this order: those that another worker has
+    (one such worker); those that another sequence is computing now; those that were evicted lately. Not set if the
+    sequence was admitted `again`, is a fork, or has no_reuse.
+    """
+    other_worker: _builtins.int
+    num_in_flight_tokens: _builtins.int
+    num_evicted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -981,10 +993,14 @@ class AdmitResult(_message.Message):
         device_blocks: _builtins.bytes = ...,
         host_blocks: _builtins.bytes = ...,
         shares_planned: _builtins.bool = ...,
+        num_other_worker_tokens: _builtins.int = ...,
+        other_worker: _builtins.int = ...,
+        num_in_flight_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "shares_planned", b"shares_planned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_other_worker_tokens", b"num_other_worker_tokens", "other_worker", b"other_worker", "shares_planned", b"shares_planned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
