@@ -8,6 +8,7 @@ MODEL ?=
 PORT ?=
 WORKERS ?=
 ARGS ?=
+PAGE := services/gateway/page
 # auto: the CPU build of torch if there is no NVIDIA GPU; cpu: the CPU build; pip: what pip's index has.
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
@@ -20,7 +21,7 @@ help:
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server $(PAGE)/node_modules/.package-lock.json
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -50,6 +51,10 @@ $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 # Without redis-server, the tests of responses in Redis are skipped, and say so.
 $(VENV)/redis/redis-server: | $(VENV)/serve.stamp
 	@scripts/redis.sh $(VENV)/redis || echo 'setup: the tests of responses in Redis are skipped' >&2
+
+# Without node and npm, the tests of the page's source are skipped, and say so. (Its build is committed.)
+$(PAGE)/node_modules/.package-lock.json: $(PAGE)/package-lock.json
+	@command -v npm >/dev/null && cd $(PAGE) && npm ci --silent --no-audit --no-fund || echo "setup: no npm: the tests of the page's source are skipped" >&2
 
 # In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup
