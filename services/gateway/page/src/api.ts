@@ -8,12 +8,15 @@ export class ApiProblem extends Error {
   readonly status: number;
   /** The error's stable name. */
   readonly reason: string;
+  /** The field of the request that it is about, such as "structured_outputs.regex". */
+  readonly param: string;
 
-  constructor(status: number, message: string, reason = "") {
+  constructor(status: number, message: string, reason = "", param = "") {
     super(message);
     this.name = "ApiProblem";
     this.status = status;
     this.reason = reason;
+    this.param = param;
   }
 
   /** Whether another API key could help. */
@@ -77,12 +80,14 @@ export async function postJson<T>(path: string, body: unknown, signal?: AbortSig
 export async function problemOf(response: Response): Promise<ApiProblem> {
   let message = `status ${response.status}`;
   let reason = "";
+  let param = "";
   try {
-    const body = (await response.json()) as { error?: { message?: string; reason?: string } };
+    const body = (await response.json()) as { error?: Partial<Record<"message" | "reason" | "param", string | null>> };
     message = body.error?.message ?? message;
     reason = body.error?.reason ?? "";
+    param = body.error?.param ?? "";
   } catch {
     // A proxy's answer is no JSON; the status says enough.
   }
-  return new ApiProblem(response.status, message, reason);
+  return new ApiProblem(response.status, message, reason, param);
 }
