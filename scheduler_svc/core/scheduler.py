@@ -107,7 +107,7 @@ class SchedulerCore:
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
-        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces, self.counters)
+        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces, self.counters, life.timeline)
         self._exchanges = StepExchanges(
             self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from services.gateway.live_view.schema import LiveSnapshot
 from tests.support.stack import Stack
 
 
@@ -38,6 +39,8 @@ def test_the_figures_are_those_of_the_metrics(stack: Stack) -> None:
             break
     working.join()
     found.close()  # type: ignore[attr-defined]
+    assert shown["cache"]["tree"]["nodes"]
+    assert LiveSnapshot.model_validate(shown, strict=True).model_dump() == shown, "the document's shape, and no more"
     view = shown["scheduler"]
     # Without other clients all tokens between the two snapshots are those of this request.
     assert view["num_generated_tokens"] - before["scheduler"]["num_generated_tokens"] == 200

@@ -19,10 +19,10 @@ needs_chromium = pytest.mark.skipif(BINARY is None, reason="no Chromium in the P
 
 
 @contextmanager
-def open_browser() -> Iterator[Browser]:
+def open_browser(binary: str | None = BINARY) -> Iterator[Browser]:
     """A browser without a window."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BINARY, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox", "--disable-dev-shm-usage"])
         try:
             yield browser
         finally:

@@ -76,9 +76,13 @@ def find_misses(
         return NO_MISSES
     num_other = max(min(depth, limit) * block_size - num_cached_tokens, 0) if node.residencies else 0
     other = next((worker.worker_id for worker in workers if worker.holds(node)), 0) if num_other else 0
-    num_in_flight = num_evicted = 0
-    if depth == node.end and num_cached_tokens + num_other <= depth * block_size:
-        wanted = token_ids[depth * tree.block_bytes : limit * tree.block_bytes]
-        num_in_flight = prefilling.num_in_flight(tree, node, wanted, admitted)
-        num_evicted = tree.evicted.count(node, token_ids, num_in_flight, limit)
-    return Misses(num_other, other, num_in_flight * block_size, num_evicted * block_size)
+    reached = num_cached_tokens + num_other
+    if depth != node.end or reached // block_size != depth:
+        return Misses(num_other, other)
+    wanted = token_ids[depth * tree.block_bytes : limit * tree.block_bytes]
+    num_in_flight = prefilling.num_in_flight(tree, node, wanted, admitted)
+    num_evicted = tree.evicted.count(node, token_ids, num_in_flight, limit)
+    # The sequence may have copied the beginning of the first one of these blocks.
+    in_flight = max((depth + num_in_flight) * block_size - reached, 0)
+    evicted = max((depth + num_in_flight + num_evicted) * block_size - reached - in_flight, 0)
+    return Misses(num_other, other, in_flight, evicted)

@@ -8,20 +8,23 @@ It fails when that event is no longer kept. A watcher that cannot continue begin
 the present state at once, by reference: the code never changes runs of tokens, ids and blocks in place, it replaces
 them. The watcher turns the snapshot into messages as fast as it reads.
 
-Events are about whole blocks: there are none about partial blocks.
+Prefix ids are blake2b chains and the same in all processes. An id stands for the namespace and all tokens up to the end
+of its block. The tree's nodes keep them, so each block is hashed once. Events are about whole blocks: there are none
+about partial blocks.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 
 from cache_svc.core.packing import TOKEN_BYTES
-from cache_svc.core.tree.nodes import BlockResidency, Namespace, PartialBlock
-from cache_svc.core.tree.prefix_ids import chain, namespace_id, namespace_of, prefix_ids
+from cache_svc.core.tree.nodes import BlockResidency, Namespace, PartialBlock, PrefixNode, Root
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
+ID_BYTES = 8
 DEFAULT_KEPT = 10_000
 
 
@@ -49,7 +52,7 @@ class Recorder:
         ids = prefix_ids(node, block_bytes)
         assert parent.prefix_ids is not None  # since its child's ids are known
         event = pb.WatchEventsResponse()
-        self._fill(event, residency.blocks, ids, parent.prefix_ids[-1], node.start, node.key, namespace_of(node))
+        self._fill(event, residency.blocks, ids, parent.prefix_ids[-1], node.start, node.key, _namespace(node))
         self._log.record(event)
 
     def removed(self, residency: BlockResidency) -> None:
@@ -159,7 +162,7 @@ class EventLog:
             return _messages(runs, 0, {}, self.last, with_tokens=self.with_tokens)
         tops = [(_Run(None, b"", root.prefix_ids, []), root) for root in tree.roots.values()]
         for top, root in tops:
-            top.namespace = namespace_of(root)
+            top.namespace = _namespace(root)
         stack = [(top, node) for top, root in tops for node in root.children.values()]
         while stack:
             parent, node = stack.pop()
@@ -237,7 +240,7 @@ def _messages(
         if parent.ids is None:  # a root
             parent.ids = array("Q", [namespace_id(parent.namespace)])
         if run.ids is None:
-            run.ids = chain(parent.ids[-1], run.key, block_bytes)
+            run.ids = _chain(parent.ids[-1], run.key, block_bytes)
         run.end = parent.end + len(run.key) // block_bytes
         run.namespace = parent.namespace
         for index, blocks in run.held:
@@ -245,3 +248,41 @@ def _messages(
             recorders[index]._fill(event, blocks, run.ids, parent.ids[-1], parent.end, run.key, run.namespace)
             yield event
     yield pb.WatchEventsResponse(sequence_number=number, snapshot=pb.Snapshot(complete=True))
+
+
+def prefix_ids(node: PrefixNode, block_bytes: int) -> array[int]:
+    """Returns the ids of the node's blocks. Computes and stores those that are missing, here and above."""
+    above = node
+    missing = []
+    while above.prefix_ids is None and above.parent is not None:
+        missing.append(above)
+        above = above.parent
+    ids = above.prefix_ids
+    if ids is None:
+        ids = above.prefix_ids = array("Q", [namespace_id(_namespace(above))])
+    for below in reversed(missing):
+        ids = below.prefix_ids = _chain(ids[-1], below.key, block_bytes)
+    return ids
+
+
+def namespace_id(namespace: Namespace) -> int:
+    """The parent id of the first blocks of the namespace's sequences."""
+    named = b"".join(name.encode() + b"\0" for name in namespace)
+    return int.from_bytes(blake2b(named, digest_size=ID_BYTES).digest(), "little")
+
+
+def _chain(parent_id: int, tokens: bytes, block_bytes: int) -> array[int]:
+    ids = array("Q")
+    digest = parent_id.to_bytes(ID_BYTES, "little")
+    for begin in range(0, len(tokens), block_bytes):
+        digest = blake2b(digest + tokens[begin : begin + block_bytes], digest_size=ID_BYTES).digest()
+        ids.append(int.from_bytes(digest, "little"))
+    return ids
+
+
+def _namespace(node: PrefixNode) -> Namespace:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    assert node.namespace is not None, "no events are recorded about private trees"
+    return node.namespace

@@ -128,6 +128,7 @@ class PrefixNode:
         "key",
         "num_partial_blocks",
         "parent",
+        "path_hash",
         "points",
         "prefix_ids",
         "residencies",
@@ -147,6 +148,7 @@ class PrefixNode:
         self.first_keys: dict[bytes, list[bytes]] | None = None
         self.residencies: dict[int, BlockResidency] = {}  # by memory index
         self.points: dict[int, SubscriptionPoint] | None = None  # by depth: subscriptions to places in this node
+        self.path_hash: int | None = None  # of all tokens up to its end; None until it is needed (evicted.py)
         self.prefix_ids: array[int] | None = None  # one id per block; None until an event needs them (events.py)
 
 

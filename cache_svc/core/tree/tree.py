@@ -247,6 +247,7 @@ class PrefixTree:
             if other.owner is not None and other.owner.is_retained(other):
                 other.owner.absorb(residency, other)
         ids = node.prefix_ids, child.prefix_ids
+        node.path_hash = child.path_hash
         node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
         for point in list((child.points or {}).values()):
             point.move(node)

@@ -14,12 +14,13 @@ from contextlib import aclosing
 
 import grpc
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
+import orjson
 
 from paceline.v1 import live_pb2, live_pb2_grpc
 from services.gateway.errors import ApiError
 from services.gateway.live_view.cache_watch import CacheWatch, cache_view
 from services.gateway.live_view.figures import RecentFigures
+from services.gateway.live_view.plain import as_dict
 from services.gateway.live_view.schema import LiveSnapshot, SchedulerView
 from services.gateway.live_view.services import ServiceStates
 from services.gateway.openai.gateway import Gateway
@@ -122,21 +123,20 @@ class LiveFeed:
             await asyncio.sleep(INTERVAL_S)
 
     def _json(self, figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> bytes:
-        view, cache, now_s, unix_s = None, self._cache.latest, time.monotonic(), time.time()
-        names: dict[int, str] = {}
-        if snapshot is not None:  # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
-            fields = MessageToDict(
-                snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-            view = SchedulerView.model_validate(fields)
-            names = {worker.worker: worker.name for worker in snapshot.workers}
+        cache, now_s, unix_s = self._cache.latest, time.monotonic(), time.time()
+        names = {worker.worker: worker.name for worker in snapshot.workers} if snapshot is not None else {}
         answer = LiveSnapshot(
             at_s=unix_s,
             gateway=figures.take(now_s),
-            scheduler=view,
-            cache=cache_view(cache, names, {}) if cache is not None else None,
+            scheduler=None,
+            cache=None,
             services=self._services.take(
                 snapshot, cache, watches_cache=bool(self._cache.target), now_s=now_s, unix_s=unix_s
             ),
         )
-        return answer.model_dump_json().encode()
+        shown = answer.model_dump()
+        if snapshot is not None:
+            shown["scheduler"] = as_dict(snapshot, SchedulerView)
+        if cache is not None:
+            shown["cache"] = cache_view(cache, names, {})
+        return orjson.dumps(shown)

@@ -182,7 +182,7 @@ class TimelineSpan(BaseModel):
     last_decision: int
 
 
-MissReason = Literal["block_border", "new", "evicted", "other_worker", "in_flight", "other_tenant"]
+MissReason = Literal["other_worker", "in_flight", "evicted", "new", "block_border", "whole_prompt"]
 
 
 class MissedTokens(BaseModel):

@@ -98,9 +98,12 @@ class ServiceStates:
                 found.setdefault(worker.name, []).append(worker)
         shown = [self._worker_shown(worker, now_s, alone=len(same) == 1) for same in found.values() for worker in same]
         settled = scheduler is not None and now_s - self._epoch_s >= SETTLING_S
-        for name in [name for name in self._workers if name not in found]:
+        gone = sorted(
+            (name for name in self._workers if name not in found), key=lambda name: self._workers[name].seen_s
+        )
+        for place, name in enumerate(reversed(gone), 1):
             process = self._workers[name]
-            if process.drained or now_s - process.seen_s > GONE_SHOWN_S:
+            if process.drained or now_s - process.seen_s > GONE_SHOWN_S or place > MAX_GONE:
                 del self._workers[name]
                 continue
             left = scheduler is not None and process.epoch == scheduler.epoch
@@ -108,8 +111,6 @@ class ServiceStates:
             shown.append(
                 ServiceShown(kind="worker", name=name, state=state, num_restarts=process.num_restarts, up_s=None)
             )
-        for name in [name for name in self._workers if name not in found][:-MAX_GONE]:
-            del self._workers[name]
         return shown
 
     def _worker_shown(self, worker: live_pb2.LiveWorker, now_s: float, *, alone: bool) -> ServiceShown:

@@ -14,6 +14,7 @@ import pytest
 from paceline.v1 import admin_pb2, live_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.live_view import feed
+from services.gateway.live_view.schema import LiveSnapshot
 from tests.contract.gateway.conftest import Running, Start, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
@@ -57,6 +58,7 @@ async def test_snapshots_have_the_figures_of_scheduler_and_metrics(start: Start)
     assert shown["gateway"]["tokens_per_s"] == pytest.approx(15 / shown["gateway"]["window_s"])
     assert 0 < shown["gateway"]["ttft_s"]["p50"] <= shown["gateway"]["ttft_s"]["p99"]
     view = shown["scheduler"]
+    assert LiveSnapshot.model_validate(shown, strict=True).model_dump() == shown, "the document's shape, and no more"
     assert (view["epoch"], view["load"]["num_running"], view["load"]["num_waiting"]) == (2**60, 3, 0)
     assert [(one["worker"], one["name"], one["num_slots"]) for one in view["workers"]] == [(7, "w", 8)]
     assert [(one["step"], one["computed_s"]) for one in view["steps"]] == [(9, 0.5)]

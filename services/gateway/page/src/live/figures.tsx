@@ -1,6 +1,6 @@
 /** The charts at the top: queue, running requests, tokens, latencies, KV blocks, preemptions. */
 
-import { age, count, rate, seconds, share } from "../format.ts";
+import { age, count, counted, rate, seconds, share } from "../format.ts";
 import type { LiveSnapshot } from "../types.ts";
 import type { History, Sample } from "./history.ts";
 import { LineChart, type Series } from "./line-chart.tsx";
@@ -48,7 +48,7 @@ export function Figures({ snapshot, history }: { snapshot: LiveSnapshot; history
         series={line(count(load?.num_waiting), "var(--c-orange)", (sample) => sample.waiting)}
         least={1}
         format={count}
-        note={load ? `${count(load.num_waiting_tokens)} tokens, oldest ${seconds(load.waiting_s)}` : ""}
+        note={load ? `${counted(load.num_waiting_tokens, "token")}, about ${seconds(load.waiting_s)}` : ""}
       />
       <LineChart
         {...common}

@@ -5,6 +5,7 @@ import "../style/live.css";
 import { age } from "../format.ts";
 import { KeyForm } from "../shell/key.tsx";
 import { Figures } from "./figures.tsx";
+import type { Mark } from "./history.ts";
 import { PolicySwitch } from "./policies.tsx";
 import { Requests } from "./requests.tsx";
 import { Services } from "./services.tsx";
@@ -32,6 +33,7 @@ export function LiveView() {
       {snapshot && (
         <div class={`live-body ${silentSince === null ? "" : "stale"}`}>
           <Figures snapshot={snapshot} history={history} />
+          <Marks marks={history.marks} nowS={snapshot.at_s} />
           <Services snapshot={snapshot} />
           {isOld && scheduler && (
             <p class="muted">
@@ -53,5 +55,19 @@ export function LiveView() {
         </div>
       )}
     </div>
+  );
+}
+
+/** What the dashed lines in the charts are. */
+function Marks({ marks, nowS }: { marks: Mark[]; nowS: number }) {
+  if (!marks.length) return null;
+  return (
+    <ul class="marks muted num" aria-label="Changes that the charts mark">
+      {marks.map((mark) => (
+        <li key={mark.atS}>
+          {age(nowS - mark.atS)} ago: {mark.text}
+        </li>
+      ))}
+    </ul>
   );
 }

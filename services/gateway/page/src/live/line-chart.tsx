@@ -53,7 +53,10 @@ export function LineChart({ title, series, times, nowS, marks, format, least = 0
           </span>
         ))}
       </p>
-      <p class="muted chart-note">{note ?? "\u00a0"}</p>
+      <p class="muted chart-note">{note || "\u00a0"}</p>
+      <p class="plot-top muted num" aria-hidden="true">
+        max {format(top)}
+      </p>
       <div class="plot">
         <svg
           viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
@@ -63,7 +66,9 @@ export function LineChart({ title, series, times, nowS, marks, format, least = 0
         >
           <line class="axis" x1="0" x2={WIDTH} y1={HEIGHT - 1} y2={HEIGHT - 1} />
           {marks.map((mark) => (
-            <line key={mark.atS} class="mark" x1={x(mark.atS)} x2={x(mark.atS)} y1="0" y2={HEIGHT} />
+            <line key={mark.atS} class="mark" x1={x(mark.atS)} x2={x(mark.atS)} y1="0" y2={HEIGHT}>
+              <title>{mark.text}</title>
+            </line>
           ))}
           {series.map((one) => (
             <path
@@ -78,9 +83,6 @@ export function LineChart({ title, series, times, nowS, marks, format, least = 0
             />
           ))}
         </svg>
-        <span class="plot-top muted num" aria-hidden="true">
-          {format(top)}
-        </span>
       </div>
     </section>
   );

@@ -30,6 +30,10 @@ export function connectionSaid(state: LiveState, nowMs: number): Said {
   return { text: "", bad: false };
 }
 
+function presetSaid(preset: string): string {
+  return preset ? `preset ${preset}` : "policies of no preset";
+}
+
 export function Status({ state }: { state: LiveState }) {
   const { text, bad } = connectionSaid(state, performance.now());
   const { snapshot } = state;
@@ -40,7 +44,7 @@ export function Status({ state }: { state: LiveState }) {
           {bad ? "✕ not live" : snapshot ? "● live" : "…"}
         </span>
         {snapshot && <strong>{snapshot.gateway.model}</strong>}
-        {snapshot?.scheduler && <span class="muted">preset {snapshot.scheduler.policies.preset || "none"}</span>}
+        {snapshot?.scheduler && <span class="muted">{presetSaid(snapshot.scheduler.policies.preset)}</span>}
       </p>
       <div role="status">{text && <p class={`notice ${bad ? "bad" : ""}`}>{text}</p>}</div>
     </div>

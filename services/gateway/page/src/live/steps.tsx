@@ -14,7 +14,7 @@ const AXIS = 18;
 const MAX_LANES = 4;
 const PHASES = [
   ["scheduler", "--c-orange", "scheduler and cache"],
-  ["link", "--c-grey", "link, and waiting for the device"],
+  ["link", "--c-pale", "link, and waiting for the device"],
   ["device", "--c-blue", "device"],
 ] as const;
 

@@ -72,7 +72,7 @@ export function PrefixTree({ cache }: { cache: CacheView }) {
               <span class="num">saved {count(node.saved_tokens)}</span>
               <span class="muted num tree-rest">
                 {counted(node.num_hits, "hit")}, {counted(node.num_users, "user")}, {counted(node.num_blocks, "block")}
-                {node.tenant && `, tenant ${tenantName(node.tenant)}`}, used {age(node.age_s)} ago
+                {node.tenant && `, tenant ${tenantName(node.tenant)}`}, stored {age(node.age_s)} ago
               </span>
             </li>
           );
