@@ -32,6 +32,8 @@ MAX_VIEWERS = 64
 _RETRY_S = 5
 # The first snapshot waits this long for the cache.
 _FIRST_CACHE_S = 0.5
+# Namespaces of which the tenant is known.
+_MAX_TENANTS = 4096
 
 
 class LiveFeed:
@@ -41,6 +43,7 @@ class LiveFeed:
         self._gateway = gateway
         self._cache = cache
         self._services = ServiceStates(gateway)
+        self._tenants: dict[str, str] = {}  # by namespace, as the scheduler has told
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -130,11 +133,14 @@ class LiveFeed:
             )
             view = SchedulerView.model_validate(fields)
             names = {worker.worker: worker.name for worker in snapshot.workers}
+            self._tenants |= {owner.namespace: owner.tenant for owner in snapshot.namespaces}
+            for namespace in [*self._tenants][:-_MAX_TENANTS]:
+                del self._tenants[namespace]
         answer = LiveSnapshot(
             at_s=unix_s,
             gateway=figures.take(now_s),
             scheduler=view,
-            cache=cache_view(cache, names, {}) if cache is not None else None,
+            cache=cache_view(cache, names, self._tenants) if cache is not None else None,
             services=self._services.take(
                 snapshot, cache, watches_cache=bool(self._cache.target), now_s=now_s, unix_s=unix_s
             ),
