@@ -55,13 +55,16 @@ class LiveView(LiveViewServiceServicer):
         if log.num_readers >= MAX_WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
         with log.reading():
-            num_seen = log.num_steps
+            num_seen, num_owners = log.num_steps, 0
             while True:
                 steps = log.since(num_seen)
                 now_s = time.monotonic()
                 answer = snapshot(core, self._admin.policies, steps, now_s, time.time() - now_s)
                 answer.core_s, answer.num_missed_steps = self._core_s(), log.num_steps - num_seen - len(steps)
                 num_seen = log.num_steps
+                for namespace, tenant in core.namespaces.owners_since(num_owners):
+                    answer.namespaces.add(namespace=namespace, tenant=tenant)
+                num_owners = core.namespaces.num_owners
                 yield answer
                 await asyncio.sleep(interval_ms / 1000)
 

@@ -1,5 +1,5 @@
-"""Takes the screenshots of docs/page.md: an idle server, a busy one, a preempting one, one whose scheduler was just
-killed, and a preempted request.
+"""Takes the screenshots of docs/page.md: an idle server, a busy one, a preempting one, a server just after its
+scheduler was killed, and a preempted request.
 
     python scripts/page_screenshots.py [--folder docs/img]        (two minutes; needs chromium)
 """

@@ -104,6 +104,7 @@ class WatchResponse(_message.Message):
     NUM_TENANTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     NUM_MISSED_STEPS_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_LIVE_SEQUENCES_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
@@ -144,6 +145,10 @@ class WatchResponse(_message.Message):
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveStep]: ...
     @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceOwner]:
+        """Cache namespaces that requests have used since the snapshot before; in the first one the last 1,024."""
+
+    @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]:
         """At most 64: the oldest and the newest of the live ones, and the last that have ended; by arrival."""
 
@@ -170,16 +175,40 @@ class WatchResponse(_message.Message):
         num_tenants: _builtins.int = ...,
         steps: _abc.Iterable[Global___LiveStep] | None = ...,
         num_missed_steps: _builtins.int = ...,
+        namespaces: _abc.Iterable[Global___NamespaceOwner] | None = ...,
         sequences: _abc.Iterable[Global___LiveSequence] | None = ...,
         num_live_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "policies", b"policies"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_live_sequences", b"num_live_sequences", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "sequences", b"sequences", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "namespaces", b"namespaces", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_live_sequences", b"num_live_sequences", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "sequences", b"sequences", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class NamespaceOwner(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """As in LivePrefixNode."""
+    tenant: _builtins.str
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceOwner: _TypeAlias = NamespaceOwner  # noqa: Y015
 
 @_typing.final
 class LiveSequence(_message.Message):

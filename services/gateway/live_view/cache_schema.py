@@ -21,7 +21,9 @@ class BlockMap(BaseModel):
 
 
 class TreeNode(BaseModel):
-    """A run of cached tokens after those of its parent. `saved_tokens`: tokens of it that sequences have reused."""
+    """A run of cached tokens after those of its parent. `saved_tokens`: tokens of it that sequences have reused.
+    `tenant`: empty if its requests have none, or if the scheduler does not know it any more. `num_users`: running
+    sequences and pins that use it."""
 
     id: int
     parent: int | None

@@ -33,6 +33,8 @@ MAX_VIEWERS = 64
 _RETRY_S = 5
 # The first snapshot waits this long for the cache.
 _FIRST_CACHE_S = 0.5
+# Namespaces of which the tenant is known.
+_MAX_TENANTS = 4096
 
 
 class LiveFeed:
@@ -42,6 +44,7 @@ class LiveFeed:
         self._gateway = gateway
         self._cache = cache
         self._services = ServiceStates(gateway)
+        self._tenants: dict[str, str] = {}  # by namespace, as the scheduler has told
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -124,7 +127,12 @@ class LiveFeed:
 
     def _json(self, figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> bytes:
         cache, now_s, unix_s = self._cache.latest, time.monotonic(), time.time()
-        names = {worker.worker: worker.name for worker in snapshot.workers} if snapshot is not None else {}
+        names: dict[int, str] = {}
+        if snapshot is not None:
+            names = {worker.worker: worker.name for worker in snapshot.workers}
+            self._tenants |= {owner.namespace: owner.tenant for owner in snapshot.namespaces}
+            for namespace in [*self._tenants][:-_MAX_TENANTS]:
+                del self._tenants[namespace]
         answer = LiveSnapshot(
             at_s=unix_s,
             gateway=figures.take(now_s),
@@ -138,5 +146,5 @@ class LiveFeed:
         if snapshot is not None:
             shown["scheduler"] = as_dict(snapshot, SchedulerView)
         if cache is not None:
-            shown["cache"] = cache_view(cache, names, {})
+            shown["cache"] = cache_view(cache, names, self._tenants)
         return orjson.dumps(shown)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +15,9 @@ from scheduler_svc.core.output.prefix_use import PrefixUse
 sizes = st.integers(0, 200)
 
 
-def missed(num_tokens: int, cached: int, block_size: int, whole: bool = False, **told: int) -> list[tuple[str, int]]:
+def missed(
+    num_tokens: int, cached: int, block_size: int, whole: bool = False, told: Mapping[str, Any] = MappingProxyType({})
+) -> list[tuple[str, int]]:
     granted = AdmitResult(num_cached_tokens=cached, **told)
     use = PrefixUse.of(granted, num_tokens, cached, block_size, needs_whole_prompt=whole)
     return [(one.reason, one.num_tokens) for one in use.missed()]
@@ -19,7 +25,7 @@ def missed(num_tokens: int, cached: int, block_size: int, whole: bool = False, *
 
 def test_the_reasons_come_in_the_order_of_the_prompt() -> None:
     told = {"num_other_worker_tokens": 8, "other_worker": 3, "num_in_flight_tokens": 4, "num_evicted_tokens": 12}
-    assert missed(35, 4, 4, **told) == [
+    assert missed(35, 4, 4, told=told) == [
         ("other_worker", 8),
         ("in_flight", 4),
         ("evicted", 12),
@@ -43,7 +49,7 @@ def test_all_tokens_are_explained(
 ) -> None:
     cached = min(cached, num_tokens - 1)
     told = {"num_other_worker_tokens": other, "num_in_flight_tokens": in_flight, "num_evicted_tokens": evicted}
-    found = missed(num_tokens, cached, block_size, whole, **told)
+    found = missed(num_tokens, cached, block_size, whole, told)
     assert cached + sum(count for _, count in found) == num_tokens
     assert all(count > 0 for _, count in found)
     assert len({reason for reason, _ in found}) == len(found)

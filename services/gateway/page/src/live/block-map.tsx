@@ -2,6 +2,7 @@
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { count, counted } from "../format.ts";
+import { useShownTheme } from "../shell/theme.ts";
 import { useWidth } from "../shell/width.ts";
 
 /** State, colour and name, in the order of the legend. */
@@ -29,9 +30,10 @@ export function BlockMap({ title, cells, blocksPerCell, numBlocks }: Props) {
   const size = SIZES.find((one) => Math.ceil(cells.length / columns(width, one)) * one <= MAX_HEIGHT) ?? 3;
   const perRow = columns(width, size);
   const height = Math.ceil(cells.length / perRow) * size;
+  const theme = useShownTheme();
   useEffect(() => {
     if (canvas.current) draw(canvas.current, cells, perRow, size, width, height);
-  });
+  }, [cells, perRow, size, width, height, theme]);
   const counts = countCells(cells);
   const unit = blocksPerCell === 1 ? "" : ` (a cell shows ${blocksPerCell} blocks, by the most used one)`;
   const said = CELLS.map(([state, , name]) => `${name} ${count(counts[state] ?? 0)}`).join(", ");

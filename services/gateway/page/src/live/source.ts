@@ -75,8 +75,10 @@ class LiveSource {
     const { signal } = running;
     let retryMs = FIRST_RETRY_MS;
     this.latestAt = performance.now();
-    // Also counts up "for 3 s" while nothing comes.
-    const clock = setInterval(() => this.set({}), 1000);
+    // Counts up "for 3 s" while nothing comes. Snapshots do so otherwise.
+    const clock = setInterval(() => {
+      if (this.state.silentSince !== null) this.set({});
+    }, 1000);
     signal.addEventListener("abort", () => clearInterval(clock));
     while (!signal.aborted) {
       const attempt = new AbortController();

@@ -6,6 +6,18 @@ export type Theme = "system" | "light" | "dark";
 
 const NAME = "paceline-theme";
 
+/** The colours that are shown now, for what draws on a canvas. */
+export function useShownTheme(): string {
+  const root = document.documentElement;
+  const [shown, setShown] = useState(root.dataset["theme"] ?? "");
+  useEffect(() => {
+    const observer = new MutationObserver(() => setShown(root.dataset["theme"] ?? ""));
+    observer.observe(root, { attributeFilter: ["data-theme"] });
+    return () => observer.disconnect();
+  }, []);
+  return shown;
+}
+
 export function useTheme(): [Theme, (theme: Theme) => void] {
   const [theme, setTheme] = useState<Theme>(() => {
     const kept = localStorage.getItem(NAME);
