@@ -272,7 +272,7 @@ class Checks:
         return f"streams at each gateway: {shares}; {api.resumed} resumed"
 
     def monitoring(self) -> str:
-        """Without Grafana, whose image comes from a registry."""
+        """Without Grafana: its image comes from a registry."""
         self.stack.override("deploy/docker/balancer.yml", "deploy/docker/monitoring.yml", PACELINE_PROMETHEUS_PORT="0")
         if self.build:
             self.stack.compose("build", "prometheus")
