@@ -134,7 +134,9 @@ def explained(stack: Stack, request_id: str) -> list[list[str]]:
     """Rows of seconds, decisions, worker, reason, detail."""
     done = paceline(stack, "explain", request_id)
     assert done.returncode == 0, done.stderr
-    title, *rows = [line.strip().split(maxsplit=4) for line in done.stdout.splitlines()]
+    *table, reuse = done.stdout.splitlines()
+    title, *rows = [line.strip().split(maxsplit=4) for line in table]
+    assert "prompt tokens were cached" in reuse
     assert title == ["seconds", "decisions", "worker", "reason", "detail"]
     reasons = [row[3] for row in rows]
     assert (reasons[0], reasons[-2:]) == ("waiting", ["running", "ended"])

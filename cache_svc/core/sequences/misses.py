@@ -18,7 +18,7 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import PrefixNode
 from cache_svc.core.tree.tree import PrefixTree
 
-MAX_PREFILLING = 64
+MAX_PREFILLING = 32
 
 
 class Misses(NamedTuple):
@@ -34,10 +34,10 @@ NO_MISSES = Misses()
 
 
 class MissFinder:
-    """Remembers the last MAX_PREFILLING sequences that were admitted with whole blocks to compute."""
+    """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute."""
 
     def __init__(self) -> None:
-        self._prefilling: deque[Sequence] = deque(maxlen=MAX_PREFILLING)
+        self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)
 
     def find(
         self,
@@ -67,22 +67,19 @@ class MissFinder:
             # The sequence may have copied the beginning of the first one of these blocks.
             in_flight = max((depth + num_in_flight) * block_size - reached, 0)
             evicted = max((depth + num_in_flight + num_evicted) * block_size - reached - in_flight, 0)
-        self._prefilling.append(sequence)
+        self._prefilling.append(sequence.sequence_id)
         return Misses(num_other, other, in_flight, evicted) if num_other or in_flight or evicted else NO_MISSES
 
     def _num_in_flight(
         self, tree: PrefixTree, node: PrefixNode, wanted: bytes, admitted: Mapping[int, Sequence]
     ) -> int:
-        """How many of these whole blocks after a node another sequence will compute. Forgets the sequences that have
-        ended or computed all blocks."""
+        """How many of these whole blocks after a node another sequence will compute."""
         most, block_size = 0, tree.block_size
-        for _ in range(len(self._prefilling)):
-            sequence = self._prefilling.popleft()
-            is_over = sequence.num_computed_tokens + block_size > sequence.num_tokens
-            if is_over or admitted.get(sequence.sequence_id) is not sequence:
+        for sequence_id in self._prefilling:
+            sequence = admitted.get(sequence_id)
+            if sequence is None or sequence.node is not node:
                 continue
-            self._prefilling.append(sequence)
-            if sequence.node is node:
+            if sequence.num_computed_tokens + block_size <= sequence.num_tokens:
                 begin = node.end * tree.block_bytes
                 own = sequence.tokens[begin : min(begin + len(wanted), sequence.num_tokens * TOKEN_BYTES)]
                 most = max(most, common_tokens(own, wanted) // block_size)
