@@ -21,7 +21,7 @@ help:
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server $(PAGE)/node_modules/.package-lock.json
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server $(VENV)/prometheus/promtool $(PAGE)/node_modules/.package-lock.json
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -55,6 +55,10 @@ $(VENV)/redis/redis-server: | $(VENV)/serve.stamp
 # Without node and npm, the tests of the page's source are skipped, and say so. (Its build is committed.)
 $(PAGE)/node_modules/.package-lock.json: $(PAGE)/package-lock.json
 	@command -v npm >/dev/null && cd $(PAGE) && npm ci --silent --no-audit --no-fund || echo "setup: no npm: the tests of the page's source are skipped" >&2
+
+# Without Prometheus, the tests of alerts and dashboards are skipped, and say so.
+$(VENV)/prometheus/promtool: | $(VENV)/serve.stamp
+	@scripts/prometheus.sh $(VENV)/prometheus || echo 'setup: the tests of alerts and dashboards are skipped' >&2
 
 # In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup

@@ -13,19 +13,19 @@ from typing import Any
 
 from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError, named_sequences
-from cache_svc.core.messages import add_matches
+from cache_svc.core.messages import add_matches, add_misses
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
 from cache_svc.core.request_metadata import NO_METADATA, read_metadata
 from cache_svc.core.sequences.commits import checked_commits
 from cache_svc.core.sequences.matching import MatchedTokens, matches_of
-from cache_svc.core.sequences.misses import Prefilling, find_misses
+from cache_svc.core.sequences.misses import MissFinder
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.restore import restore
 from cache_svc.core.sequences.retained import end_retention
 from cache_svc.core.sequences.sequence import Sequence, SwappedSequence
 from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
-from cache_svc.core.tree.nodes import Namespace, PrefixNode, PrefixSubscription
+from cache_svc.core.tree.nodes import Namespace, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
@@ -71,7 +71,7 @@ class Operations:
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
-        self._prefilling = Prefilling()
+        self._misses = MissFinder()
         self._touched: dict[int, WorkerBlocks] = {}  # by worker id; their counters may have changed in this exchange
         self._stepless: set[int] = set()  # workers with a refused ExtendOp in this exchange
         self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # from incomplete RestoreOps, by worker id
@@ -270,7 +270,9 @@ class Operations:
                 self.counters.copied_blocks += 1
                 self.counters.copied_host_blocks += not copy_from
             if worker.prefix_caching and not (op.no_reuse or op.again):
-                self._explain(sequence, (node, depth), num_cached_tokens, result.admit)
+                place = node, depth
+                misses = self._misses.find(sequence, place, num_cached_tokens, self.workers, self.admitted)
+                add_misses(result.admit, misses)
         worker.tree.unsubscribe(subscription)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence
@@ -291,21 +293,6 @@ class Operations:
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_cached_tokens
         granted.num_cached_tokens, granted.block_table = num_cached_tokens, pack_int32(sequence.table)
-
-    def _explain(
-        self, sequence: Sequence, place: tuple[PrefixNode, int], num_cached_tokens: int, granted: pb.AdmitResult
-    ) -> None:
-        """Says why no more tokens are cached. `place`: where the longest match on any worker ended."""
-        tree, token_ids = self.workers[sequence.worker_id].tree, sequence.tokens
-        if num_cached_tokens >= tree.max_match(token_ids) * tree.block_size:
-            return
-        misses = find_misses(
-            tree, self.workers.values(), place, num_cached_tokens, token_ids, self._prefilling, self.admitted
-        )
-        for name, value in misses._asdict().items():
-            if value:
-                setattr(granted, name, value)
-        self._prefilling.add(sequence)
 
     def _swap_out(self, op: pb.SwapOutOp, result: pb.CacheOpResult) -> None:
         (sequence,) = self._all_admitted([op.sequence])

@@ -244,7 +244,7 @@ class ExplainRequest(_message.Message):
     request_id: _builtins.str
     """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It names all sequences of
     the request. One sequence has the X-Request-ID with a suffix: -1, -2, … for further prompts, .1, .2, … for further
-    samples. Clients choose X-Request-IDs: if requests of several tenants or API keys have this one, the call fails with
+    samples. Clients choose X-Request-IDs: if requests of several tenants or API keys have the same one, the call fails with
     FAILED_PRECONDITION and names them, unless tenant or key chooses.
     """
     tenant: _builtins.str

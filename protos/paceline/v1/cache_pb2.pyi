@@ -507,7 +507,7 @@ class AdmitOp(_message.Message):
     and no other sequence may still have them. At most num_new_tokens, if that is not 0.
     """
     no_reuse: _builtins.bool
-    """Reuse no block: all tokens are computed again. Its blocks are stored up to the first one with a cached equal."""
+    """Reuse no block: all tokens are computed again. Its blocks are stored up to the first block that is cached already."""
     again: _builtins.bool
     """Its request was admitted before, so this match is not counted in the hit rate. (Forks are not counted either.)"""
     def __init__(

@@ -67,7 +67,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
         every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,7 @@ class CacheServiceStub:
     PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
-    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
     every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
     """
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]
@@ -61,7 +61,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
     every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
     """
     WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]  # type: ignore[assignment]
@@ -91,7 +91,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchEventsResponse], _abc.AsyncIterator[_cache_pb2.WatchEventsResponse]]:
-        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
         every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
         """
 
