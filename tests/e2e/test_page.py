@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Request, expect
 
 from tests.contract.gateway.test_keys import Keys
 from tests.support.chromium import PHONE, WAIT_MS, needs_chromium, open_browser, open_page
@@ -154,17 +154,33 @@ def test_colours_follow_the_choice_and_survive_a_reload(stack: Stack, browser: B
         expect(page.locator("html")).to_have_attribute("data-theme", "light")
 
 
+HIDE = """hidden => {
+    Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
 def test_the_stream_is_open_only_while_a_view_shows_it(stack: Stack, browser: Browser) -> None:
     with open_page(browser, stack.url) as page:
         expect(page.locator("[data-state=good]")).to_be_visible()
         streams = list[str]()
         page.on("request", lambda request: streams.append(request.url) if "v1/live" in request.url else None)
-        with page.expect_event("requestfailed", lambda request: "v1/live" in request.url):
+
+        def is_live(request: Request) -> bool:
+            return "v1/live" in request.url
+
+        with page.expect_event("requestfailed", is_live):
             page.goto(f"{stack.url}/#/playground")
         page.wait_for_timeout(1500)
         assert not streams
         page.goto(f"{stack.url}/#/live")
         until(lambda: len(streams) == 1, page)
+        with page.expect_event("requestfailed", is_live):
+            page.evaluate(HIDE, True)
+        page.wait_for_timeout(1500)
+        assert len(streams) == 1
+        page.evaluate(HIDE, False)
+        until(lambda: len(streams) == 2, page)
 
 
 def test_policies_are_switched_on_the_page(stack: Stack, browser: Browser) -> None:
