@@ -174,7 +174,7 @@ export interface TimelineSpan {
   last_decision: number;
 }
 
-export type MissReason = "block_border" | "new" | "evicted" | "other_worker" | "in_flight" | "other_tenant";
+export type MissReason = "block_border" | "new" | "evicted" | "other_worker" | "in_flight" | "whole_prompt";
 
 export interface PrefixShown {
   prompt_tokens: number;

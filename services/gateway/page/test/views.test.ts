@@ -1,12 +1,16 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { ApiProblem } from "../src/api.ts";
 import { reasonClass } from "../src/life/reasons.ts";
 import { hasEnded, phases, totals, waits } from "../src/life/timeline.ts";
 import { EventParser } from "../src/live/sse.ts";
+import { NO_HISTORY } from "../src/live/history.ts";
+import type { LiveState } from "../src/live/source.ts";
+import { connectionSaid } from "../src/live/status.tsx";
 import { rowsOf } from "../src/live/tree-rows.ts";
 import { parseRoute, requestHref } from "../src/shell/route.ts";
 import type { TimelineSpan } from "../src/types.ts";
-import { node } from "./snapshots.ts";
+import { node, snapshot, view } from "./snapshots.ts";
 
 test("events are complete before they are shown, wherever the stream is cut", () => {
   const stream = 'data: {"a": 1}\n\ndata: {"b":\ndata: 2}\r\n\r\n: comment\n\ndata: x\n\n';
@@ -15,6 +19,26 @@ test("events are complete before they are shown, wherever the stream is cut", ()
     const parser = new EventParser();
     assert.deepEqual([...parser.feed(stream.slice(0, cut)), ...parser.feed(stream.slice(cut))], expected);
   }
+});
+
+test("the page says plainly what is missing, and since when", () => {
+  const whole = snapshot(100, view());
+  const state: LiveState = {
+    snapshot: whole,
+    lastWhole: whole,
+    history: NO_HISTORY,
+    problem: null,
+    silentSince: null,
+    withoutSchedulerSince: null,
+  };
+  const said = (change: Partial<LiveState>) => connectionSaid({ ...state, ...change }, 10_000).text;
+  assert.equal(said({}), "");
+  assert.equal(said({ snapshot: null }), "Connecting …");
+  assert.match(said({ silentSince: 4000 }), /No connection to the gateway for 6 s/);
+  const gone = { snapshot: snapshot(101, null), withoutSchedulerSince: 7000 };
+  assert.match(said(gone), /No connection to the scheduler for 3 s\. 2 live requests wait and will go on\./);
+  assert.match(said({ snapshot: snapshot(101, view({ cache_connected: false })) }), /no connection to the cache/);
+  assert.match(said({ problem: new ApiProblem(429, "64 viewers watch") }), /64 viewers watch/);
 });
 
 test("a route survives every id", () => {

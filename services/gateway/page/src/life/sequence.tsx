@@ -12,8 +12,13 @@ const MISSES: Record<MissReason, [string, string]> = {
   evicted: ["was cached, and evicted", "--c-vermilion"],
   other_worker: ["cached on another worker", "--c-orange"],
   in_flight: ["being computed for another request", "--c-purple"],
-  other_tenant: ["cached for another tenant or salt", "--c-green"],
+  whole_prompt: ["computed for the log probabilities of the prompt", "--c-green"],
 };
+
+/** What a reason means, and its colour; a newer server may have further reasons. */
+function missOf(reason: string): [string, string] {
+  return MISSES[reason as MissReason] ?? [reason, "--c-grey"];
+}
 
 export function Sequence({ sequence, nowS }: { sequence: SequenceTimeline; nowS: number | null }) {
   const { spans, prefix, request_id: id } = sequence;
@@ -100,15 +105,15 @@ function Prefix({ prefix }: { prefix: PrefixShown }) {
         {missed.map((miss) => (
           <i
             key={miss.reason}
-            style={{ width: `${all ? (100 * miss.num_tokens) / all : 0}%`, background: `var(${MISSES[miss.reason][1]})` }}
+            style={{ width: `${all ? (100 * miss.num_tokens) / all : 0}%`, background: `var(${missOf(miss.reason)[1]})` }}
           />
         ))}
       </span>
       <ul class="misses num">
         {missed.map((miss) => (
           <li key={miss.reason}>
-            <i style={{ background: `var(${MISSES[miss.reason][1]})` }} aria-hidden="true" />
-            <strong>{count(miss.num_tokens)}</strong> {MISSES[miss.reason][0]}
+            <i style={{ background: `var(${missOf(miss.reason)[1]})` }} aria-hidden="true" />
+            <strong>{count(miss.num_tokens)}</strong> {missOf(miss.reason)[0]}
             {miss.detail && <span class="muted"> ({miss.detail})</span>}
           </li>
         ))}
