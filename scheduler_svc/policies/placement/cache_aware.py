@@ -1,8 +1,9 @@
 """`cache_aware` of SGLang's router (gateway), with its thresholds: affinity while the load is balanced.
 
-The worker with the fewest requests is chosen if the busiest worker has over `balance_abs_threshold` requests more than
-that worker, and over `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if that is
-more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest tree).
+The worker with the fewest requests is chosen if the busiest worker has over `balance_abs_threshold` requests more
+than that worker, and over `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if
+that is more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest
+tree).
 
 The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
 and what requests ahead compute, as in the router's event-driven mode.
