@@ -38,7 +38,7 @@ def order(queue: WaitingQueue) -> list[int]:
     return [request.arrival_index for request in queue.ordered(0.0)]
 
 
-def test_the_longest_match_goes_first_and_requests_with_the_same_uncached_prefix_wait_for_one_of_them(queue: WaitingQueue) -> None:
+def test_the_longest_match_goes_first_and_equal_uncached_prefixes_wait_for_one_request(queue: WaitingQueue) -> None:
     leader = wait(queue, 1, [*SHARED, 1])
     follower = wait(queue, 2, [*SHARED, 2], cached=16)
     wait(queue, 3, [7] * 40, cached=32)
