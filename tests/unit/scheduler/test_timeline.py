@@ -315,7 +315,7 @@ def test_a_request_waits_behind_another_only_where_it_was_not_looked_at() -> Non
 
 
 def test_only_the_tenants_limit_is_named_while_a_request_waits_for_it() -> None:
-    """In ranges over all workers. A decision that stopped earlier in the queue does not name the limit."""
+    """The decisions form ranges. A decision that stopped earlier in the queue does not name the limit."""
     notes, one, first = RequestTimeline(30), request(1), request(2)
     one.tenant = "a"
     notes.arrived(one, 1.0)
