@@ -38,8 +38,9 @@ COUNTED = {
     "burst": f"{BURST} requests for one token each, submitted at once and run in steps of 8,192 tokens: from the "
     "submissions to the last end, per request; peer: requests made and hashed, add_request, schedule, "
     "update_from_output",
-    "lone": "one request at a time: from the submission to the plan that runs it; whole: also its one token, its "
-    "blocks stored, its end; peer: request made and hashed, add_request, schedule; whole: also update_from_output",
+    "lone": "one request at a time: from the submission to the plan that runs it; whole: until its token is "
+    "there, its blocks are stored and it has ended; peer: request made and hashed, add_request, schedule; "
+    "whole: also update_from_output",
     "abort": "from the cancel until the cache has freed it; peer: finish_requests",
 }
 

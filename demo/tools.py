@@ -1,7 +1,7 @@
 """Examples of tool use for the demo model: call a function of the system prompt, and answer from its result.
 
-The model only sees a function's name and the names of its parameters (the chat template writes no more). What it has to
-do is what it can do anyway: find a word in the prompt, and copy it. Held out are (attribute, key) pairs, by a hash.
+The model only sees a function's name and the names of its parameters (the chat template writes no more). It only
+has to find a word in the prompt and copy it, as in other examples. A hash chooses the held-out (attribute, key) pairs.
 """
 
 from __future__ import annotations

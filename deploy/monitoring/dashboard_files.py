@@ -160,7 +160,7 @@ DASHBOARDS = (
                         [
                             (_rate("paceline_scheduler_step_failures_total"), "failed steps"),
                             (_rate("paceline_scheduler_retried_rows_total"), "retried rows"),
-                            (_rate("paceline_scheduler_quarantined_requests_total"), "quarantined requests"),
+                            (_rate("paceline_scheduler_quarantined_requests_total"), "poisoned requests"),
                             (_rate("paceline_scheduler_policy_errors_total"), "steps with a failed policy"),
                         ],
                     ),

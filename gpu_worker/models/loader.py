@@ -60,7 +60,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A checkpoint that can be served, as far as all but its weights' values tell."""
+    """A checkpoint that passed all checks. The checks do not read the weights' values."""
 
     folder: Path
     config: DecoderConfig
@@ -94,7 +94,7 @@ def load_model(
     progress: Progress | None = None,
     check: SizeCheck | None = None,
 ) -> LoadedModel:
-    """Load the model. `pooling` as of read_embedding. Raises ModelError, in one line, if the model cannot be served.
+    """Load the model. `pooling`: see read_embedding. Raises ModelError, in one line, if the model cannot be served.
     `check` runs before any download of weights."""
     opened = open_checkpoint(
         model, load_format=load_format, dtype=dtype, pooling=pooling, device=device, check=check, fetch=True
@@ -216,8 +216,10 @@ def _index(folder: Path, files: set[Path]) -> dict[str, _Entry]:
 
 
 def _with_prefix(entries: dict[str, _Entry]) -> dict[str, _Entry]:
-    """The entries by the names that a model with a head gives them: a model that was saved without a head (also some
-    with ...ForCausalLM in config.json) lacks the prefix."""
+    """The entries with the names that a model with a head has: they begin with `model.`.
+
+    A model that was saved without a head lacks this prefix, even if config.json says ...ForCausalLM.
+    """
     if any(name.startswith(_PREFIX) for name in entries):
         return entries
     return {name if name == "lm_head.weight" else _PREFIX + name: entry for name, entry in entries.items()}

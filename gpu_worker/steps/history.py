@@ -60,7 +60,7 @@ class TokenHistory:
         return SampledSlots(slots, self.epochs[slots], positions)
 
     def note(self, sampled: SampledSlots, tokens: Int64s) -> None:
-        """Note the steps in order. tokens: [rows that sample], -1 for a failed row: its sequence is unknown then."""
+        """Note the steps in order. tokens: [rows that sample], -1 for a failed row: its slot counts as empty then."""
         is_current = (self.epochs[sampled.slots] == sampled.epochs) & (
             self.num_known[sampled.slots] == sampled.positions
         )

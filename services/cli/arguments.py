@@ -38,11 +38,14 @@ def console() -> Console:
 
 
 def readable(text: str) -> str:
-    """A foreign text of several lines, for a terminal. Lines, tabs, spaces of all widths and the joiners of scripts and
-    emoji stay; other control characters, which could move the cursor or reverse the text, are escaped."""
+    """A text from outside, of several lines, for a terminal.
+
+    Lines, tabs, spaces of all widths and the joiners of scripts and emoji stay. Other control characters, which could
+    move the cursor or reverse the text, are escaped.
+    """
     return "".join(c if c in _KEPT or unicodedata.category(c) == "Zs" else plain(c) for c in text)
 
 
 def plain(text: str) -> str:
-    """A foreign text without the characters that control a terminal."""
+    """A text from outside. Characters that control a terminal are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

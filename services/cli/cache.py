@@ -51,7 +51,7 @@ def parser() -> Parser:
     pin.add_argument(
         "--model", metavar="MODEL", help="checkpoint folder, or name on a model hub, for --text-file or --messages-file"
     )
-    pin.add_argument("--chat-template", metavar="TEXT", help="as the gateway's, for --messages-file")
+    pin.add_argument("--chat-template", metavar="TEXT", help="the gateway's --chat-template, for --messages-file")
     pin.add_argument(
         "--worker", type=int, action="append", default=[], metavar="ID", help="only on this worker; may be repeated"
     )
@@ -62,8 +62,8 @@ def parser() -> Parser:
     for command, default in ((pin, ""), (reset, None)):
         command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
-        command.add_argument("--tenant", default=default, help="of requests; the scheduler tells its namespace")
-        command.add_argument("--salt", default=default, help="cache_salt of requests; the same")
+        command.add_argument("--tenant", default=default, help="a tenant; the scheduler is asked for its namespace")
+        command.add_argument("--salt", default=default, help="cache_salt of requests; the scheduler is asked, too")
         command.add_argument(
             "--scheduler", metavar="HOST:PORT", help="for --tenant and --salt [env: PACELINE_SCHEDULER]"
         )

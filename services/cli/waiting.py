@@ -15,8 +15,8 @@ QUIET_S = 1.0
 
 @contextlib.contextmanager
 def waiting(console: Console, what: str) -> Iterator[None]:
-    """While the block runs, and from QUIET_S on, a line with a spinner, `what` and the time. The line disappears at the
-    end. Without a terminal it is not shown."""
+    """After QUIET_S, shows a line with a spinner, `what` and the time. The line disappears when the block ends. Without
+    a terminal it is not shown."""
     if not console.is_terminal:
         yield
         return

@@ -28,7 +28,7 @@ PROMPT = [9, 10, 11, 12]
 
 @asynccontextmanager
 async def frozen(stack: Stack) -> AsyncIterator[float]:
-    """The first of two gateways; gives the time since when."""
+    """Freezes the first of two gateways. Yields the time at which it froze."""
     gateway = stack.processes["gateway"]
     gateway.send_signal(signal.SIGSTOP)
     try:
@@ -77,8 +77,8 @@ async def test_a_stream_goes_on_at_the_other_gateway_and_nothing_is_lost(two: St
 
 
 async def test_a_request_that_has_waited_long_continues_at_the_other_gateway(two: Stack) -> None:
-    """The connection has carried no token, but more pings than grpc core by itself sends without data. With grpc core's
-    own limit, the next ping would come after a minute."""
+    """The connection has carried no token, and more pings than grpc core's default allows without data. With that
+    default, the next ping would come after a minute."""
     targets = [gateway.target for gateway in two.gateways]
     async with AsyncPacelineClient(targets[1:]) as client:
         right = await generated(client)
@@ -93,7 +93,7 @@ async def test_a_request_that_has_waited_long_continues_at_the_other_gateway(two
             print(f"served after {time.monotonic() - frozen_s:.2f} s, with the start of a worker")
 
 
-async def test_a_client_that_only_connects_to_it_is_served_by_the_other(two: Stack) -> None:
+async def test_a_client_that_connects_to_the_frozen_gateway_is_served_by_the_other(two: Stack) -> None:
     """The kernel takes the connection, and no process answers on it."""
     targets = [gateway.target for gateway in two.gateways]
     async with AsyncPacelineClient(targets[1:]) as client:

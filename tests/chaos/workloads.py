@@ -20,21 +20,21 @@ WORKER_FLAGS = [
     *("--threads", "1", "--block-size", "16", "--num-blocks", "128", "--num-host-blocks", "256"),
     *("--max-num-seqs", "8", "--max-batched-tokens", "128"),
 ]
-# What random kills do to workers must not be laid at the door of the requests.
+# Requests must not be blamed for what random kills do to workers.
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
-# So a client that resumes has its answer generated again. All else is the default: also the patience of
-# gateways with a scheduler that is away, and for how long they go on without the client (more than twice PATIENCE_S of
-# matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
+# With --resume-keep-s 0, the answer of a client that resumes is generated again. The other settings are defaults: for
+# how long a gateway waits for a lost scheduler, and for how long it goes on without the client (more than twice
+# PATIENCE_S of matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
 # A batch with few lines in flight has lines that wait when its gateway dies.
 GATEWAY_FLAGS = ["--resume-keep-s", "0", "--batch-lines", "4"]
-# More requests than fit into the slots.
+# A list that needs more tokens than `max_tokens` allows.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
 MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`is_reached`: the moment that the name stands for; `Stack` may be asked for metrics, so not on an event loop."""
+    """`is_reached`: whether the moment of the name has come. It may read metrics: do not call it on an event loop."""
 
     questions: list[Question]
     is_reached: Callable[[Stack, list[Answer]], bool]
@@ -48,7 +48,7 @@ def completion(name: str, prompt: list[int] | list[str] | str, max_tokens: int, 
 
 
 def varied(question: Question, seed: int) -> Question:
-    """Other prompts of tokens and other draws, of the same kind and size; 0: as it is."""
+    """The question with other token ids and another random seed, of the same size. `seed` 0: unchanged."""
     body = dict(question.body)
     if "seed" in body:
         body["seed"] += 1000 * seed

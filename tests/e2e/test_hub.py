@@ -69,7 +69,7 @@ def test_a_model_by_its_hub_name(checkpoint: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_worker_gets_the_files_that_say_how_to_pool(checkpoint: Path, tmp_path: Path) -> None:
-    """Also from a subfolder, of which there are others with a config.json."""
+    """They may be in a subfolder. The config.json of another subfolder is not fetched."""
     embedding_checkpoints.add_modules(checkpoint, "last")
     (checkpoint / "original" / "config.json").write_text("{}")
     code = "from gpu_worker.models.loader import resolve_checkpoint; print(resolve_checkpoint('org/demo'))"

@@ -29,7 +29,7 @@ CHAT: Any = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 class Animal(BaseModel):
-    """As users of OpenAI's client write a schema."""
+    """A schema as users of OpenAI's client write it."""
 
     kind: str = Field(max_length=12)
     legs: int = Field(ge=0, le=8)

@@ -88,7 +88,7 @@ def seen(step: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_step_is_vllms(case: Case, theirs: dict[Case, dict[str, Any]]) -> None:
+def test_every_step_equals_the_step_of_vllm(case: Case, theirs: dict[Case, dict[str, Any]]) -> None:
     scenario = case.scenario
     if case.store_after_step:
         scenario["options"] = scenario.get("options", {}) | {"share_in_step": False}

@@ -1,4 +1,4 @@
-"""The policies of examples/custom_policies: as docs/custom-policies.md shows them, found as it says, and right."""
+"""The policies of examples/custom_policies: docs/custom-policies.md shows the same code, and it works as described."""
 
 from __future__ import annotations
 

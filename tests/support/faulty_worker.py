@@ -1,7 +1,7 @@
 """A worker with planted faults, for tests: `python -m tests.support.faulty_worker serve worker ...`.
 
-It is the worker as it is, but for requests with prompts that begin with MARK: what those do is in their next two
-tokens, a Fault and how many tokens they generate before it. The server itself has no such door.
+Only requests with prompts that begin with MARK cause faults. The two tokens after MARK say which: a Fault, and the
+number of tokens that the request generates before the fault. The real worker has no such code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Fault(enum.IntEnum):
     RAISE = 101  # an exception out of the forward pass
     NAN = 102  # in the row's logits
     HANG = 103  # the forward pass never returns
-    DIE = 104  # the process is killed in it
-    BREAK = 105  # an exception, and after it nothing works on the device
-    SULK = 106  # the forward pass never returns, and the worker does not look for that
+    DIE = 104  # the process is killed in the forward pass
+    BREAK = 105  # an exception; all later work on the device fails
+    SULK = 106  # as HANG, and the worker does not check how long a step takes
 
 
 def poison(fault: Fault, after: int, *rest: int) -> list[int]:

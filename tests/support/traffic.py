@@ -1,4 +1,4 @@
-"""Constant mixed load on several gateways, as behind a load balancer; it notes what an undisturbed run did not get."""
+"""Constant mixed load on several gateways, as behind a load balancer; it notes wrong answers and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ask = Callable[[], Awaitable[Any]]
 
 
 class NextGateway(httpx.AsyncBaseTransport):
-    """One gateway after the other; the next one where a connection is refused, and in no other case."""
+    """Sends requests to the gateways in turn. Only if a gateway refuses the connection, the next gateway is tried."""
 
     def __init__(self, urls: list[str]) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
@@ -45,7 +45,7 @@ class NextGateway(httpx.AsyncBaseTransport):
 
 @dataclass
 class Traffic:
-    """Each kind of request, again and again; `right` is what one of each got while nothing happened."""
+    """Sends each kind of request again and again. `right`: the answer to each kind while no service is disturbed."""
 
     asks: dict[str, Ask]
     right: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Traffic:
 
     @contextlib.asynccontextmanager
     async def flowing(self) -> AsyncIterator[None]:
-        """One request of each kind at any time, while the block runs; in the end the last ones are waited for."""
+        """While the block runs, keeps one request of each kind in flight. Then waits for the last requests."""
         over = asyncio.Event()
 
         async def repeat(kind: str, ask: Ask) -> None:

@@ -4,7 +4,7 @@ Strategies, with SGLang's names. Nodes that a strategy ranks equal go least rece
 
     lru        the least recently used                             (the default of vLLM, SGLang, TensorRT-LLM)
     lfu        the least often reused
-    slru       never reused or once; then the rest                 (segmented LRU, as in SGLang: protected from 2 on)
+    slru       reused at most once; then the rest                  (segmented LRU, as in SGLang: protected from 2 on)
     fifo       the first stored, however often it is used
     priority   the lowest priority; a node has the highest priority of the requests that used it
 

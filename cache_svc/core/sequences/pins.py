@@ -164,7 +164,7 @@ def _num_blocks(nodes: Iterable[PrefixNode]) -> int:
 
 
 def _the_only_model(tree: PrefixTree, namespace: Namespace) -> Namespace:
-    """Completes a namespace without a model, if the cache has only one model."""
+    """Completes a namespace without a model, if the cache has only one model with the same LoRA and salt."""
     if namespace.model:
         return namespace
     alike = [known for known in tree.roots if known[1:] == namespace[1:]]

@@ -1,10 +1,10 @@
 """Which requests share cached KV: namespaces by tenant and `cache_salt`, under a name that only the scheduler can make.
 
 The name of a namespace is a hash with the scheduler's secret as its key. Workers and the cache get the name: neither
-can find the tenant or the salt in it, also not by trying. (The cache gets the tenant of a request with retention, for
-the tenant's share.) The scheduler makes the name, because every request passes through it, whichever gateway or client
-it comes from. A restarted scheduler and a standby make the same names if they have the same secret, and so they find
-the KV that a worker kept.
+can compute the tenant or the salt from it, not even by trying all of them. (The cache gets the tenant of a request with
+retention, for the tenant's share.) The scheduler makes the name, because every request passes through it, whichever
+gateway or client it comes from. A restarted scheduler and a standby make the same names if they have the same secret,
+and so they find the KV that a worker kept.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Step(StepView):
             detail = f"needs {need_blocks} blocks, {self._available_blocks} are available"
             if verdict is not Verdict.ADMIT:
                 if need_blocks <= self._available_blocks:  # the blocks are free, but promised or needed later
-                    detail += f"; up to {self.blocks_for(own.max_total_tokens)} to its end"
+                    detail += f"; it may need {self.blocks_for(own.max_total_tokens)} until its end"
                 return self.reject(request, verdict, "capacity", detail)
             return self.reject(request, Verdict.STOP, "blocks", detail)
         self._available_blocks -= need_blocks

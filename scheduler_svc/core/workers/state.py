@@ -43,7 +43,7 @@ class WorkerState:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
     num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token (or pooled an input)
-    knows_cache: bool = False  # the cache has answered an exchange that the worker waited for, since its last step
+    knows_cache: bool = False  # since its last step, the cache has answered an exchange that it waited for
     # Offline sequences were preempted while the next step was being scheduled: it admits no offline request.
     yielded: bool = False
     asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
@@ -192,7 +192,7 @@ class WorkerState:
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of these sequences: what a step attends to that runs all of them."""
+        """Known tokens of the sequences that num_rows counts: the context of a step that runs all of them."""
         tokens = self.batch.context_tokens + sum(one.request.num_tokens for one in self.admissions)
         return tokens - sum(self.batch.num_tokens(slot) for slot in self.batch.offline - self.batch.finishing)
 
@@ -206,8 +206,8 @@ class WorkerState:
         return missing > self.available_blocks
 
     def in_steps(self, first: int, last: int) -> tuple[list[Request], int, int]:
-        """For the steps in flight from `first` to `last`: the requests with rows in them that still run here, the
-        number of sequences in all their rows, and the number of steps."""
+        """Looks at the steps in flight from `first` to `last`. Returns the requests with rows in these steps that still
+        run here, the number of sequences in these steps, and the number of steps."""
         steps = [step for step in self.in_flight if first <= step.step <= last]
         pairs = {pair for step in steps for pair in step.slots_and_generations()}
         generation = self.batch.slots.generation

@@ -17,7 +17,8 @@ class SwapSpace:
     swapped: dict[int, Request] = field(default_factory=dict)  # waiting requests with their KV here, by sequence
     # Copies for the next plan: device blocks, host blocks; by sequence.
     swap_outs: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    demotions: dict[int, int] = field(default_factory=dict)  # the same, of evicted blocks: device block by host block
+    # Copies of evicted blocks for the next plan: the device block, by the host block that it is copied to.
+    demotions: dict[int, int] = field(default_factory=dict)
 
     def add_demotions(self, device_blocks: bytes, host_blocks: bytes) -> None:
         """Copies for the next plan. The last copy to a host block counts."""
@@ -35,7 +36,7 @@ class SwapSpace:
         self.swap_outs.pop(sequence, None)
 
     def forget_cache(self) -> None:
-        """The cache is gone, together with what it kept for no sequence. Copies for sequences are still made."""
+        """The cache is gone, and with it all host blocks that no sequence uses. Copies for sequences are still made."""
         self.free_blocks = 0
         self.demotions.clear()
 

@@ -35,7 +35,7 @@ class EarliestDeadlineFirst(KeyedOrder):
 
     def key(self, request: RequestView) -> float:
         """The deadline in seconds, or the time for the first token (`ttft_slo_s`) if that is earlier, on the clock of
-        `arrival_s`; infinity if there is neither. Not before the API key's `min_slo_s` from the arrival: otherwise a
+        `arrival_s`; infinity if there is neither. At least `min_slo_s` (of the API key) after the arrival: otherwise a
         client could come before all others with ever shorter goals."""
         return max(min(request.deadline_s, request.first_token_due_s), request.arrival_s + request.min_slo_s)
 

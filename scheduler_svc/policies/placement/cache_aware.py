@@ -1,8 +1,9 @@
 """`cache_aware` of SGLang's router (gateway), with its thresholds: affinity while the load is balanced.
 
-The worker with the fewest requests is chosen if the busiest worker has `balance_abs_threshold` more requests than the
-idlest one, and `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if that is
-more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest tree).
+The worker with the fewest requests is chosen if the busiest worker has over `balance_abs_threshold` requests more
+than that worker, and over `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if
+that is more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest
+tree).
 
 The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
 and what requests ahead compute, as in the router's event-driven mode.
@@ -29,7 +30,7 @@ class CacheAware(OnArrival):
         self.cache_threshold = cache_threshold
         self.balance_abs_threshold = balance_abs_threshold
         self.balance_rel_threshold = balance_rel_threshold
-        self._given_tokens: Counter[int] = Counter()  # uncached tokens of the requests placed on it, by worker
+        self._given_tokens: Counter[int] = Counter()  # by worker: uncached tokens of its requests
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> tuple[WorkerView, str]:
         """Choose by load, then by match, then by the tokens given so far."""

@@ -35,8 +35,11 @@ def make_truncation(
     num_output: int = 1,
     keeps_added: bool | None = None,
 ) -> Truncation | None:
-    """None if the request has no `truncate_prompt_tokens`; -1 keeps what leaves room for `num_output` tokens.
-    `keeps_added` None: only without a `side`. Raises ApiError 400."""
+    """The truncation, or None if the request has no `truncate_prompt_tokens`. Raises ApiError 400.
+
+    A `num_tokens` of -1 keeps `max_model_len - num_output` tokens. Without `keeps_added`, the added tokens stay only if
+    the request has no `side`.
+    """
     keeps = side is None if keeps_added is None else keeps_added
     name = "truncate_prompt_tokens"
     if num_tokens is None:

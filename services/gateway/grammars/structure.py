@@ -21,7 +21,7 @@ class Structure(NamedTuple):
     kind: Kind
     text: str
     any_whitespace: bool = True  # False: no whitespace between the parts of a JSON value
-    prefix: str = ""  # rules in Lark for an output in which this form is `@answer`
+    prefix: str = ""  # Lark rules for the whole output; they call this structure `@answer`
 
 
 def from_schema(field: str, schema: Any, any_whitespace: bool = True) -> Structure:

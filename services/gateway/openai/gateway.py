@@ -97,7 +97,7 @@ class Gateway:
 
     @contextmanager
     def held_body(self) -> Iterator[HeldBody]:
-        """Counts a request's body until it has become jobs. Raises ApiError 429 when all bodies are too large."""
+        """Counts a request's body until it has become jobs. Raises ApiError 429 if all bodies exceed `max_bytes`."""
         with self.bodies.hold() as held:
             try:
                 yield held

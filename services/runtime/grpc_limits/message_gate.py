@@ -17,8 +17,8 @@ class MessageGate:
     """Reads the single request of a call, for `max_reading` calls at once. Further calls wait, first come, first
     served.
 
-    A slow client may take its time only while no other call waits. When all slots are taken, each new call limits the
-    oldest read without a limit to `patience_s` seconds from its beginning.
+    A slow client may take its time only while no other call waits. When all slots are taken, each new call puts
+    a limit on the oldest read that has none yet: `patience_s` seconds from the start of the read.
     """
 
     def __init__(self, *, max_reading: int, max_waiting: int, timeout_s: float = 60.0, patience_s: float = 1.0) -> None:

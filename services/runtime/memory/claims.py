@@ -65,7 +65,7 @@ class MemoryClaims:
             try:
                 (self._folder / f"{claim.pid}.json").write_text(json.dumps(asdict(claim)), encoding="utf-8")
             except OSError as error:  # a full disk
-                _log.warning("other workers do not know what this one will take of the memory", reason=str(error))
+                _log.warning("other workers do not know how much memory this worker will take", reason=str(error))
 
     def _claimed_by_others(self) -> int:
         total = 0
@@ -102,7 +102,7 @@ def lock() -> Iterator[MemoryClaims]:
         except OSError as error:
             # A read-only disk is a choice. Without permission, workers that start together may take too much.
             log = _log.warning if isinstance(error, PermissionError) else _log.info
-            log("what other workers will take of the memory is not known", reason=str(error))
+            log("it is not known how much memory other workers will take", reason=str(error))
             folder = None
         yield MemoryClaims(folder)
 

@@ -37,8 +37,8 @@ def checkpoint_folder(model: str, patterns: Sequence[str], ignore: Sequence[str]
 
 
 def _is_gguf(model: str, folder: Path | None) -> bool:
-    """Whether the model is in GGUF format: a .gguf file, a folder with no other model, or a repository with that
-    name."""
+    """Whether the model is in GGUF format: a file or a hub name that ends in "gguf", or a folder with .gguf files and
+    without config.json."""
     if folder is None:
         return model.lower().endswith("gguf")
     return not (folder / "config.json").exists() and any(folder.glob("*.gguf"))

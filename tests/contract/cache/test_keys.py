@@ -1,4 +1,4 @@
-"""Admin calls of a real cache server: with keys, and without keys from another machine."""
+"""Admin calls of a real cache server: with keys; and without keys, from this or another machine."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_with_keys_admin_calls_need_an_admin_key(
         assert await asyncio.to_thread(cli.main, argv) == 0
 
 
-async def test_a_call_without_an_admin_key_is_refused_before_its_request_is_here(file: Path) -> None:
+async def test_a_call_without_an_admin_key_is_refused_before_its_request_arrives(file: Path) -> None:
     """Otherwise anyone could make the server receive 16 MiB a call."""
     async with cache(keys_file=str(file)) as port, open_channel(f"127.0.0.1:{port}") as channel:
         for method in ("CacheAdminService/PinPrefix", "CacheService/WatchEvents"):

@@ -251,7 +251,7 @@ async def test_a_core_that_contradicts_itself_ends_the_link_and_not_the_service(
 
 
 async def test_a_cache_that_stops_does_not_wait_for_its_link_to_end() -> None:
-    """A link never ends by itself. The next cache cannot start before it, and all requests wait for that."""
+    """A link never ends by itself. All requests wait for the next cache, which cannot start before this one stops."""
     async with running(drain_s=60.0) as server:
         call = server.link()
         await ask(call, 1, d.add_worker_op(0, 8, 4))
@@ -278,7 +278,7 @@ def test_settings_come_from_flags_and_environment(monkeypatch: pytest.MonkeyPatc
     assert (settings.port, settings.metrics_port, settings.debug) == (6000, 0, True)
 
 
-async def test_a_scheduler_that_has_been_succeeded_cannot_take_the_link_over(cache: Running) -> None:
+async def test_a_scheduler_before_the_newest_leader_cannot_take_over_the_link(cache: Running) -> None:
     old = cache.link("7")
     await ask(old, 1, d.add_worker_op(0, 8, 4))
     new = cache.link("8")

@@ -273,7 +273,7 @@ async def test_sqlite_asks_for_a_held_lease_without_a_write(tmp_path: Path) -> N
     await file.close()
 
 
-async def test_the_model_of_a_response_is_read_alone(stores: Stores) -> None:
+async def test_the_model_of_a_response_is_read_without_the_response(stores: Stores) -> None:
     first, second = stores
     assert await first.model_of(*ONE.name) is None
     await first.put(ONE, LEASE_S)
@@ -352,7 +352,7 @@ def test_a_setting_that_names_no_store_is_refused() -> None:
             check_store_url(bad)
 
 
-async def test_a_deleted_response_leaves_no_progress(tmp_path: Path, clock: Clock) -> None:
+async def test_a_deleted_response_leaves_no_progress_row(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "responses.db"
     file = SqliteFile(path)
     store = SqliteStore(file, ttl_s=100, max_bytes=2**20, clock=clock)

@@ -44,7 +44,7 @@ def filled(eviction: str, num_sequences: int) -> Memory:
 
 
 def bytecodes(memory: Memory, num_blocks: int = EVICTED) -> int:
-    """The bytecodes of evicting EVICTED blocks."""
+    """How many bytecodes run to evict `num_blocks` blocks."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> object:

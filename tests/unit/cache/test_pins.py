@@ -31,7 +31,7 @@ def link() -> d.Driver:
 
 
 def pin(link: d.Driver, name: str, tokens: list[int], **options: Any) -> dict[int, int]:
-    """Tokens pinned by worker."""
+    """The number of pinned tokens on each worker."""
     made = admin.pin(link.core, name, d.pack(tokens), **options)
     link.core.check_invariants()
     return {worker.worker_id: num_tokens for worker, num_tokens in admin.pinned_tokens(made)}
@@ -112,7 +112,7 @@ def test_pins_are_limited_to_a_share_of_the_pool_and_common_blocks_count_once(li
     assert link.core.pins.num_blocks(link.core.workers[0]) == 8
 
 
-def test_namespaces_and_the_only_model(link: d.Driver) -> None:
+def test_a_pin_without_a_model_name_is_refused_if_several_models_match(link: d.Driver) -> None:
     for sequence, (model, salt) in enumerate((("m", ""), ("m", "s"), ("n", "s")), 1):
         op = d.match_op(sequence, A, salt=salt)
         op.match.namespace.model = model
@@ -166,7 +166,7 @@ def test_a_reset_leaves_used_and_pinned_blocks(link: d.Driver) -> None:
     assert link.probe(B) == {0: (16, 16)}
 
 
-def test_the_metrics_show_it_before_the_next_exchange(link: d.Driver) -> None:
+def test_the_metrics_show_pins_and_resets_before_the_next_exchange(link: d.Driver) -> None:
     def shown() -> tuple[int, int, int]:
         (pool,) = link.core.pool_counters()
         return pool.free_blocks, pool.cached_blocks, pool.used_blocks

@@ -36,7 +36,7 @@ async def parser() -> AsyncIterator[BodyParser]:
 
 @pytest.fixture
 def only_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails what decodes JSON in this process."""
+    """Makes every parse in this process fail."""
     monkeypatch.setattr(body_parser, "parse_body", None)
 
 
@@ -60,7 +60,7 @@ def test_the_number_of_values_decides_where_a_body_is_parsed(body: Any, small: b
 
 
 @pytest.mark.usefixtures("only_elsewhere")
-async def test_the_process_gives_what_parsing_here_gives(parser: BodyParser) -> None:
+async def test_the_parser_process_returns_the_same_as_this_process(parser: BodyParser) -> None:
     chat = {"messages": [{"role": "user", "content": f"text {i}"} for i in range(9000)]}
     for cls, body in ((schema.CompletionRequest, MANY_IDS), (schema.ChatRequest, chat)):
         assert await parse(parser, cls, body, kind="completion") == parse_body(
@@ -122,7 +122,7 @@ def die(*_: object) -> None:
     os._exit(1)
 
 
-async def test_a_body_of_which_the_process_dies_is_answered(
+async def test_a_body_that_kills_the_parser_process_gets_an_answer(
     parser: BodyParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await parse(parser, schema.CompletionRequest, JUNK)

@@ -10,7 +10,7 @@ from services.gateway.admission.parse_limiter import ParseLimiter
 from services.gateway.errors import Gone
 
 
-async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
+async def test_a_few_requests_enter_per_loop_turn_in_order_of_arrival() -> None:
     parse_limiter, now, entered = ParseLimiter(per_turn=3), 0, []
 
     async def request(number: int) -> None:
@@ -27,7 +27,7 @@ async def test_a_few_in_each_turn_of_the_loop_first_come_first_served() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> None:
+async def test_a_large_body_uses_up_the_budget_of_the_turns_that_follow() -> None:
     parse_limiter, now, entered = ParseLimiter(per_turn=4), 0, []
 
     async def request(num_bytes: int) -> None:
@@ -39,8 +39,8 @@ async def test_large_ones_come_one_in_a_turn_and_are_paid_off_in_others() -> Non
         now += 1
         await asyncio.sleep(0)
     first, second, *small = (turn - entered[0] for turn in entered)
-    assert (first, second) == (0, 3), "11 of 4 in a turn"
-    assert small == [second + 5] * 2, "17"
+    assert (first, second) == (0, 3), "costs 11 admissions, 4 per turn"
+    assert small == [second + 5] * 2, "costs 17 admissions, 4 per turn"
     await asyncio.gather(*tasks)
 
 

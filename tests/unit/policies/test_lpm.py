@@ -1,4 +1,4 @@
-"""lpm's in-batch rule through the queue, as the scheduler tells it (SGLang, schedule_policy.py)."""
+"""The in-batch rule of lpm, tested with the scheduler's waiting queue (SGLang, schedule_policy.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def order(queue: WaitingQueue) -> list[int]:
     return [request.arrival_index for request in queue.ordered(0.0)]
 
 
-def test_the_longest_match_goes_first_and_one_of_those_that_share_what_is_not_cached(queue: WaitingQueue) -> None:
+def test_the_longest_match_goes_first_and_equal_uncached_prefixes_wait_for_one_request(queue: WaitingQueue) -> None:
     leader = wait(queue, 1, [*SHARED, 1])
     follower = wait(queue, 2, [*SHARED, 2], cached=16)
     wait(queue, 3, [7] * 40, cached=32)

@@ -26,10 +26,10 @@ RULES = (RoundRobin, LeastLoaded, TwoChoices, CacheAware, OverlapCost)
 class FakeRequest:
     arrival_index: int
     num_tokens: int = 100
-    live: dict[int, int] = field(default_factory=dict)
+    referenced: dict[int, int] = field(default_factory=dict)
 
     def referenced_tokens(self, worker_id: int) -> int:
-        return self.live.get(worker_id, 0)
+        return self.referenced.get(worker_id, 0)
 
 
 @dataclass
@@ -77,7 +77,7 @@ def test_the_reason_of_a_placement_is_given_when_the_request_is_bound(rule: type
     chosen = place(policy, 1, *rows(0, 1))
     assert policy.bound(FakeRequest(1), chosen)  # type: ignore[arg-type]
     assert policy.bound(FakeRequest(1), chosen) == "", "a choice is forgotten once it is bound"  # type: ignore[arg-type]
-    assert policy.bound(FakeRequest(2), 1) == "", "it was bound by others"  # type: ignore[arg-type]
+    assert policy.bound(FakeRequest(2), 1) == "", "no choice was made for it"  # type: ignore[arg-type]
 
 
 def test_choices_of_requests_that_never_run_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_least_loaded_counts_requests() -> None:
     assert place(LeastLoaded(), 1, *rows(2, 2, 3)) == 1
 
 
-def test_two_choices_takes_the_better_of_each_pair_as_often() -> None:
+def test_two_choices_draws_each_pair_equally_often_and_takes_the_better_worker() -> None:
     policy = TwoChoices()
     chosen = Counter(place(policy, number, *rows(1, 2, 3)) for number in range(3_000))
     assert chosen[3] == 0, "it is the worse one of every pair"
@@ -142,9 +142,9 @@ def test_overlap_cost_weighs_prefill_blocks_against_blocks_in_use() -> None:
     assert placed(OverlapCost(2.0), FakeRequest(1, 112), busy, FakeWorker(2)) == 2, "14 + 7 blocks against 14"
 
 
-def test_overlap_cost_counts_a_block_that_others_use_once() -> None:
+def test_overlap_cost_counts_a_shared_block_only_once() -> None:
     workers = FakeWorker(1, cached=96, free_blocks=993), FakeWorker(2)
-    assert placed(OverlapCost(), FakeRequest(1, 112, live={1: 96}), *workers) == 1, "1 + 7 + 1 blocks against 14"
+    assert placed(OverlapCost(), FakeRequest(1, 112, referenced={1: 96}), *workers) == 1, "1 + 7 + 1 blocks against 14"
 
 
 @pytest.mark.parametrize("rule", RULES)

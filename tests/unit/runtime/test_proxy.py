@@ -1,4 +1,4 @@
-"""The proxy that tests/chaos cuts links with does what its faults are called."""
+"""The proxy with which tests/chaos cuts links: each fault does what its name says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Echo(socketserver.BaseRequestHandler):
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    """Before a server of threads, as a server of the test's own loop would end with the loop, in whatever it does."""
+    """A proxy in front of a threaded server. A server in the test's event loop would stop with the loop."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         proxy = Proxy(server.server_address[1])

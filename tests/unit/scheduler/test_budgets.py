@@ -44,7 +44,7 @@ def running(system: LocalSystem) -> list[int]:
     return sorted(request.handle for worker in system.scheduler.workers.values() for request in worker.bound)
 
 
-def test_a_tenant_runs_no_more_than_its_tokens_and_others_pass_it() -> None:
+def test_a_tenant_runs_no_more_than_its_token_limit_and_other_tenants_overtake_it() -> None:
     system, client = system_with(tenant_max_running_tokens=50)
     for handle, tenant in enumerate("aaab"):
         system.submit("s", handle, [9] * 10, params(10), tenant=tenant)
@@ -142,7 +142,7 @@ def test_the_retry_time_is_the_time_to_drain_the_surplus() -> None:
 
 
 @pytest.mark.parametrize(("own", "others"), [(10, 200), (200, 10)])
-def test_a_queue_at_its_limit_of_requests_waits_for_one_to_leave(own: int, others: int) -> None:
+def test_the_retry_time_of_a_queue_full_of_requests_is_the_time_until_they_leave(own: int, others: int) -> None:
     """The tokens of the refused request do not count. Ten steps run per second, each with room for all slots'
     prompts."""
     system = LocalSystem(SchedulerConfig(max_queued_requests=10))
@@ -393,7 +393,7 @@ def test_explain_names_the_blocks_that_a_request_needs_to_its_end() -> None:
     spans = system.scheduler.timeline.explain("s-2", system.now_s)
     assert spans is not None
     # The other request has 3 blocks, for 9 tokens.
-    assert "needs 2 blocks, 13 are available; up to 12 to its end" in [span.detail for span in spans]
+    assert "needs 2 blocks, 13 are available; it may need 12 until its end" in [span.detail for span in spans]
 
 
 def test_refused_clients_get_retry_times_one_after_another() -> None:

@@ -89,7 +89,7 @@ class Way:
 
     etcd: FakeEtcd
     rng: random.Random
-    trouble: float = 0.0  # how often a message is lost; as often, one is late
+    trouble: float = 0.0  # the probability that a message is lost, and the probability that it is late
     open_: bool = True
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -195,7 +195,7 @@ class World:
         raise AssertionError(f"no scheduler was elected in {at_most_s} s")
 
     async def restart(self, i: int, resign: bool) -> None:
-        """With or without giving the lease back, as after SIGTERM and SIGKILL."""
+        """Restart a scheduler. `resign`: it returns its lease first, as after SIGTERM; else as after SIGKILL."""
         self._runs[i].cancel()
         await asyncio.gather(self._runs[i], return_exceptions=True)
         election = self.elections.pop(i)
@@ -252,7 +252,7 @@ def scenario(play: Callable[[World], Any], count: int = 2) -> None:
     virtual_time.run(main())
 
 
-def test_a_killed_leader_is_succeeded_when_its_lease_is_over() -> None:
+def test_a_killed_leader_has_a_successor_when_its_lease_is_over() -> None:
     async def play(world: World) -> None:
         leader = world.leaders[0]
         await world.restart(leader, resign=False)
@@ -264,7 +264,7 @@ def test_a_killed_leader_is_succeeded_when_its_lease_is_over() -> None:
     scenario(play)
 
 
-def test_a_leader_that_resigns_is_succeeded_at_once() -> None:
+def test_a_leader_that_resigns_has_a_successor_at_once() -> None:
     async def play(world: World) -> None:
         leader = world.leaders[0]
         await world.restart(leader, resign=True)
@@ -276,7 +276,7 @@ def test_a_leader_that_resigns_is_succeeded_at_once() -> None:
     scenario(play)
 
 
-def test_a_leader_cut_off_ends_before_the_next_one_begins() -> None:
+def test_a_leader_without_a_connection_ends_before_the_next_leader_begins() -> None:
     async def play(world: World) -> None:
         leader = world.leaders[0]
         world.ways[leader].open_ = False
@@ -335,7 +335,7 @@ def test_deleting_the_key_by_hand_makes_another_leader() -> None:
     scenario(play)
 
 
-def test_a_lease_that_came_too_late_is_not_counted_on() -> None:
+def test_a_lease_that_arrives_when_it_is_over_is_not_used() -> None:
     async def play() -> None:
         rng = random.Random(1)
         way = Way(FakeEtcd(rng), rng)

@@ -44,7 +44,7 @@ def assert_unavailable(client: Client, handle: int) -> None:
     assert ending.retry_after_s > 0
 
 
-def test_a_request_ends_when_no_worker_has_come_for_the_limit(system: LocalSystem, client: Client) -> None:
+def test_a_request_ends_when_no_worker_is_attached_within_the_limit(system: LocalSystem, client: Client) -> None:
     system.submit("s", 1, [9, 10], PARAMS)
     tick(system, 1000.0 + LIMIT_S - 0.01)
     assert not client.endings
@@ -141,7 +141,7 @@ def test_a_search_ends_once_as_a_whole(system: LocalSystem, client: Client) -> N
     system.assert_at_rest()
 
 
-def test_zero_waits_for_ever(client: Client) -> None:
+def test_a_limit_of_zero_waits_for_ever(client: Client) -> None:
     system = LocalSystem(SchedulerConfig(no_worker_timeout_s=0))
     client = system.open("s")
     system.submit("s", 1, [9, 10], PARAMS)
@@ -159,7 +159,7 @@ def test_gateways_get_the_limit(system: LocalSystem, client: Client) -> None:
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_a_request_ends_when_no_worker_that_can_hold_it_has_come_for_the_limit(
+def test_a_request_ends_when_no_worker_that_can_hold_it_is_attached_within_the_limit(
     system: LocalSystem, client: Client, comes_back: bool
 ) -> None:
     """A smaller worker stays attached, and serves what fits."""

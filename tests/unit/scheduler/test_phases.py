@@ -16,7 +16,7 @@ def test_the_documented_table_is_this_one() -> None:
     assert table() in PAGE.read_text(encoding="utf-8")
 
 
-def test_every_phase_can_be_reached_and_only_ended_is_never_left() -> None:
+def test_every_phase_can_be_reached_and_only_the_phase_ended_has_no_exit() -> None:
     assert set(TRANSITIONS.values()) | {Phase.WAITING} == set(Phase)
     assert {phase for phase, _ in TRANSITIONS} == set(Phase) - {Phase.ENDED}
     assert {event for _, event in TRANSITIONS} == set(Event)

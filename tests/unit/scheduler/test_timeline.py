@@ -39,7 +39,7 @@ def test_a_reason_is_one_range_of_decisions() -> None:
     ]
 
 
-def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_worker() -> None:
+def test_consecutive_decisions_of_two_workers_are_one_range_without_a_worker() -> None:
     notes, first = RequestTimeline(), request(1)
     notes.arrived(first, 1.0)
     notes.decided(1, [(first, "slots", "")], None, 2.0)
@@ -48,7 +48,7 @@ def test_decisions_of_two_workers_that_follow_each_other_are_one_range_of_no_wor
     assert [span.worker for span in notes.explain("r1", 1e9) or []] == [0, 0]
 
 
-def test_a_request_not_looked_at_waits_behind_the_first_that_was() -> None:
+def test_a_request_that_was_not_considered_waits_behind_the_first_that_was() -> None:
     """The span ends with the decision that admits the request, although the first request still waits."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 1.0)
@@ -134,7 +134,7 @@ def test_an_answer_id_and_a_request_id_stand_for_all_sequences_of_the_request() 
     assert found(notes, "cmpl-a") == everything, "also when they have finished"
 
 
-def test_an_id_that_two_tenants_or_keys_chose_shows_neither_by_chance() -> None:
+def test_an_id_of_several_tenants_or_keys_needs_the_tenant_or_the_key() -> None:
     notes = RequestTimeline()
     for number, (tenant, key) in enumerate([("a", "k1"), ("b", "k2"), ("b", "k3"), ("b", "k2")], 1):
         one = sequence(number, "x", "cmpl-x")
@@ -262,7 +262,7 @@ def test_two_requests_of_the_same_id_are_kept_apart() -> None:
     assert ("order", "behind r1, which waits for slots", 1, 1) in [span[:4] for span in told(notes, "r1")]
 
 
-def test_while_nothing_can_be_decided_that_is_the_reason() -> None:
+def test_an_outage_is_the_reason_while_no_decision_is_possible() -> None:
     notes, first = RequestTimeline(), request(1)
     notes.out("no-cache", "the cache does not answer", 0.0)
     notes.arrived(first, 1.0)
@@ -315,7 +315,7 @@ def test_a_request_waits_behind_another_only_where_it_was_not_looked_at() -> Non
 
 
 def test_only_the_tenants_limit_is_named_while_a_request_waits_for_it() -> None:
-    """At each worker, in ranges, but not for a decision that stopped earlier in the queue."""
+    """The decisions form ranges. A decision that stopped earlier in the queue does not name the limit."""
     notes, one, first = RequestTimeline(30), request(1), request(2)
     one.tenant = "a"
     notes.arrived(one, 1.0)

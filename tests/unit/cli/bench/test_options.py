@@ -40,7 +40,7 @@ def test_the_running_server_is_the_default(monkeypatch: pytest.MonkeyPatch) -> N
                 parse_options([])
 
 
-def test_a_server_with_tls_is_trusted_by_its_ca(tmp_path: Path) -> None:
+def test_a_server_with_tls_is_verified_with_its_own_ca(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("")
     with announced(8123, "m", "127.0.0.1:1", "127.0.0.1:2", str(tmp_path)):
         options = parse_options([])
@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line(argv: list[str], words: str, capsys: pytest.Captu
     assert captured.err.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_absent_server_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*URL]) == 1
     line = capsys.readouterr().err
     assert line.startswith("paceline bench: http://127.0.0.1:9/v1/models: ")

@@ -60,7 +60,7 @@ def test_reasoning_and_tool_calls_are_output(name: str) -> None:
     assert (record.ttft_s, record.output_tokens, reply.text) == (3, 1, "")
 
 
-def test_a_reply_without_text_has_the_latency_of_its_end() -> None:
+def test_the_ttft_of_a_reply_without_text_is_the_time_until_its_end() -> None:
     record = RequestRecord(0, 0)
     reply = StreamedReply(record)
     reply.feed(chunk(finish="stop"), 4)
