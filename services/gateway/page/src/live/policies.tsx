@@ -4,19 +4,34 @@ import { useEffect, useState } from "preact/hooks";
 import { ApiProblem, getJson, postJson } from "../api.ts";
 import { KINDS, type Kind, type PoliciesAnswer, type SchedulerView } from "../types.ts";
 
+const AGAIN_MS = 2000;
+
 export function PolicySwitch({ view }: { view: SchedulerView }) {
   const [known, setKnown] = useState<PoliciesAnswer | null>(null);
   const [wanted, setWanted] = useState<Partial<Record<Kind | "preset", string>>>({});
   const [said, setSaid] = useState("");
+  const [problem, setProblem] = useState("");
   const [busy, setBusy] = useState(false);
   const inForce = KINDS.map((kind) => view.policies[kind]).join(" ");
   useEffect(() => {
     const leaving = new AbortController();
-    getJson<PoliciesAnswer>("v1/policies", leaving.signal).then(
-      (answer) => setKnown(answer),
-      (error: unknown) => !leaving.signal.aborted && setSaid(reason(error)),
-    );
-    return () => leaving.abort();
+    let timer = 0;
+    const load = async () => {
+      try {
+        setKnown(await getJson<PoliciesAnswer>("v1/policies", leaving.signal));
+        setProblem("");
+      } catch (error) {
+        if (leaving.signal.aborted) return;
+        setProblem(reason(error));
+        const isRefusal = error instanceof ApiProblem && error.status < 500;
+        if (!isRefusal) timer = window.setTimeout(load, AGAIN_MS); // a scheduler that has just come back
+      }
+    };
+    void load();
+    return () => {
+      leaving.abort();
+      clearTimeout(timer);
+    };
   }, [view.epoch, inForce]);
   const apply = async (event: Event) => {
     event.preventDefault();
@@ -77,7 +92,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
           <button class="primary" type="submit" disabled={busy || !Object.values(wanted).some(Boolean)}>
             Switch
           </button>
-          <span role="status">{said}</span>
+          <span role="status">{problem || said}</span>
         </div>
       </form>
     </section>
