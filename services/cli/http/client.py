@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class HttpServer:
             trust_env=not self.endpoint.is_local,
         )
 
-    def stream(self, path: str, silence_s: float) -> Iterator[dict[str, Any]]:
+    def stream(self, path: str, silence_s: float) -> Generator[dict[str, Any]]:
         """The server-sent events of a GET. Raises RequestFailed. Close the iterator to end the stream."""
         with self.failures(), self.client(silence_s) as client, client.stream("GET", path) as answer:
             if answer.is_error:
