@@ -41,6 +41,7 @@ from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
 from services.gateway.live_view.feed import LiveFeed
 from services.gateway.live_view.routes import live_api
+from services.gateway.live_view.traces import LiveTraces
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
@@ -122,8 +123,8 @@ async def serve(
     responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
-    live_feed = LiveFeed(gateway)
-    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed)]
+    live_feed, live_traces = LiveFeed(gateway), LiveTraces(gateway)
+    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed, live_traces)]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
@@ -147,6 +148,7 @@ async def serve(
             gateway.requests.drain()
             kv_events.close()
             live_feed.close()
+            live_traces.close()
             await http_server.close_listener()
             drain = _drain(gateway, http_server, grpc_server, settings.drain_s)
             await asyncio.gather(batches.close(), drain)
@@ -324,7 +326,9 @@ def _make_gateway(
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
-    metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
+    metrics = GatewayMetrics(
+        settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants), session.trace
+    )
     if settings.vllm_metrics:
         names = VllmMetrics(metrics, settings.model_name, lambda: session.load, lambda: builder.max_model_len)
         metrics.registry.register(names)

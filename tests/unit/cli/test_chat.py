@@ -17,9 +17,9 @@ from rich.console import Console
 from services.cli.arguments import readable
 from services.cli.chat.answers import Ending
 from services.cli.chat.display import measured
-from services.cli.http.endpoint import DEFAULT_URL, find_endpoint
 from services.cli.chat.history import ChatHistory
 from services.cli.chat.main import parser
+from services.cli.http.endpoint import DEFAULT_URL, find_endpoint
 from services.cli.main import main
 from services.cli.servers import NoAddress, announced
 from services.runtime.tls.files import TlsPaths
