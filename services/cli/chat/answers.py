@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.cli.chat.history import Message
-from services.cli.http.client import HttpServer, RequestFailed, events, message_of
+from services.cli.http.client import HttpApi, RequestFailed, events, message_of
 from services.cli.http.endpoint import Endpoint
 
 # Between two events of a stream. A request may wait long in the queue of a loaded server.
@@ -41,8 +41,8 @@ class ChatServer:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def _server(self) -> HttpServer:
-        return HttpServer(self.endpoint)
+    def _server(self) -> HttpApi:
+        return HttpApi(self.endpoint)
 
     def model(self) -> str:
         """The name of the first model that the server has. Raises RequestFailed."""

@@ -27,7 +27,7 @@ class ServerAway(RequestFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class HttpServer:
+class HttpApi:
     """A server with an HTTP API."""
 
     endpoint: Endpoint

@@ -60,9 +60,9 @@ def seconds(value: float | None) -> str:
 
 
 def duration(value: float) -> str:
-    """A long time: 4 s, 3 min, 5 h, 2 d."""
+    """A long time: 100 s, 3 min, 5 h, 2 d."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if value >= 2 * size or (unit != "d" and value >= size):
+        if value >= 2 * size:
             return f"{value / size:.0f} {unit}"
     return f"{value:.0f} s"
 

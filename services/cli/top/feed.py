@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-from services.cli.http.client import HttpServer, RequestFailed
+from services.cli.http.client import HttpApi, RequestFailed
 
 PATH = "/v1/live?stream=true"
 # Two snapshots come in a second.
@@ -22,7 +22,7 @@ FIRST_WITH_RATES = 3
 Snapshot = dict[str, Any]
 
 
-def snapshots(server: HttpServer) -> Generator[Snapshot]:
+def snapshots(server: HttpApi) -> Generator[Snapshot]:
     """Snapshots until the stream ends. Raises RequestFailed, also when the gateway ends the stream."""
     yield from server.stream(PATH, SILENCE_S)
     raise RequestFailed(f"{server.endpoint.url} has ended the stream")
@@ -31,7 +31,7 @@ def snapshots(server: HttpServer) -> Generator[Snapshot]:
 class LiveFollower:
     """A thread that keeps the latest snapshot. It connects again, for ever, after it was connected once."""
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: HttpApi) -> None:
         self._server = server
         self.latest: Snapshot | None = None
         self.version = 0  # changes with each of the attributes

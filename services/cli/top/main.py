@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.live import Live
 
 from services.cli.arguments import Parser, console, usage_error
-from services.cli.http.client import HttpServer, RequestFailed
+from services.cli.http.client import HttpApi, RequestFailed
 from services.cli.http.endpoint import add_flags, find_endpoint
 from services.cli.servers import NoAddress
 from services.cli.top.feed import FIRST_WITH_RATES, LiveFollower, Snapshot, snapshots
 from services.cli.top.lines import Choice, Lines
-from services.cli.top.screen import Status, fitted, full, group
+from services.cli.top.screen import ServerState, fitted, full, group
 from services.cli.waiting import waiting
 from services.runtime.tls.files import TlsError
 
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit status."""
     arguments = parser().parse_args(argv)
     try:
-        server = HttpServer(find_endpoint(arguments))
+        server = HttpApi(find_endpoint(arguments))
     except (NoAddress, TlsError, ValueError) as error:
         return usage_error(PROG, str(error))
     for stream in (sys.stdout, sys.stderr):  # as under LANG=C
@@ -75,14 +75,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _one(server: HttpServer) -> Snapshot:
+def _one(server: HttpApi) -> Snapshot:
     with waiting(Console(stderr=True), "measuring for a second"), closing(snapshots(server)) as found:
         return next(islice(found, FIRST_WITH_RATES - 1, None))
 
 
-def _print(out: Console, snapshot: Snapshot, server: HttpServer) -> None:
+def _print(out: Console, snapshot: Snapshot, server: HttpApi) -> None:
     lines = Lines(snapshot, out.width)
-    for line in full(lines, Status(server.endpoint.url)):
+    for line in full(lines, ServerState(server.endpoint.url)):
         line.no_wrap, line.overflow = True, "ignore"
         out.print(line, soft_wrap=True)
 
@@ -90,7 +90,7 @@ def _print(out: Console, snapshot: Snapshot, server: HttpServer) -> None:
 class _Top:
     """The screen, its choice, and whether it is paused."""
 
-    def __init__(self, server: HttpServer, out: Console) -> None:
+    def __init__(self, server: HttpApi, out: Console) -> None:
         self._url = server.endpoint.url
         self._follower = LiveFollower(server)
         self._out = out
@@ -136,7 +136,7 @@ class _Top:
     def _lines(self) -> list:  # type: ignore[type-arg]
         follower, now_s = self._follower, time.monotonic()
         broken_s, back_s = follower.broken_s, follower.back_s
-        status = Status(
+        status = ServerState(
             self._url,
             paused=self._paused is not None,
             trouble=follower.trouble,

@@ -23,7 +23,7 @@ PLAIN_SPACE = Text("")
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class ServerState:
     """What the first line says beside the server."""
 
     url: str
@@ -33,7 +33,7 @@ class Status:
     back_after_s: float = 0.0  # the connection has just come back after so long; 0: it has not
 
 
-def headline(snapshot: dict[str, Any], status: Status) -> list[Text]:
+def headline(snapshot: dict[str, Any], status: ServerState) -> list[Text]:
     """The server and its state, and what is wrong with the connection."""
     gateway = snapshot["gateway"]
     state = "draining" if gateway["draining"] else "ready" if gateway["ready"] else "not ready"
@@ -54,7 +54,7 @@ def headline(snapshot: dict[str, Any], status: Status) -> list[Text]:
     return [line]
 
 
-def full(lines: Lines, status: Status) -> list[Text]:
+def full(lines: Lines, status: ServerState) -> list[Text]:
     """All that is known, for a file, a pipe or `--once`."""
     found = [*headline(lines.snapshot, status), *lines.overview(), PLAIN_SPACE, *lines.latencies()]
     if lines.snapshot["scheduler"] is not None:
@@ -64,7 +64,7 @@ def full(lines: Lines, status: Status) -> list[Text]:
     return found + ([PLAIN_SPACE, *services] if services else [])
 
 
-def fitted(lines: Lines, status: Status, height: int) -> list[Text]:
+def fitted(lines: Lines, status: ServerState, height: int) -> list[Text]:
     """At most `height` lines. What matters most comes first: the state, the queue, latencies; then workers, tenants and
     steps."""
     space = height - 1  # the keys, at the end

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from services.cli.arguments import Parser, usage_error
-from services.cli.http.client import HttpServer, RequestFailed
+from services.cli.http.client import HttpApi, RequestFailed
 from services.cli.http.endpoint import add_flags, find_endpoint
 from services.cli.servers import NoAddress
 from services.cli.trace.chrome import chrome_trace
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     if not to_stdout and (path.is_dir() or not os.access(path.parent, os.W_OK)):
         return usage_error(PROG, f"{path}: cannot be written")
     try:
-        server = HttpServer(find_endpoint(arguments))
+        server = HttpApi(find_endpoint(arguments))
     except (NoAddress, TlsError, ValueError) as error:
         return usage_error(PROG, str(error))
     try:
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _record(server: HttpServer, seconds: float) -> list[Record]:
+def _record(server: HttpApi, seconds: float) -> list[Record]:
     """The records. Ctrl-C ends the trace early. Raises RequestFailed."""
     records: list[Record] = []
     columns = TextColumn("recording"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f} s")

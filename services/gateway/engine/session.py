@@ -15,7 +15,7 @@ from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
 from services.gateway.errors import ApiError, Gone, QueueFull, QueueLimit
-from services.gateway.telemetry.trace_log import TraceLog, now_us
+from services.gateway.telemetry.trace_log import GatewayTraceLog, now_us
 from services.runtime.fence import StaleScheduler
 from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
@@ -85,7 +85,7 @@ class SchedulerSession:
         self._tasks: list[asyncio.Task[None]] = []
         # How often the stream was opened.
         self.num_connects = 0
-        self.trace = TraceLog()
+        self.trace = GatewayTraceLog()
 
     @property
     def ready(self) -> bool:

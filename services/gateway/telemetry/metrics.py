@@ -17,7 +17,7 @@ from services.gateway.errors import ApiError, QueueFull, QueueLimit
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import NUM_TOKENS, SMALL_NUMBERS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
-from services.gateway.telemetry.trace_log import TraceLog
+from services.gateway.telemetry.trace_log import GatewayTraceLog
 
 _PREFIX = "paceline_gateway_"
 
@@ -26,11 +26,11 @@ class GatewayMetrics(Collector):
     """All series of one gateway. Other modules increment the plain attributes."""
 
     def __init__(
-        self, model_name: str = "", tenants: TenantMetrics | None = None, trace: TraceLog | None = None
+        self, model_name: str = "", tenants: TenantMetrics | None = None, trace: GatewayTraceLog | None = None
     ) -> None:
         self._labels = {"model_name": model_name}
         self._tenants = tenants or TenantMetrics()
-        self._trace = trace or TraceLog()
+        self._trace = trace or GatewayTraceLog()
         self.requests: Counter[tuple[str, str]] = Counter()
         self.queue_refusals: dict[QueueLimit, int] = {"requests": 0, "tokens": 0}
         self.prompt_tokens = self.cached_tokens = 0

@@ -46,7 +46,7 @@ class Ended:
     outcome: SequenceOutcome
 
 
-class TraceLog:
+class GatewayTraceLog:
     """The items of one trace at a time."""
 
     def __init__(self) -> None:

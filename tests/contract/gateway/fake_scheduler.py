@@ -84,6 +84,7 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
         # Of those that the kernel gives to no other process while this is stopped.
         self.port = free_port()
         self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
+        self.traced = live_pb2.TraceResponse(epoch=5)
         self.explanation: admin_pb2.ExplainResponse | grpc.StatusCode = grpc.StatusCode.NOT_FOUND
         # What has happened.
         self.num_watchers = self.num_watches = 0
@@ -148,6 +149,16 @@ class FakeScheduler(inference_pb2_grpc.InferenceServiceServicer, live_pb2_grpc.L
             while True:
                 yield self.view
                 await asyncio.sleep(request.interval_ms / 1000)
+        finally:
+            self.num_watchers -= 1
+
+    async def Trace(
+        self, request_iterator: AsyncIterator[live_pb2.TraceRequest], context: Any
+    ) -> AsyncIterator[live_pb2.TraceResponse]:
+        self.num_watchers += 1
+        try:
+            async for _ in request_iterator:
+                yield self.traced
         finally:
             self.num_watchers -= 1
 
