@@ -118,7 +118,7 @@ def test_a_trace_has_the_steps_of_all_services(
     processes = {one["args"]["name"] for one in content["traceEvents"] if one["name"] == "process_name"}
     assert {"gateway", "scheduler", "cache"} <= processes
     names = {one["name"] for one in content["traceEvents"]}
-    assert {"tokens", "read", "plan", "exchange", "apply", "worker_message", "completions", "output"} <= names
+    assert {"tokens", "read", "plan", "exchange", "apply", "worker_message", "completion", "output"} <= names
     # All services are on one machine, and have one clock: the true offsets are 0.
     about = content["otherData"]
     for service, offset in about["clock_offsets_us"].items():

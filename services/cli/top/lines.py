@@ -94,11 +94,14 @@ class Lines:
 
     def policies(self) -> list[Text]:
         chosen, failed = self._scheduler["policies"], self._scheduler["failed_policies"]
-        line = Text.assemble(("policies ", TITLE), (chosen["preset"] or "(own)", "bold"))
+        lines = [Text.assemble(("policies ", TITLE), (chosen["preset"] or "(no preset)", "bold"))]
         for kind in ("order", "capacity", "batch", "preemption", "placement"):
-            line.append(f"  {kind} ", DIM)
-            line.append(f"{chosen[kind]}{' FAILED' if kind in failed else ''}", BAD if kind in failed else "")
-        return [line]
+            policy = f"{chosen[kind]}{' FAILED' if kind in failed else ''}"
+            if lines[-1].cell_len + len(kind) + len(policy) + 3 > self.width and len(lines) == 1:
+                lines.append(Text(" " * 7))
+            lines[-1].append(f"  {kind} ", DIM)
+            lines[-1].append(policy, BAD if kind in failed else "")
+        return lines
 
     def workers(self) -> list[Text]:
         """The title, a line for each worker, and what is known of the chosen one."""

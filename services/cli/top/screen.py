@@ -39,13 +39,12 @@ def headline(snapshot: dict[str, Any], status: ServerState) -> list[Text]:
     state = "draining" if gateway["draining"] else "ready" if gateway["ready"] else "not ready"
     line = Text.assemble(
         ("paceline top  ", TITLE),
-        (plain(gateway["model"]), "bold"),
-        f" at {plain(status.url)}  ",
+        ("PAUSED  " if status.paused else "", "bold yellow"),
         (state, "green" if state == "ready" else BAD),
-        f"  {gateway['live_requests']} live requests  {time.strftime('%H:%M:%S', time.localtime(snapshot['at_s']))}",
+        f"  {time.strftime('%H:%M:%S', time.localtime(snapshot['at_s']))}  {gateway['live_requests']} live requests  ",
+        (plain(gateway["model"]), "bold"),
+        f" at {plain(status.url)}",
     )
-    if status.paused:
-        line.append("  PAUSED", "bold yellow")
     if status.trouble:
         what = f"no connection for {duration(status.away_s)}, trying again: {plain(status.trouble)}"
         return [line, Text(what, BAD)]
