@@ -114,7 +114,7 @@ class Lines:
             used = one["num_blocks"] - one["num_available_blocks"]
             slots = f"{bar(one['num_running'], one['num_slots'], size)} {one['num_running']}/{one['num_slots']}"
             blocks = f"{bar(used, one['num_blocks'], size)} {used}/{one['num_blocks']}"
-            line = Text(f"{'>' if chosen else ' '} {fixed(one['name'], name)} ", CHOSEN if chosen else "")
+            line = Text.assemble((f"{'>' if chosen else ' '} {fixed(one['name'], name)} ", CHOSEN if chosen else ""))
             line.append(f"{slots:<{size + 8}} {blocks:<{size + 12}} {one['in_flight']}/{one['window']}    ")
             line.append(f"{seconds(step_s(one))}{'  drains' if one['draining'] else ''}")
             found.append(line)
@@ -167,7 +167,7 @@ class Lines:
         most = {part: max(one[part] for one in tenants) for part in ("running_tokens", "waiting_tokens")}
         for one in tenants:
             chosen = self.choice == Choice("tenant", one["tenant"])
-            line = Text(f"{'>' if chosen else ' '} {fixed(_tenant(one), name)} ", CHOSEN if chosen else "")
+            line = Text.assemble((f"{'>' if chosen else ' '} {fixed(_tenant(one), name)} ", CHOSEN if chosen else ""))
             for part, largest in most.items():
                 line.append(f"{f'{bar(one[part], largest, size)} {count(one[part])}':<{size + 12}} ")
             found.append(line)

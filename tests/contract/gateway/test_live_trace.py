@@ -1,4 +1,4 @@
-"""GET /v1/live/trace: who may record a trace, how long, and what the records have."""
+"""GET /v1/live/trace: which key may record a trace, for how long, and what the records have."""
 
 from __future__ import annotations
 

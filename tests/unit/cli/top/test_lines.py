@@ -86,7 +86,7 @@ def test_a_snapshot_as_text_has_all_that_is_known() -> None:
 
 @pytest.mark.parametrize("choice", [None, Choice("worker", 2), Choice("tenant", "ann")])
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (80, 24), (60, 12), (40, 8), (20, 4), (10, 1)])
-def test_it_fits_into_every_terminal(width: int, height: int, choice: Choice | None) -> None:
+def test_a_snapshot_fits_into_every_terminal(width: int, height: int, choice: Choice | None) -> None:
     snapshot = copy.deepcopy(SNAPSHOT)
     snapshot["scheduler"]["workers"] = [worker(number) for number in range(1, 20)]
     lines = fitted(Lines(snapshot, width, choice, [1.0, 5.0]), SERVER, height)
