@@ -21,6 +21,9 @@ CELLS = {".": ("·", "free"), "c": ("░", "cached"), "u": ("▓", "in use"), "s
 _TO_SHOWN = str.maketrans({sent: shown for sent, (shown, _) in CELLS.items()})
 STATES = {"ready": "green", "starting": "yellow", "draining": "yellow", "down": BAD}
 MAX_BAR = 24
+# Lines of a block map, and its cells from the least to the most used.
+MAP_LINES = 4
+BY_USE = ".cpus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +153,11 @@ class Lines:
         cache = self.snapshot.get("cache")
         for shown in (cache or {}).get("maps", ()):
             if shown["worker"] == one["worker"]:
+                size = max(self.width - 4, 8)
+                cells, each = condensed(shown["cells"], MAP_LINES * size)
                 legend = "  ".join(f"{cell} {meaning}" for cell, meaning in CELLS.values())
-                found.append(Text(f"  blocks, {shown['blocks_per_cell']} in a cell:  {legend}", DIM))
-                cells, size = shown["cells"].translate(_TO_SHOWN), max(self.width - 4, 8)
+                found.append(Text(f"  blocks, {each * shown['blocks_per_cell']} in a cell:  {legend}", DIM))
+                cells = cells.translate(_TO_SHOWN)
                 found += [Text("  " + cells[i : i + size]) for i in range(0, len(cells), size)]
         return found
 
@@ -200,23 +205,35 @@ class Lines:
         return found
 
     def services(self) -> list[Text]:
-        """One line, if the gateway knows the services."""
+        """One line, if the gateway knows the services. Of the workers only those with something to tell: the others are
+        in their table."""
         services = self.snapshot.get("services")
         if not services:
             return []
-        line = Text("services ", TITLE)
+        line = Text.assemble(("services", TITLE))
+        num_fine = 0
         for one in services:
-            label = (
-                one["kind"] if one["name"] in ("", one["kind"]) else f"{one['kind']} {fixed(one['name'], 12).strip()}"
-            )
-            line.append(f" {label} ")
+            if one["kind"] == "worker" and one["state"] == "ready" and not one["num_restarts"]:
+                num_fine += 1
+                continue
+            own = one["name"] not in ("", one["kind"])
+            line.append(f"  {one['kind']} {fixed(one['name'], 12).strip()} " if own else f"  {one['kind']} ")
             line.append(one["state"], STATES.get(one["state"], ""))
             if one["up_s"] is not None:
                 line.append(f" {duration(one['up_s'])}", DIM)
-            if one["num_restarts"]:
-                line.append(f" ({one['num_restarts']} restarts)", "yellow")
-            line.append(" ")
+            if restarts := one["num_restarts"]:
+                line.append(f" ({restarts} {'restart' if restarts == 1 else 'restarts'})", "yellow")
+        if num_fine:
+            line.append(f"  {num_fine} {'worker' if num_fine == 1 else 'workers'} ")
+            line.append("ready", STATES["ready"])
         return [line]
+
+
+def condensed(cells: str, limit: int) -> tuple[str, int]:
+    """At most `limit` cells, each of which shows the most used one of so many (the second result)."""
+    each = -(-len(cells) // max(limit, 1)) or 1
+    groups = (cells[i : i + each] for i in range(0, len(cells), each))
+    return "".join(max(group, key=BY_USE.find) for group in groups), each
 
 
 def step_s(worker: dict[str, Any]) -> float | None:

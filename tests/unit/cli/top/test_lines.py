@@ -11,7 +11,7 @@ from rich.console import Console
 
 from services.cli.top import bars
 from services.cli.top.keys import parse_keys
-from services.cli.top.lines import Choice, Lines
+from services.cli.top.lines import Choice, Lines, condensed
 from services.cli.top.main import moved
 from services.cli.top.screen import ServerState, fitted, full, group
 
@@ -63,6 +63,7 @@ CACHE = {"maps": [{"worker": 1, "name": "worker-1", "num_blocks": 100, "blocks_p
 SERVICES = [
     {"kind": "gateway", "name": "gateway", "state": "ready", "num_restarts": None, "up_s": 200.0},
     {"kind": "worker", "name": "worker-1", "state": "down", "num_restarts": 2, "up_s": None},
+    {"kind": "worker", "name": "worker-2", "state": "ready", "num_restarts": 0, "up_s": 7.0},
 ]
 
 
@@ -121,10 +122,21 @@ def test_the_chosen_tenant_shows_its_shares() -> None:
     assert "ann: has 75 % of the running tokens and 100 % of the waiting ones" in text
 
 
+def test_a_large_block_map_is_condensed_to_the_most_used_cells() -> None:
+    assert condensed("..c.u.sp", 4) == (".cus", 2)
+    assert condensed("uc", 4) == ("uc", 1)
+    assert condensed("", 4) == ("", 1)
+    large = copy.deepcopy(CACHE)
+    large["maps"][0]["cells"] = "c" * 2000 + "u" * 48
+    text = shown(fitted(Lines({**SNAPSHOT, "cache": large}, 80, Choice("worker", 1)), SERVER, 60), 80)
+    assert "blocks, 14 in a cell" in text
+    assert "▓▓▓▓▓▓▓" in text
+
+
 def test_services_are_shown_if_the_gateway_knows_them() -> None:
     text = shown(full(Lines({**SNAPSHOT, "services": SERVICES}, 160), SERVER), 160)
     assert "gateway ready 3 min" in text
-    assert "worker worker-1 down (2 restarts)" in text
+    assert "worker worker-1 down (2 restarts)  1 worker ready" in text
     assert "services" not in shown(full(Lines(SNAPSHOT, 160), SERVER), 160)
 
 
