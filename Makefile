@@ -20,7 +20,7 @@ help:
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server
+setup: $(VENV)/dev.stamp $(VENV)/flashinfer-api/packages $(VENV)/etcd/usr/bin/etcd $(VENV)/redis/redis-server $(VENV)/prometheus/promtool
 
 $(BIN)/python:
 	@echo 'setup: creating $(VENV) with $(PYTHON)'
@@ -50,6 +50,10 @@ $(VENV)/etcd/usr/bin/etcd: | $(VENV)/serve.stamp
 # Without redis-server, the tests of responses in Redis are skipped, and say so.
 $(VENV)/redis/redis-server: | $(VENV)/serve.stamp
 	@scripts/redis.sh $(VENV)/redis || echo 'setup: the tests of responses in Redis are skipped' >&2
+
+# Without Prometheus, the tests of alerts and dashboards are skipped, and say so.
+$(VENV)/prometheus/promtool: | $(VENV)/serve.stamp
+	@scripts/prometheus.sh $(VENV)/prometheus || echo 'setup: the tests of alerts and dashboards are skipped' >&2
 
 # In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
 test: setup

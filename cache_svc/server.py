@@ -11,6 +11,7 @@ import grpc
 from prometheus_client import REGISTRY
 
 from cache_svc.admin import ADMIN_SERVICE_NAME, CacheAdmin, now_ms
+from cache_svc.block_stream import BlockStreams
 from cache_svc.core.admin import expire_pins
 from cache_svc.core.cache import CacheCore
 from cache_svc.core.errors import LinkError
@@ -67,6 +68,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._core = core
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self.events = EventStreams(core)
+        self._exchanged_s = time.perf_counter()  # when the last exchange began
+        self.blocks = BlockStreams(core, lambda: self._exchanged_s)
         self._current: _Link | None = None
         self._fence = Fence()
 
@@ -159,7 +162,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> tuple[grpc.StatusCode, str] | None:
         """Runs until the client has sent its last exchange. Returns an error, if any."""
         async for request in requests:
-            started_s = time.perf_counter()
+            self._exchanged_s = started_s = time.perf_counter()
             received_us = time.monotonic_ns() // 1000 if request.traced else 0
             try:
                 if self._core.pins.by_name:
@@ -185,6 +188,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> None:
         """See cache.proto."""
         await self.events.serve(request, context)
+
+    def WatchBlocks(
+        self,
+        request: pb.WatchBlocksRequest,
+        context: grpc.aio.ServicerContext[pb.WatchBlocksRequest, pb.WatchBlocksResponse],
+    ) -> AsyncIterator[pb.WatchBlocksResponse]:
+        """See cache.proto."""
+        return self.blocks.serve(request, context)
 
 
 async def serve(
@@ -228,6 +239,7 @@ async def serve(
         await stop.wait()
         server.set_serving(False)
         servicer.events.close()
+        servicer.blocks.close()
     finally:
         if watching is not None:
             watching.cancel()

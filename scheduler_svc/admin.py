@@ -16,12 +16,15 @@ from paceline.v1.admin_pb2 import (
     GetCacheNamespaceResponse,
     GetPolicyRequest,
     GetPolicyResponse,
+    MissedTokens,
     PolicyChoice,
     PolicyFailure,
+    PrefixReuse,
     SetPolicyRequest,
     SetPolicyResponse,
 )
 from paceline.v1.admin_pb2_grpc import AdminServiceServicer
+from scheduler_svc.core.output.prefix_use import PrefixUse
 from scheduler_svc.core.output.timeline import SeveralOwners
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
@@ -132,6 +135,8 @@ class Admin(AdminServiceServicer):
                 )
                 for span in self.core.timeline.explain_record(record, self.core.life.now_s)
             )
+            if (prefix := record.prefix) is not None:
+                answer.prefixes.append(_reuse(record.request_id, prefix))
         return answer
 
     async def GetCacheNamespace(self, request: GetCacheNamespaceRequest, context: Context) -> GetCacheNamespaceResponse:
@@ -150,6 +155,17 @@ class Admin(AdminServiceServicer):
         if not self._has_failed:
             return self.choice
         return choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice)
+
+
+def _reuse(request_id: str, prefix: PrefixUse) -> PrefixReuse:
+    return PrefixReuse(
+        request_id=request_id,
+        num_tokens=prefix.num_tokens,
+        num_cached_tokens=prefix.num_cached_tokens,
+        missed=[
+            MissedTokens(reason=one.reason, num_tokens=one.num_tokens, detail=one.detail) for one in prefix.missed()
+        ],
+    )
 
 
 def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:

@@ -55,13 +55,16 @@ class LiveView(LiveViewServiceServicer):
         if log.num_readers >= MAX_WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
         with log.reading():
-            num_seen = log.num_steps
+            num_seen, num_owners = log.num_steps, 0
             while True:
                 steps = log.since(num_seen)
                 now_s = time.monotonic()
                 answer = snapshot(core, self._admin.policies, steps, now_s, time.time() - now_s)
                 answer.core_s, answer.num_missed_steps = self._core_s(), log.num_steps - num_seen - len(steps)
                 num_seen = log.num_steps
+                for namespace, tenant in core.namespaces.owners_since(num_owners):
+                    answer.namespaces.add(namespace=namespace, tenant=tenant)
+                num_owners = core.namespaces.num_owners
                 yield answer
                 await asyncio.sleep(interval_ms / 1000)
 
@@ -109,7 +112,7 @@ def snapshot(
         num_generated_tokens=counters.tokens,
         num_steps=counters.steps,
         num_failures=counters.failures,
-        workers=[_worker(worker) for worker in core.workers.values()],
+        workers=[_worker(worker, now_s) for worker in core.workers.values()],
         tenants=[
             LiveTenant(tenant=name, running_tokens=running[name], waiting_tokens=waiting[name]) for name in largest
         ],
@@ -118,7 +121,7 @@ def snapshot(
     )
 
 
-def _worker(worker: WorkerState) -> LiveWorker:
+def _worker(worker: WorkerState, now_s: float) -> LiveWorker:
     batch, fitted = worker.batch, worker.step_fit.time
     return LiveWorker(
         worker=worker.id,
@@ -138,6 +141,8 @@ def _worker(worker: WorkerState) -> LiveWorker:
         token_s=fitted.token_s,
         context_s=fitted.context_s,
         row_s=fitted.row_s,
+        linked_s=max(now_s - worker.linked_s, 0.0),
+        incarnation=worker.incarnation,
     )
 
 

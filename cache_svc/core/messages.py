@@ -5,6 +5,7 @@ from __future__ import annotations
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from cache_svc.core.sequences.matching import MatchedTokens
+from cache_svc.core.sequences.misses import NO_MISSES, Misses
 from cache_svc.core.sequences.worker_blocks import PoolCounts
 from paceline.v1 import cache_pb2 as pb
 
@@ -15,6 +16,14 @@ def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matche
         match = message.add(worker=worker, num_tokens=num_tokens, num_live_tokens=num_referenced_tokens)
         if num_host_tokens:
             match.num_host_tokens = num_host_tokens
+
+
+def add_misses(granted: pb.AdmitResult, misses: Misses) -> None:
+    """Adds what is known of the tokens that were not reused. Usually nothing is."""
+    if misses is not NO_MISSES:
+        for name, value in misses._asdict().items():
+            if value:
+                setattr(granted, name, value)
 
 
 def pool_counters(worker_id: int, counters: PoolCounts) -> pb.PoolCounters:

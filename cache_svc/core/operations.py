@@ -13,11 +13,12 @@ from typing import Any
 
 from cache_svc.core.counters import CacheCounters
 from cache_svc.core.errors import Code, OpError, named_sequences
-from cache_svc.core.messages import add_matches
+from cache_svc.core.messages import add_matches, add_misses
 from cache_svc.core.packing import TOKEN_BYTES, check_token_bytes, pack_int32
 from cache_svc.core.request_metadata import NO_METADATA, read_metadata
 from cache_svc.core.sequences.commits import checked_commits
 from cache_svc.core.sequences.matching import MatchedTokens, matches_of
+from cache_svc.core.sequences.misses import MissFinder
 from cache_svc.core.sequences.pins import Pins
 from cache_svc.core.sequences.restore import restore
 from cache_svc.core.sequences.retained import end_retention
@@ -70,6 +71,7 @@ class Operations:
         self.admitted: dict[int, Sequence] = {}
         self.pins = Pins(self.max_pinned_share)
         self.swapped: dict[int, SwappedSequence] = {}
+        self._misses = MissFinder()
         self._touched: dict[int, WorkerBlocks] = {}  # by worker id; their counters may have changed in this exchange
         self._stepless: set[int] = set()  # workers with a refused ExtendOp in this exchange
         self._incomplete_restores: dict[int, list[pb.RestoredSequence]] = {}  # from incomplete RestoreOps, by worker id
@@ -267,6 +269,10 @@ class Operations:
             if num_cached_tokens % worker.tree.block_size:
                 self.counters.copied_blocks += 1
                 self.counters.copied_host_blocks += not copy_from
+            if worker.prefix_caching and not (op.no_reuse or op.again):
+                place = node, depth
+                misses = self._misses.find(sequence, place, num_cached_tokens, self.workers, self.admitted)
+                add_misses(result.admit, misses)
         worker.tree.unsubscribe(subscription)
         del self.waiting[op.sequence]
         self.admitted[op.sequence] = sequence

@@ -135,10 +135,11 @@ class SamplingNumbers(TypedDict, total=False):
         ),
     ]  # fmt: skip
     presence_penalty: Annotated[
-        float, SamplingParam("taken from the logit of each token of the output", "penalty", low=-2.0, high=2.0)
+        float, SamplingParam("subtracted from the logit of each token of the output", "penalty", low=-2.0, high=2.0)
     ]
     frequency_penalty: Annotated[
-        float, SamplingParam("taken as often as the token is in the output", "penalty", low=-2.0, high=2.0)
+        float,
+        SamplingParam("subtracted once for each time that the token is in the output", "penalty", low=-2.0, high=2.0),
     ]
 
 

@@ -108,7 +108,7 @@ class SchedulerCore:
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
-        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces, self.counters)
+        emitter = Emitter(cache, life.swaps, self._publisher, self.namespaces, self.counters, life.timeline)
         self._exchanges = StepExchanges(
             self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
@@ -228,6 +228,7 @@ class SchedulerCore:
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
+            linked_s=self.life.now_s,
             kept=list(registration.kept),
         )
         registration.ClearField("kept")  # it may be large, and is needed only once

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 from rich.table import Table
 
-from paceline.v1.admin_pb2 import ExplainRequest, Explanation
+from paceline.v1.admin_pb2 import ExplainRequest, Explanation, PrefixReuse
 from paceline.v1.admin_pb2_grpc import AdminServiceStub
 from services.cli.arguments import Parser, console, plain, usage_error
 from services.cli.calls import call
@@ -42,13 +42,22 @@ def main(argv: list[str]) -> int:
 def _show(channel: grpc.Channel, request: ExplainRequest) -> None:
     answer = AdminServiceStub(channel).Explain(request, timeout=TIMEOUT_S)
     several = answer.num_sequences > 1
+    prefixes = {one.request_id: one for one in answer.prefixes}
     for request_id, explanations in itertools.groupby(answer.explanations, key=lambda one: one.request_id):
         if several:
             console().print(f"{plain(request_id)}:")
         console().print(_table(explanations))
+        if (prefix := prefixes.get(request_id)) is not None:
+            console().print(_reuse(prefix))
     explained = len({one.request_id for one in answer.explanations})
     if several and explained < answer.num_sequences:
         console().print(f"{answer.num_sequences - explained} more sequences of this request are not shown")
+
+
+def _reuse(prefix: PrefixReuse) -> str:
+    missed = "; ".join(f"{one.num_tokens} {one.reason} ({plain(one.detail)})" for one in prefix.missed)
+    cached = f"{prefix.num_cached_tokens} of {prefix.num_tokens} prompt tokens were cached"
+    return f"{cached}, not cached: {missed}" if missed else cached
 
 
 def _table(explanations: Iterable[Explanation]) -> Table:

@@ -39,6 +39,7 @@ from services.gateway.http.handshake import ServerTls
 from services.gateway.http.hosts import AllowedHosts
 from services.gateway.http.origins import AllowedOrigins
 from services.gateway.http.server import HttpServer
+from services.gateway.live_view.cache_watch import CacheWatch
 from services.gateway.live_view.feed import LiveFeed
 from services.gateway.live_view.routes import live_api
 from services.gateway.live_view.traces import LiveTraces
@@ -123,7 +124,8 @@ async def serve(
     responses = Responses(gateway, stores.responses if stores is not None else None, grace_s=settings.resume_grace_s)
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
-    live_feed, live_traces = LiveFeed(gateway), LiveTraces(gateway)
+    live_feed = LiveFeed(gateway, CacheWatch(settings.cache, internal))
+    live_traces = LiveTraces(gateway)
     apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed, live_traces)]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()

@@ -66,8 +66,8 @@ class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
     )
     cache: Address | Literal[""] = Field(
         "",
-        description="host:port of the cache, for outside routers that subscribe to KV events over gRPC; empty: "
-        "SubscribeKvEvents is off",
+        description="host:port of the cache, for the live view's blocks and prefixes, and for outside routers that "
+        "subscribe to KV events over gRPC; empty: neither",
     )
     model: str = Field(
         default_factory=lambda: os.environ.get(MODEL_ENV) or str(CHECKPOINT),

@@ -93,6 +93,7 @@ class Checks:
                 partial(public, self.stack),
             ),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),
+            ("monitoring: Prometheus finds every replica, and no alert fires", self.monitoring),
             ("compose stop: every process ends by itself", self.stop),
             ("compose down: nothing is left", self.down),
         ]
@@ -269,6 +270,25 @@ class Checks:
         docker("start", victim)
         wait_until("the gateway is back", partial(is_healthy, victim), 60)
         return f"streams at each gateway: {shares}; {api.resumed} resumed"
+
+    def monitoring(self) -> str:
+        """Without Grafana: its image comes from a registry."""
+        self.stack.override("deploy/docker/balancer.yml", "deploy/docker/monitoring.yml", PACELINE_PROMETHEUS_PORT="0")
+        if self.build:
+            self.stack.compose("build", "prometheus")
+        self.stack.compose("up", "-d", "--no-build", "--no-deps", "prometheus")
+        (container,) = self.stack.containers("prometheus")
+
+        def num_series(query: str) -> int:
+            asked = ("exec", container, "promtool", "query", "instant", "http://127.0.0.1:9090", query)
+            return len(docker(*asked, check=False).splitlines())
+
+        expected = sum(len(self.stack.containers(service)) for service in HEALTH_PORTS)
+        waited_s = wait_until("Prometheus sees all", lambda: num_series('up{job="paceline"} == 1') == expected, 60)
+        assert num_series("paceline_scheduler_is_master == 1") == 1
+        firing = num_series('ALERTS{alertstate="firing"}')
+        assert not firing, f"{firing} alerts fire"
+        return f"{expected} targets after {waited_s:.1f} s"
 
     def _kill_and_recover(self, service: str) -> str:
         streams = Streams(self.api.stream, self.pool)

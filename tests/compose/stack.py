@@ -65,9 +65,9 @@ class Stack:
         """Run compose on this project."""
         return command(*self._compose, *self._files, *args, check=check, env=self._env)
 
-    def override(self, path: str, **environment: str) -> None:
-        """From now on with this file on top of the compose file, and these variables."""
-        self._files = ["-f", "docker-compose.yml", "-f", path]
+    def override(self, *paths: str, **environment: str) -> None:
+        """From now on with these files on top of the compose file, and these variables."""
+        self._files = [argument for path in ("docker-compose.yml", *paths) for argument in ("-f", path)]
         self._env |= environment
 
     def containers(self, service: str) -> list[str]:

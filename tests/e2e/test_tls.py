@@ -86,6 +86,13 @@ def test_clients_are_served_over_https_and_grpc(stack: Stack, certificates: Path
     assert told == streamed == answer.choices[0].text != ""
 
 
+def test_the_live_view_reads_scheduler_and_cache_with_tls(stack: Stack, certificates: Path) -> None:
+    with DefaultHttpxClient(verify=trusting(certificates / "ca.pem")) as http:
+        shown = http.get(f"{stack.url}/v1/live").json()
+    assert shown["scheduler"]["cache_connected"]
+    assert shown["cache"]["num_workers"] == 1
+
+
 def test_a_client_trusts_only_a_gateway_of_a_known_ca(stack: Stack, tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_bytes(other_authority().pair.cert)
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):

@@ -71,11 +71,13 @@ class Stack:
         model = ["--model", self.model] if self.model else []
         if name.startswith("worker"):
             metrics = ["--metrics-port", str(self.metrics_ports.get(name, 0))]
-            return ["--scheduler", self.dialled(name), *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
+            dial = ["--scheduler", self.dialled(name), "--name", name]
+            return [*dial, *metrics, *model, *(self.worker_flags or ["--threads", "1"])]
         if name.startswith("gateway"):
             http_port, grpc_port = self.gateway_ports[name]
             ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-            return [*ports, "--scheduler", self.dialled(name), *model, *self.gateway_flags]
+            cache = ["--cache", f"127.0.0.1:{self.cache_port}"]
+            return [*ports, "--scheduler", self.dialled(name), *cache, *model, *self.gateway_flags]
         if name == "scheduler":
             ports = ["--port", str(self.scheduler_port), "--metrics-port", str(self.metrics_ports[name])]
             return [*ports, "--cache", self.dialled(name), *self.scheduler_flags]

@@ -48,12 +48,11 @@ class EvictionQueue:
     Call `expire` first, since the queue has no clock.
     """
 
-    __slots__ = ("_buckets", "_count", "_expiries", "_lowest", "_most_expiries", "_now_ms", "_rank_of")
-
-    _now_ms: int
+    __slots__ = ("_buckets", "_count", "_expiries", "_lowest", "_most_expiries", "_rank_of", "now_ms")
 
     def __init__(self, strategy: str) -> None:
         self._rank_of = STRATEGIES[strategy]
+        self.now_ms = 0  # of the last call of `expire`
         self._count = itertools.count()
         self._expiries: list[tuple[int, int, int, BlockResidency]] = []  # a heap by expiry time, then by turn
         self._most_expiries = FEW_EXPIRIES  # at this length, entries that are no longer due are removed
@@ -87,7 +86,7 @@ class EvictionQueue:
     def use(self, residency: BlockResidency) -> None:
         """The residency has a user again."""
         self.remove(residency)
-        if residency.duration_ms and residency.expires_ms <= self._now_ms:
+        if residency.duration_ms and residency.expires_ms <= self.now_ms:
             self._end_retention(residency)
 
     def forget(self, residency: BlockResidency) -> None:
@@ -124,7 +123,7 @@ class EvictionQueue:
 
     def expire(self, now_ms: int) -> None:
         """Sets the time, and ends the retentions that are due."""
-        self._now_ms = now_ms
+        self.now_ms = now_ms
         while self._expiries and self._expiries[0][0] <= now_ms:
             expires_ms, _, _, residency = heapq.heappop(self._expiries)
             if _is_due(residency, expires_ms):
@@ -142,8 +141,8 @@ class EvictionQueue:
 
     def _add_expiry(self, residency: BlockResidency, again: bool) -> None:
         if not again:
-            residency.expires_ms = self._now_ms + residency.duration_ms
-        if residency.expires_ms > self._now_ms:
+            residency.expires_ms = self.now_ms + residency.duration_ms
+        if residency.expires_ms > self.now_ms:
             if len(self._expiries) >= self._most_expiries:
                 self._forget_expiries()
             heapq.heappush(self._expiries, (residency.expires_ms, residency.turn, next(self._count), residency))
@@ -184,7 +183,7 @@ class EvictionQueue:
                 if not (children[above] or above.users or above in standing):
                     retention, bucket = self._key(above)
                     # the duration ended while it was set aside
-                    if above.duration_ms and above.expires_ms <= self._now_ms:
+                    if above.duration_ms and above.expires_ms <= self.now_ms:
                         retention = DEFAULT_RETENTION
                     queues.setdefault((retention, bucket), deque()).appendleft(above)
                     standing.add(above)

@@ -160,6 +160,7 @@ class HostMemory(Memory):
                 self.cached_blocks -= len(residency.blocks)
             self._let_go(residency)
             if not node.residencies and node not in batch:
+                self.tree.evicted.add(node)
                 self.tree.remove(node)
         self.evicted_blocks_total += len(dropped)
         if dropped:

@@ -131,6 +131,7 @@ class Memory:
             self.lower.take_in(evicted)
         for residency in evicted:
             if not residency.node.residencies:
+                self.tree.evicted.add(residency.node)
                 self.tree.remove(residency.node)
         return blocks
 
@@ -154,7 +155,7 @@ class Memory:
     def hold(self, node: PrefixNode, blocks: array[int], priority: float = 0.0) -> BlockResidency:
         """The memory holds the node from now on, with one user."""
         self._num_stored += 1
-        residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored)
+        residency = node.residencies[self.index] = BlockResidency(node, blocks, self._num_stored, self.queue.now_ms)
         residency.priority = priority
         if self.shares.orphans:
             self.shares.adopt(residency)

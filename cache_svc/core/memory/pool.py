@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class BlockPool:
@@ -51,6 +52,14 @@ class BlockPool:
         assert self.first_untouched == 1, "blocks were handed out before"
         self.first_untouched = max(blocks, default=0) + 1
         self._given_back.extend(block for block in range(self.first_untouched - 1, 0, -1) if block not in blocks)
+
+    def is_free(self) -> NDArray[np.bool_]:
+        """Whether each block is free, by id. Block 0 counts as not free."""
+        free = np.zeros(self.num_blocks + 1, np.bool_)
+        free[self.first_untouched :] = True
+        if self._given_back:
+            free[np.frombuffer(self._given_back, np.int32)] = True
+        return free
 
     def given_back(self) -> list[int]:
         """The free blocks that were in use before, for checks and tests. The last one is the next to be handed out."""

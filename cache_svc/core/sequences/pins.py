@@ -94,7 +94,7 @@ class Pins:
             raise OpError(Code.RESOURCE_EXHAUSTED, f"there are {MAX_PINS} pins, which is the limit")
 
     def _check_share(self, worker: WorkerBlocks, node: PrefixNode, depth: int) -> None:
-        pinned = self._pinned_nodes(worker)
+        pinned = self.pinned_nodes(worker)
         more = 0
         while node.parent is not None and node not in pinned:
             more += min(depth, node.end) - node.start
@@ -143,13 +143,14 @@ class Pins:
 
     def num_blocks(self, worker: WorkerBlocks) -> int:
         """How many blocks of the worker are pinned."""
-        return _num_blocks(self._pinned_nodes(worker))
+        return _num_blocks(self.pinned_nodes(worker))
 
     def last_nodes(self, worker: WorkerBlocks) -> list[PrefixNode]:
         """The last node of each pin on the worker."""
         return [pin.last_nodes[worker] for pin in self.by_name.values() if worker in pin.last_nodes]
 
-    def _pinned_nodes(self, worker: WorkerBlocks) -> set[PrefixNode]:
+    def pinned_nodes(self, worker: WorkerBlocks) -> set[PrefixNode]:
+        """The nodes on the paths of all pins on the worker."""
         nodes: set[PrefixNode] = set()
         for node in self.last_nodes(worker):
             while node.parent is not None and node not in nodes:

@@ -99,6 +99,10 @@ class WorkerBlocks:
         pools_are = self.device.pool.first_untouched == self.host.pool.first_untouched == 1
         return pools_are and not (self.sequences or self.swapped)
 
+    def holds(self, node: PrefixNode) -> bool:
+        """Whether the device or the host holds the node."""
+        return self.index in node.residencies or self.host.index in node.residencies
+
     def expire(self, now_ms: int) -> None:
         """Sets the time of both memories, in milliseconds, and ends the retentions that are due."""
         self.device.queue.expire(now_ms)

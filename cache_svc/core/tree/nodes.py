@@ -64,17 +64,19 @@ class BlockResidency:
         "priority",
         "retention",
         "serial",
+        "stored_ms",
         "turn",
         "unwritten",
         "users",
     )
 
-    def __init__(self, node: PrefixNode, blocks: array[int], serial: int) -> None:
+    def __init__(self, node: PrefixNode, blocks: array[int], serial: int, stored_ms: int) -> None:
         self.node = node
         self.blocks = blocks
         self.users = 1  # running sequences and pins that use the node here
         self.unwritten = False  # True until the step is sent that writes these blocks
         self.num_children = 0  # children of the node that the same memory holds
+        self.stored_ms = stored_ms  # the time of the exchange that stored it
         # These fields decide when the node is evicted (memory/eviction.py).
         self.serial = serial  # counts the nodes that the memory has stored
         self.num_reuses = 0  # how often an admitted sequence has reused it since it was stored
@@ -91,7 +93,7 @@ class BlockResidency:
 
     def split(self, front: PrefixNode, num_blocks: int) -> BlockResidency:
         """Returns the residency of `front`, the node's new parent, with the first blocks. This one keeps the rest."""
-        residency = BlockResidency(front, self.blocks[:num_blocks], self.serial)
+        residency = BlockResidency(front, self.blocks[:num_blocks], self.serial, self.stored_ms)
         self.blocks = self.blocks[num_blocks:]
         residency.users, residency.num_children, residency.unwritten = self.users, 1, self.unwritten
         residency.num_reuses, residency.priority = self.num_reuses, self.priority
@@ -126,6 +128,7 @@ class PrefixNode:
         "key",
         "num_partial_blocks",
         "parent",
+        "path_hash",
         "points",
         "prefix_ids",
         "residencies",
@@ -145,6 +148,7 @@ class PrefixNode:
         self.first_keys: dict[bytes, list[bytes]] | None = None
         self.residencies: dict[int, BlockResidency] = {}  # by memory index
         self.points: dict[int, SubscriptionPoint] | None = None  # by depth: subscriptions to places in this node
+        self.path_hash: int | None = None  # of all tokens up to its end; None until it is needed (evicted.py)
         self.prefix_ids: array[int] | None = None  # one id per block; None until an event needs them (events.py)
 
 

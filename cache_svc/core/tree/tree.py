@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from cache_svc.core.packing import TOKEN_BYTES, common_tokens
+from cache_svc.core.tree.evicted import EvictedPrefixes
 from cache_svc.core.tree.nodes import (
     BlockResidency,
     Namespace,
@@ -42,13 +43,14 @@ COVERING_TRIED = 64
 class PrefixTree:
     """Blocks of `block_size` tokens. Each namespace has its own tree, so no walk crosses into another one."""
 
-    __slots__ = ("block_bytes", "block_size", "max_node_blocks", "partial_reuse", "roots", "stale")
+    __slots__ = ("block_bytes", "block_size", "evicted", "max_node_blocks", "partial_reuse", "roots", "stale")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.block_bytes = block_size * TOKEN_BYTES
         self.max_node_blocks = max(1, MAX_NODE_TOKENS // block_size)
         self.roots: dict[Namespace, Root] = {}
+        self.evicted = EvictedPrefixes(self.block_bytes)
         self.partial_reuse = False  # whether any worker copies the beginning of a block
         self.stale: dict[int, PrefixSubscription] = {}  # subscriptions to refresh, by sequence id
 
@@ -245,6 +247,7 @@ class PrefixTree:
             if other.owner is not None and other.owner.is_retained(other):
                 other.owner.absorb(residency, other)
         ids = node.prefix_ids, child.prefix_ids
+        node.path_hash = child.path_hash
         node.prefix_ids = ids[0] + ids[1] if ids[0] is not None and ids[1] is not None else None
         for point in list((child.points or {}).values()):
             point.move(node)

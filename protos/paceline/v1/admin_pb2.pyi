@@ -244,7 +244,7 @@ class ExplainRequest(_message.Message):
     request_id: _builtins.str
     """An X-Request-ID (over gRPC: request_id), or the id of an answer (`cmpl-…`, `chatcmpl-…`). It names all sequences of
     the request. One sequence has the X-Request-ID with a suffix: -1, -2, … for further prompts, .1, .2, … for further
-    samples. Clients choose X-Request-IDs: if requests of several tenants or API keys have this one, the call fails with
+    samples. Clients choose X-Request-IDs: if requests of several tenants or API keys have the same one, the call fails with
     FAILED_PRECONDITION and names them, unless tenant or key chooses.
     """
     tenant: _builtins.str
@@ -279,25 +279,94 @@ class ExplainResponse(_message.Message):
 
     EXPLANATIONS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     num_sequences: _builtins.int
     """Sequences that the id stands for; the first 64 at most are explained."""
     @_builtins.property
     def explanations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]:
         """Grouped by sequence, in order of arrival."""
 
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixReuse]:
+        """Of the explained sequences: one for each that was admitted with prefix caching."""
+
     def __init__(
         self,
         *,
         explanations: _abc.Iterable[Global___Explanation] | None = ...,
         num_sequences: _builtins.int = ...,
+        prefixes: _abc.Iterable[Global___PrefixReuse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "num_sequences", b"num_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanations", b"explanations", "num_sequences", b"num_sequences", "prefixes", b"prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class PrefixReuse(_message.Message):
+    """What the first admission of a sequence found in the prefix cache. Cached and missed tokens add up to all tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    num_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedTokens]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        missed: _abc.Iterable[Global___MissedTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missed", b"missed", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixReuse: _TypeAlias = PrefixReuse  # noqa: Y015
+
+@_typing.final
+class MissedTokens(_message.Message):
+    """Consecutive tokens that were not reused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """other_worker: only another worker has them. in_flight: another sequence was computing them. evicted: they were cached,
+    and evicted lately. new: not computed before, or too long ago. block_border: the end of the prompt, which fills no
+    block that a match may have. whole_prompt: the request needs all of its prompt computed.
+    """
+    num_tokens: _builtins.int
+    detail: _builtins.str
+    """A sentence."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "num_tokens", b"num_tokens", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissedTokens: _TypeAlias = MissedTokens  # noqa: Y015
 
 @_typing.final
 class Explanation(_message.Message):

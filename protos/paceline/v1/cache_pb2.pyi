@@ -511,7 +511,7 @@ class AdmitOp(_message.Message):
     and no other sequence may still have them. At most num_new_tokens, if that is not 0.
     """
     no_reuse: _builtins.bool
-    """Reuse no block: all tokens are computed again. Its blocks are stored up to the first one with a cached equal."""
+    """Reuse no block: all tokens are computed again. Its blocks are stored up to the first block that is cached already."""
     again: _builtins.bool
     """Its request was admitted before, so this match is not counted in the hit rate. (Forks are not counted either.)"""
     def __init__(
@@ -966,6 +966,10 @@ class AdmitResult(_message.Message):
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     SHARES_PLANNED_FIELD_NUMBER: _builtins.int
+    NUM_OTHER_WORKER_TOKENS_FIELD_NUMBER: _builtins.int
+    OTHER_WORKER_FIELD_NUMBER: _builtins.int
+    NUM_IN_FLIGHT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_EVICTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     block_table: _builtins.bytes
     """Packed int32: the whole block table."""
@@ -983,6 +987,14 @@ class AdmitResult(_message.Message):
     """Some of the cached tokens are only planned (AdmitOp.num_planned_tokens). If that step does not compute them, this
     sequence must be freed.
     """
+    num_other_worker_tokens: _builtins.int
+    """Why no more tokens are cached. Of the tokens after the cached ones, in this order: those that another worker has
+    (one such worker); those that another sequence is computing now; those that were evicted lately. Not set if the
+    sequence was admitted `again`, is a fork, or has no_reuse.
+    """
+    other_worker: _builtins.int
+    num_in_flight_tokens: _builtins.int
+    num_evicted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -992,10 +1004,14 @@ class AdmitResult(_message.Message):
         device_blocks: _builtins.bytes = ...,
         host_blocks: _builtins.bytes = ...,
         shares_planned: _builtins.bool = ...,
+        num_other_worker_tokens: _builtins.int = ...,
+        other_worker: _builtins.int = ...,
+        num_in_flight_tokens: _builtins.int = ...,
+        num_evicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "shares_planned", b"shares_planned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "copy_from", b"copy_from", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "num_cached_tokens", b"num_cached_tokens", "num_evicted_tokens", b"num_evicted_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_other_worker_tokens", b"num_other_worker_tokens", "other_worker", b"other_worker", "shares_planned", b"shares_planned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1374,6 +1390,175 @@ class Snapshot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
+
+@_typing.final
+class WatchBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """Milliseconds between two snapshots, 100 to 10,000; 0: 1,000."""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class WatchBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STARTED_US_FIELD_NUMBER: _builtins.int
+    LINKED_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    started_us: _builtins.int
+    """Unix time of the cache's start, in microseconds."""
+    linked: _builtins.bool
+    """Whether a scheduler is linked. Without one there are no workers."""
+    prefix_query_tokens: _builtins.int
+    """Since the cache started: tokens of admitted sequences, and how many of them were reused."""
+    prefix_hit_tokens: _builtins.int
+    num_nodes: _builtins.int
+    """Of the whole tree."""
+    num_tokens: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBlockMap]: ...
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LivePrefixNode]:
+        """The 200 nodes with the most saved tokens, and the nodes before them up to the root; parents first. At most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        started_us: _builtins.int = ...,
+        linked: _builtins.bool = ...,
+        prefix_query_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+        workers: _abc.Iterable[Global___WorkerBlockMap] | None = ...,
+        nodes: _abc.Iterable[Global___LivePrefixNode] | None = ...,
+        num_nodes: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["linked", b"linked", "nodes", b"nodes", "num_nodes", b"num_nodes", "num_tokens", b"num_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "started_us", b"started_us", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
+
+@_typing.final
+class WorkerBlockMap(_message.Message):
+    """One character stands for blocks_per_cell blocks in the order of their ids, and shows the most used one of them: `.`
+    free, `c` cached without a user, `u` used by one sequence, `s` used by several, `p` pinned. At most 2,048 characters.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_PER_CELL_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_PER_CELL_FIELD_NUMBER: _builtins.int
+    HOST_CELLS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    num_blocks: _builtins.int
+    blocks_per_cell: _builtins.int
+    cells: _builtins.str
+    num_host_blocks: _builtins.int
+    host_blocks_per_cell: _builtins.int
+    host_cells: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        blocks_per_cell: _builtins.int = ...,
+        cells: _builtins.str = ...,
+        num_host_blocks: _builtins.int = ...,
+        host_blocks_per_cell: _builtins.int = ...,
+        host_cells: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_cell", b"blocks_per_cell", "cells", b"cells", "host_blocks_per_cell", b"host_blocks_per_cell", "host_cells", b"host_cells", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerBlockMap: _TypeAlias = WorkerBlockMap  # noqa: Y015
+
+@_typing.final
+class LivePrefixNode(_message.Message):
+    """A run of tokens in the prefix tree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_USERS_FIELD_NUMBER: _builtins.int
+    NUM_HITS_FIELD_NUMBER: _builtins.int
+    SAVED_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Stays the same as long as the node is shown."""
+    parent: _builtins.int
+    """0: the node begins at the root."""
+    namespace: _builtins.str
+    """The first half of its namespace's cache_salt: enough to recognise the namespace, not enough to use it."""
+    num_tokens: _builtins.int
+    num_blocks: _builtins.int
+    num_users: _builtins.int
+    """Running sequences and pins that use it, on all workers."""
+    num_hits: _builtins.int
+    """How often an admitted sequence has reused it, and the tokens that were not computed because of that."""
+    saved_tokens: _builtins.int
+    age_s: _builtins.float
+    """Since it was stored."""
+    pinned: _builtins.bool
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """That have it on the device or in host memory."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        parent: _builtins.int = ...,
+        namespace: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        workers: _abc.Iterable[_builtins.int] | None = ...,
+        num_users: _builtins.int = ...,
+        num_hits: _builtins.int = ...,
+        saved_tokens: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "id", b"id", "namespace", b"namespace", "num_blocks", b"num_blocks", "num_hits", b"num_hits", "num_tokens", b"num_tokens", "num_users", b"num_users", "parent", b"parent", "pinned", b"pinned", "saved_tokens", b"saved_tokens", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LivePrefixNode: _TypeAlias = LivePrefixNode  # noqa: Y015
 
 @_typing.final
 class PinPrefixRequest(_message.Message):

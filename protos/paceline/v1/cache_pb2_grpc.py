@@ -45,6 +45,11 @@ class CacheServiceStub:
                 request_serializer=paceline_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_cache__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/paceline.v1.CacheService/WatchBlocks',
+                request_serializer=paceline_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_cache__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer:
@@ -62,8 +67,17 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
         every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBlocks(self, request, context):
+        """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
+        For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+        beyond 64 calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +95,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=paceline_dot_v1_dot_cache__pb2.WatchEventsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_cache__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=paceline_dot_v1_dot_cache__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_cache__pb2.WatchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +157,33 @@ class CacheService:
             '/paceline.v1.CacheService/WatchEvents',
             paceline_dot_v1_dot_cache__pb2.WatchEventsRequest.SerializeToString,
             paceline_dot_v1_dot_cache__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.CacheService/WatchBlocks',
+            paceline_dot_v1_dot_cache__pb2.WatchBlocksRequest.SerializeToString,
+            paceline_dot_v1_dot_cache__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

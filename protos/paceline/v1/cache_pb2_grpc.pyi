@@ -40,8 +40,13 @@ class CacheServiceStub:
     PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
-    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
     every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
+    """
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]
+    """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
+    For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+    beyond 64 calls.
     """
 
 @_typing.type_check_only
@@ -56,8 +61,13 @@ class CacheServiceAsyncStub(CacheServiceStub):
     PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
-    """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+    """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
     every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
+    """
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
+    For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+    beyond 64 calls.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -81,8 +91,19 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchEventsResponse], _abc.AsyncIterator[_cache_pb2.WatchEventsResponse]]:
-        """Events about stored blocks, for outside routers and the dashboard. First comes a snapshot, or the missed events; then
+        """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
         every event as it happens. The cache cuts a watcher that has fallen behind the kept events, with RESOURCE_EXHAUSTED.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _cache_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchBlocksResponse], _abc.AsyncIterator[_cache_pb2.WatchBlocksResponse]]:
+        """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
+        For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+        beyond 64 calls.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

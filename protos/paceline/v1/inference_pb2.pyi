@@ -34,7 +34,7 @@ class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlySt
     """When no beam can become better than the worst finished hypothesis."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """When a search ends that has as many finished hypotheses as beams."""
+    """When a search ends, once it has as many finished hypotheses as beams."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
 """When the best beam, scored at its present length, is no better than the worst finished hypothesis."""
@@ -572,7 +572,7 @@ class BeamOptions(_message.Message):
     num_return: _builtins.int
     """Hypotheses to return, at most width; 0 means 1."""
     length_penalty: _builtins.float
-    """A hypothesis scores its log probability over its length to the power of this; absent: 1."""
+    """The score of a hypothesis is its log probability, divided by its length to the power of this; absent: 1."""
     early_stopping: Global___EarlyStopping.ValueType
     def __init__(
         self,
@@ -752,7 +752,7 @@ class SessionRequest(_message.Message):
     RESPONSES_READ_FIELD_NUMBER: _builtins.int
     responses_read: _builtins.int
     """How many SessionResponses the client has read so far. The scheduler sends at most `response_window` more than that.
-    It merges what a slow reader has not taken into the next message.
+    It merges the results beyond that, and sends them in one message when the reader has caught up.
     """
     @_builtins.property
     def open(self) -> Global___SessionOpen:
@@ -886,8 +886,9 @@ class Submission(_message.Message):
     trace_id: _builtins.str
     """Of the client's `traceparent` (W3C trace context), 32 hexadecimal digits, for the log; empty: none."""
     pooling: _common_pb2.Pooling.ValueType
-    """Not 0: the input's vector is wanted, pooled so. sampling.max_tokens is 1, and no token comes. INVALID_ARGUMENT: the
-    workers' model generates, or pools otherwise. 0: INVALID_ARGUMENT if the workers' model is an embedding model.
+    """Not 0: the input's vector is wanted, pooled in this way. sampling.max_tokens is 1, and no token comes.
+    INVALID_ARGUMENT: the workers' model generates, or pools otherwise. 0: INVALID_ARGUMENT if the workers' model is an
+    embedding model.
     """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
@@ -989,8 +990,8 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """Of requests with a pooling: one each, before its ending. Messages with embeddings contain nothing else, as those with
-        prompt_scores.
+        """Of requests with a pooling: one each, before its ending. A message with embeddings contains nothing else, like a
+        message with prompt_scores.
         """
 
     def __init__(

@@ -302,6 +302,7 @@ class WatchResponse(_message.Message):
     NUM_TENANTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     NUM_MISSED_STEPS_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
     """Unix time of the snapshot."""
     epoch: _builtins.int
@@ -337,6 +338,10 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveStep]: ...
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceOwner]:
+        """Cache namespaces that requests have used since the snapshot before; in the first one the last 1,024."""
+
     def __init__(
         self,
         *,
@@ -360,14 +365,38 @@ class WatchResponse(_message.Message):
         num_tenants: _builtins.int = ...,
         steps: _abc.Iterable[Global___LiveStep] | None = ...,
         num_missed_steps: _builtins.int = ...,
+        namespaces: _abc.Iterable[Global___NamespaceOwner] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "policies", b"policies"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "cache_connected", b"cache_connected", "core_s", b"core_s", "epoch", b"epoch", "failed_policies", b"failed_policies", "load", b"load", "namespaces", b"namespaces", "num_failures", b"num_failures", "num_finished", b"num_finished", "num_generated_tokens", b"num_generated_tokens", "num_missed_steps", b"num_missed_steps", "num_offline_running", b"num_offline_running", "num_offline_waiting", b"num_offline_waiting", "num_rejected", b"num_rejected", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tenants", b"num_tenants", "policies", b"policies", "steps", b"steps", "tenants", b"tenants", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class NamespaceOwner(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """As in LivePrefixNode."""
+    tenant: _builtins.str
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceOwner: _TypeAlias = NamespaceOwner  # noqa: Y015
 
 @_typing.final
 class LiveWorker(_message.Message):
@@ -390,6 +419,8 @@ class LiveWorker(_message.Message):
     CONTEXT_S_FIELD_NUMBER: _builtins.int
     ROW_S_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    LINKED_S_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """A new number for each link."""
     num_slots: _builtins.int
@@ -414,6 +445,10 @@ class LiveWorker(_message.Message):
     row_s: _builtins.float
     name: _builtins.str
     """As it calls itself."""
+    linked_s: _builtins.float
+    """How long its link is open."""
+    incarnation: _builtins.str
+    """As in WorkerRegistration: a worker that comes back with the same value has not restarted. Empty: not known."""
     def __init__(
         self,
         *,
@@ -434,10 +469,12 @@ class LiveWorker(_message.Message):
         context_s: _builtins.float = ...,
         row_s: _builtins.float = ...,
         name: _builtins.str = ...,
+        linked_s: _builtins.float = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "context_s", b"context_s", "draining", b"draining", "in_flight", b"in_flight", "name", b"name", "num_available_blocks", b"num_available_blocks", "num_blocks", b"num_blocks", "num_free_host_blocks", b"num_free_host_blocks", "num_offline", b"num_offline", "num_prefilling", b"num_prefilling", "num_running", b"num_running", "num_slots", b"num_slots", "num_swapped_out", b"num_swapped_out", "row_s", b"row_s", "token_s", b"token_s", "window", b"window", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "context_s", b"context_s", "draining", b"draining", "in_flight", b"in_flight", "incarnation", b"incarnation", "linked_s", b"linked_s", "name", b"name", "num_available_blocks", b"num_available_blocks", "num_blocks", b"num_blocks", "num_free_host_blocks", b"num_free_host_blocks", "num_offline", b"num_offline", "num_prefilling", b"num_prefilling", "num_running", b"num_running", "num_slots", b"num_slots", "num_swapped_out", b"num_swapped_out", "row_s", b"row_s", "token_s", b"token_s", "window", b"window", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ the KV that a worker kept.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -17,6 +18,9 @@ from scheduler_svc.core.types import CacheScope
 NAME_BYTES = 16  # two namespaces have the same name with a probability of 2^-128
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = blake2b.MAX_KEY_SIZE
+# The live view recognises a namespace by this many characters of its name: too few to use it.
+SHOWN_CHARS = 16
+MAX_OWNERS = 1024
 _PERSON = b"paceline-cache"  # other hashes with the same secret are different
 
 
@@ -27,6 +31,9 @@ class CacheNamespaces:
 
     scope: CacheScope = "tenant"
     secret: bytes = field(default=b"", repr=False)
+    num_owners: int = 0  # tenants in `_owners`, and those that were there before
+    # Tenants by the first SHOWN_CHARS characters of their namespaces' names: the last MAX_OWNERS new ones.
+    _owners: dict[str, str] = field(default_factory=dict, repr=False)
 
     def name(self, tenant: str, cache_salt: str) -> str:
         """What goes over the wire as `cache_salt`. Empty for a request with nothing to keep apart: without a salt, and
@@ -38,7 +45,18 @@ class CacheNamespaces:
         digest.update(len(owner).to_bytes(4, "little"))  # ("ab", "c") is not ("a", "bc")
         digest.update(owner)
         digest.update(cache_salt.encode())
-        return digest.hexdigest()
+        name = digest.hexdigest()
+        if owner and (shown := name[:SHOWN_CHARS]) not in self._owners:
+            self._owners[shown] = tenant
+            self.num_owners += 1
+            if len(self._owners) > MAX_OWNERS:
+                del self._owners[next(iter(self._owners))]
+        return name
+
+    def owners_since(self, num_owners: int) -> list[tuple[str, str]]:
+        """The shown names of namespaces and their tenants, since `num_owners` had this value, the oldest first."""
+        new = min(self.num_owners - num_owners, len(self._owners))
+        return list(itertools.islice(self._owners.items(), len(self._owners) - new, None))
 
     def reported_tokens(self, num_cached_tokens: int, block_size: int) -> int:
         """The cached tokens that a client may know. With scope server whole blocks only: an exact number would tell how

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from scheduler_svc.core.output.prefix_use import PrefixUse
 from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
@@ -64,6 +65,7 @@ class Record:
     # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 600 bytes.
     events: list[Event]
     looks: list[Span] = field(default_factory=list)  # decisions that looked at the request and rejected it
+    prefix: PrefixUse | None = None  # None before the first admission, and without prefix caching
 
     def add_event(self, event: Event) -> None:
         self.events.append(event)
@@ -137,6 +139,11 @@ class RequestTimeline:
         """Note an event: the request waits, runs, was preempted."""
         if (record := self._live.get(request.arrival_index)) is not None:
             record.add_event((reason, detail, self.decisions, now_s))
+
+    def found(self, request: Request, prefix: PrefixUse) -> None:
+        """Note what the first admission found in the prefix cache."""
+        if (record := self._live.get(request.arrival_index)) is not None:
+            record.prefix = prefix
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
         """The request has ended. From now on its record may be forgotten."""

@@ -12,7 +12,9 @@ from scheduler_svc.core.arrays import packed
 from scheduler_svc.core.cache.link import CacheLink, admit_result
 from scheduler_svc.core.cache.namespaces import CacheNamespaces
 from scheduler_svc.core.cache.swapping import Swaps
+from scheduler_svc.core.output.prefix_use import PrefixUse
 from scheduler_svc.core.output.sessions import Publisher
+from scheduler_svc.core.output.timeline import RequestTimeline
 from scheduler_svc.core.requests.phases import Event, Phase
 from scheduler_svc.core.requests.request import TOKEN_BYTES
 from scheduler_svc.core.types import SchedulerCounters
@@ -30,6 +32,7 @@ class Emitter:
     publisher: Publisher
     namespaces: CacheNamespaces
     counters: SchedulerCounters
+    timeline: RequestTimeline
 
     def emit(
         self, worker: WorkerState, pending_step: PendingStep, response: CacheServiceLinkResponse | None, now_s: float
@@ -106,6 +109,10 @@ class Emitter:
             reported = self.namespaces.reported_tokens(num_cached_tokens, worker.block_size)
             request.history.cached_tokens = reported
             request.history.num_cached_host_tokens = max(reported - _device_tokens(granted, worker.block_size), 0)
+            if worker.prefix_caching:
+                whole = request.needs_whole_prompt
+                use = PrefixUse.of(granted, request.num_tokens, reported, worker.block_size, needs_whole_prompt=whole)
+                self.timeline.found(request, use)
             if worker.prefix_caching and not request.needs_whole_prompt and request.parent is None:
                 self.counters.prefix_query_tokens += request.num_tokens
                 self.counters.prefix_hit_tokens += reported

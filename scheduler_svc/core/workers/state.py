@@ -31,6 +31,7 @@ class WorkerState:
     batch: Batch
     available_blocks: int
     prefix_caching: bool = True
+    linked_s: float = 0.0  # when it registered
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     step_fit: StepTimeFit = field(default_factory=StepTimeFit)
     # sequences that the worker kept from an earlier link, until the cache is told

@@ -27,8 +27,9 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     cache = [*inside("cache"), "--port", str(ports.cache), *s.flags("keys_file")]
     scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
     scheduler += s.flags("window", "preset", "keys_file")
-    worker = [*dial, *worker_flags(s)]
-    gateway = [*common, *dial, "--host", s.host, "--port", str(ports.http), "--grpc-port", str(ports.grpc)]
+    worker = [*dial, *worker_flags(s)]  # each gets a name, by which viewers recognise it after a restart
+    gateway = [*common, *dial, "--cache", ports.cache_address, "--host", s.host]
+    gateway += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
     gateway += s.flags("model", "served_model_name", "max_model_len", "dtype", "keys_file")
     gateway += ["--insecure"] if s.insecure else []
     gateway += [*s.flags("http_cert", "http_key", "tls_client_ca"), *([] if s.http_tls else ["--no-http-tls"])]
@@ -36,7 +37,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
         Child("cache", "cache", cache, ports.cache_address),
         Child("scheduler", "scheduler", scheduler, ports.scheduler_address),
         *[
-            Child(name, "worker", [*inside(name), *worker, "--port", str(port)], f"{LOOPBACK}:{port}")
+            Child(name, "worker", [*inside(name), "--name", name, *worker, "--port", str(port)], f"{LOOPBACK}:{port}")
             for name, port in zip(worker_names(s.workers), ports.workers, strict=True)
         ],
         Child("gateway", "gateway", gateway, f"{ports.address}:{ports.grpc}"),

@@ -43,7 +43,7 @@ IGNORED: dict[str, str] = {
     "service_tier": "names Anthropic's capacity; `priority` is this server's field",
     "user_profile_id": "attributes a request to a party at Anthropic",
     "cache_control.scope": "Claude Code sends it; `cache_salt` says here which requests share their cache",
-    "messages.content.citations": "of answers about documents, which are refused",
+    "messages.content.citations": "point into documents, which are refused",
     "messages.content.caller": "which of Anthropic's own tools made the call; these tools are refused",
     "messages.content.is_error": "no chat template has a place for it; the result's text tells the model",
     "messages.content.signature": "lets Anthropic verify its own reasoning",

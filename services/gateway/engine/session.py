@@ -114,6 +114,16 @@ class SchedulerSession:
         return self._core.status
 
     @property
+    def epoch(self) -> int | None:
+        """Of the scheduler that opened the session last; None before. In milliseconds of its Unix time."""
+        return self._core.epoch
+
+    @property
+    def num_epochs(self) -> int:
+        """Schedulers that have opened the session one after the other."""
+        return self._core.num_epochs
+
+    @property
     def load(self) -> inference_pb2.SchedulerLoad | None:
         """The load of all workers, at most 0.25 s old while heartbeats arrive; None before the first one."""
         return self._core.load

@@ -62,6 +62,7 @@ class SessionCore:
         self.connected = False
         self.opened = False
         self.epoch: int | None = None
+        self.num_epochs = 0  # schedulers that have opened the session one after the other
         self._fence = Fence()
         self.status: inference_pb2.SchedulerStatus | None = None
         self.load: inference_pb2.SchedulerLoad | None = None
@@ -272,6 +273,7 @@ class SessionCore:
         if response.HasField("opened"):
             self._fence.check(response.opened.fence)
             self.opened = True
+            self.num_epochs += response.opened.epoch != self.epoch
             self.epoch = response.opened.epoch
             self._down_since_s = None
         elif not self.opened:

@@ -38,13 +38,14 @@ class AllowedHosts:
         self._endings = tuple(entry[1:] for entry in allowed if entry.startswith("*."))
         self._allows_name = lru_cache(_KEPT)(self._is_allowed)
 
-    def refusal(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiError | None:
+    def refusal(self, headers: Sequence[tuple[bytes, bytes]], *, by_address: bool = False) -> ApiError | None:
         """The error for a request with these headers, None if it is addressed rightly. A request without a Host header
-        comes from no browser, and is allowed."""
+        comes from no browser, and is allowed. `by_address`: every IP address is allowed, which no page can make its
+        name."""
         if self._all:
             return None
         for name, value in headers:
-            if name == b"host" and not self._allows_name(value):
+            if name == b"host" and not self._allows_name(value) and not (by_address and _is_address(value)):
                 shown = value[:_SHOWN_CHARS].decode("latin-1")
                 message = (
                     f"Host: {shown!r} is not a name of this server; --allowed-hosts of the gateway lists its names"
@@ -60,6 +61,14 @@ class AllowedHosts:
         if host in self._names or host.endswith(self._endings):
             return True
         return self._is_default and _is_loopback(host)
+
+
+def _is_address(value: bytes) -> bool:
+    found = _HOST.fullmatch(value.decode("latin-1"))
+    try:
+        return found is not None and bool(ipaddress.ip_address(found[1].strip("[]")))
+    except ValueError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

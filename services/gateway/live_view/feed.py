@@ -1,4 +1,5 @@
-"""One stream of snapshots for all viewers: the scheduler's LiveViewService, and the gateway's figures beside it.
+"""One stream of snapshots for all viewers: the scheduler's LiveViewService, the cache's WatchBlocks, and the gateway's
+figures beside them.
 
 It runs while there is a viewer, and costs nothing otherwise.
 """
@@ -17,8 +18,10 @@ from google.protobuf.json_format import MessageToDict
 
 from paceline.v1 import live_pb2, live_pb2_grpc
 from services.gateway.errors import ApiError
+from services.gateway.live_view.cache_watch import CacheWatch, cache_view
 from services.gateway.live_view.figures import RecentFigures
 from services.gateway.live_view.schema import LiveSnapshot, SchedulerView
+from services.gateway.live_view.services import ServiceStates
 from services.gateway.openai.gateway import Gateway
 from services.runtime.logs import get_logger
 
@@ -27,13 +30,20 @@ _log = get_logger(__name__)
 INTERVAL_S = 0.5
 MAX_VIEWERS = 64
 _RETRY_S = 5
+# The first snapshot waits this long for the cache.
+_FIRST_CACHE_S = 0.5
+# Namespaces of which the tenant is known.
+_MAX_TENANTS = 4096
 
 
 class LiveFeed:
     """The viewers of one gateway. A viewer that reads too slowly misses snapshots, and delays no other."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, cache: CacheWatch) -> None:
         self._gateway = gateway
+        self._cache = cache
+        self._services = ServiceStates(gateway)
+        self._tenants: dict[str, str] = {}  # by namespace, as the scheduler has told
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -85,12 +95,16 @@ class LiveFeed:
             latest.put_nowait(snapshot)
 
     async def _run(self) -> None:
+        watching = asyncio.create_task(self._cache.run())
         try:
+            await self._cache.wait_first(_FIRST_CACHE_S)
             await self._publish()
         except Exception:
             _log.exception("the live view has failed")
             self._send(None)
             raise
+        finally:
+            watching.cancel()
 
     async def _publish(self) -> None:
         figures = RecentFigures(self._gateway)
@@ -99,7 +113,7 @@ class LiveFeed:
                 stub = live_pb2_grpc.LiveViewServiceStub(self._gateway.session.channel)
                 call = stub.Watch(live_pb2.WatchRequest(interval_ms=int(INTERVAL_S * 1000)))
                 async for snapshot in call:
-                    self._send(_json(figures, snapshot))
+                    self._send(self._json(figures, snapshot))
             except (ApiError, grpc.aio.AioRpcError) as error:
                 _log.debug("no snapshots of the scheduler", error=str(error))
             except asyncio.CancelledError:
@@ -107,14 +121,28 @@ class LiveFeed:
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
             # Also without a scheduler viewers see the gateway, and that the scheduler is gone.
-            self._send(_json(figures, None))
+            self._send(self._json(figures, None))
             await asyncio.sleep(INTERVAL_S)
 
-
-def _json(figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> bytes:
-    view = None
-    if snapshot is not None:  # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
-        fields = MessageToDict(snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        view = SchedulerView.model_validate(fields)
-    answer = LiveSnapshot(at_s=time.time(), gateway=figures.take(time.monotonic()), scheduler=view)
-    return answer.model_dump_json().encode()
+    def _json(self, figures: RecentFigures, snapshot: live_pb2.WatchResponse | None) -> bytes:
+        view, cache, now_s, unix_s = None, self._cache.latest, time.monotonic(), time.time()
+        names: dict[int, str] = {}
+        if snapshot is not None:  # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
+            fields = MessageToDict(
+                snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+            view = SchedulerView.model_validate(fields)
+            names = {worker.worker: worker.name for worker in snapshot.workers}
+            self._tenants |= {owner.namespace: owner.tenant for owner in snapshot.namespaces}
+            for namespace in [*self._tenants][:-_MAX_TENANTS]:
+                del self._tenants[namespace]
+        answer = LiveSnapshot(
+            at_s=unix_s,
+            gateway=figures.take(now_s),
+            scheduler=view,
+            cache=cache_view(cache, names, self._tenants) if cache is not None else None,
+            services=self._services.take(
+                snapshot, cache, watches_cache=bool(self._cache.target), now_s=now_s, unix_s=unix_s
+            ),
+        )
+        return answer.model_dump_json().encode()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from paceline.v1.admin_pb2 import ExplainRequest, Explanation
+from paceline.v1.admin_pb2 import ExplainRequest, ExplainResponse, Explanation, PrefixReuse
 from services.gateway.access.caller import Caller
 from services.gateway.errors import ApiError, invalid
 from services.gateway.live_view.feed import LiveFeed
-from services.gateway.live_view.schema import LiveSnapshot, SequenceTimeline, TimelineAnswer, TimelineSpan
+from services.gateway.live_view.schema import LiveSnapshot, PrefixShown, SequenceTimeline, TimelineAnswer, TimelineSpan
 from services.gateway.live_view.trace_schema import TraceRecord
 from services.gateway.live_view.traces import LiveTraces, check_seconds
 from services.gateway.openai.answers import STREAM_HEADERS, JsonResponse
@@ -65,7 +65,7 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
             wanted.key = caller.owner
         with gateway.access.quotas.entering(caller.key, new=True):
             found = await gateway.session.explain(wanted)
-        shown = _timeline(name, found.explanations, found.num_sequences, shows_others=_is_admin(caller))
+        shown = _timeline(name, found, shows_others=_is_admin(caller))
         return JsonResponse(shown.model_dump_json())
 
     return [
@@ -94,14 +94,25 @@ def _check_admin(caller: Caller, why: str) -> None:
         raise ApiError(403, message, code="admin_required")
 
 
-def _timeline(name: str, spans: Iterable[Explanation], num_sequences: int, *, shows_others: bool) -> TimelineAnswer:
+def _timeline(name: str, found: ExplainResponse, *, shows_others: bool) -> TimelineAnswer:
     sequences: dict[str, list[TimelineSpan]] = {}
-    for span in spans:
+    prefixes = {one.request_id: _prefix(one) for one in found.prefixes}
+    for span in found.explanations:
         sequences.setdefault(span.request_id, []).append(_span(span, shows_others=shows_others))
     return TimelineAnswer(
         id=name,
-        num_sequences=num_sequences,
-        sequences=[SequenceTimeline(request_id=request_id, spans=found) for request_id, found in sequences.items()],
+        num_sequences=found.num_sequences,
+        sequences=[
+            SequenceTimeline(request_id=request_id, spans=spans, prefix=prefixes.get(request_id))
+            for request_id, spans in sequences.items()
+        ],
+    )
+
+
+def _prefix(found: PrefixReuse) -> PrefixShown:
+    missed = [{"reason": one.reason, "num_tokens": one.num_tokens, "detail": one.detail} for one in found.missed]
+    return PrefixShown.model_validate(
+        {"prompt_tokens": found.num_tokens, "cached_tokens": found.num_cached_tokens, "missed": missed}
     )
 
 

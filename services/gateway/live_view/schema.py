@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from services.gateway.live_view.cache_schema import CacheView
+
 
 class Percentiles(BaseModel):
     """In seconds; null without an observation."""
@@ -130,12 +132,25 @@ class SchedulerView(BaseModel):
     num_missed_steps: int
 
 
+class ServiceShown(BaseModel):
+    """A service that this gateway knows. `num_restarts`: those that it has seen since its own start; null if it cannot
+    see them. `up_s`: how long the service is up, as far as the gateway knows; null while it is down."""
+
+    kind: Literal["gateway", "scheduler", "cache", "worker"]
+    name: str
+    state: Literal["ready", "starting", "down", "draining"]
+    num_restarts: int | None
+    up_s: float | None
+
+
 class LiveSnapshot(BaseModel):
-    """What the server does. `scheduler` is null while there is no connection to it."""
+    """What the server does. `scheduler` and `cache` are null while there is no connection to them."""
 
     at_s: float
     gateway: GatewayFigures
     scheduler: SchedulerView | None
+    cache: CacheView | None
+    services: list[ServiceShown]
 
 
 class TimelineSpan(BaseModel):
@@ -152,11 +167,32 @@ class TimelineSpan(BaseModel):
     last_decision: int
 
 
+MissReason = Literal["other_worker", "in_flight", "evicted", "new", "block_border", "whole_prompt"]
+
+
+class MissedTokens(BaseModel):
+    """Prompt tokens that were not reused, and why."""
+
+    reason: MissReason
+    num_tokens: int
+    detail: str
+
+
+class PrefixShown(BaseModel):
+    """What the first admission of a sequence found in the prefix cache. `cached_tokens` and the tokens in `missed` add
+    up to `prompt_tokens`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    missed: list[MissedTokens]
+
+
 class SequenceTimeline(BaseModel):
-    """Of one prompt and sample."""
+    """Of one prompt and sample. `prefix` is null before its first admission, and without prefix caching."""
 
     request_id: str
     spans: list[TimelineSpan]
+    prefix: PrefixShown | None
 
 
 class TimelineAnswer(BaseModel):

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from services.gateway.access.caller import Caller
-from services.gateway.access.control import OPEN_PATHS
+from services.gateway.access.control import METRICS_PATH, OPEN_PATHS
 from services.gateway.access.headers import HEADERS, apply_headers, conversation_name
 from services.gateway.engine.idempotency import IDEMPOTENCY_KEY, RequestKey, check_key
 from services.gateway.engine.request import GenerateJob
@@ -73,8 +73,9 @@ def create_app(
 
     def refusal(scope: Scope) -> ApiError | None:
         path = scope["path"].removeprefix(root_path)
-        # Probes address a container by its IP address.
-        if path not in OPEN_PATHS and (misdirected := hosts.refusal(scope["headers"])) is not None:
+        # Probes and Prometheus address a container by its IP address.
+        by_address = path == METRICS_PATH
+        if path not in OPEN_PATHS and (misdirected := hosts.refusal(scope["headers"], by_address=by_address)):
             return misdirected
         if (foreign := origins.refusal(scope["method"], scope["headers"])) is not None:
             return foreign

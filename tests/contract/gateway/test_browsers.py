@@ -74,6 +74,8 @@ async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Ru
     assert len(running.scheduler.submissions) == before
     for path in ("/health", "/ready", "/ping"):
         assert (await running.http.get(path, headers={"Host": "10.1.2.3"})).status_code == 200, "of a probe"
+    assert (await running.http.get("/metrics", headers={"Host": "10.1.2.3"})).status_code == 200, "of Prometheus"
+    assert (await running.http.get("/metrics", headers={"Host": "evil.example"})).status_code == 403
     for host in ("localhost", "[::1]:99", "127.0.0.1"):
         assert (await running.http.get("/v1/models", headers={"Host": host})).status_code == 200
 

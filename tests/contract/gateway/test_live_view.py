@@ -14,8 +14,11 @@ import pytest
 from paceline.v1 import admin_pb2, live_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.live_view import feed
-from tests.contract.gateway.conftest import Running, Start, until
+from tests.contract.cache.test_server import A, ask
+from tests.contract.cache.test_server import running as cache_running
+from tests.contract.gateway.conftest import Running, Start, eventually, until
 from tests.contract.gateway.test_keys import Keys, bearer
+from tests.unit.cache import driver as d
 
 LIVE = "/v1/live"
 COMPLETION = {"prompt": [7], "max_tokens": 5, "ignore_eos": True}
@@ -61,6 +64,64 @@ async def test_snapshots_have_the_figures_of_scheduler_and_metrics(start: Start)
     assert [(one["worker"], one["name"], one["num_slots"]) for one in view["workers"]] == [(7, "w", 8)]
     assert [(one["step"], one["computed_s"]) for one in view["steps"]] == [(9, 0.5)]
     await found.aclose()  # type: ignore[attr-defined]
+
+
+async def test_snapshots_have_the_blocks_of_the_cache(start: Start) -> None:
+    async with cache_running() as cache:
+        running = await start(settings={"cache": cache.addresses.grpc})
+        running.scheduler.view = live_pb2.WatchResponse(
+            load=SchedulerLoad(), policies=admin_pb2.PolicyChoice(), workers=[live_pb2.LiveWorker(worker=3, name="w")]
+        )
+        link = cache.link()
+        await ask(link, 1, d.add_worker_op(3, 8, 4), d.match_op(1, A), d.admit_op(1, 3), d.commit_op([(1, [], 16)]))
+        shown = (await running.http.get(LIVE)).json()
+        assert shown["cache"]["maps"] == [
+            {
+                "worker": 3,
+                "name": "w",
+                "num_blocks": 8,
+                "blocks_per_cell": 1,
+                "cells": "uuuu....",
+                "num_host_blocks": 0,
+                "host_blocks_per_cell": 1,
+                "host_cells": "",
+            }
+        ]
+        [node] = shown["cache"]["tree"]["nodes"]
+        assert (node["parent"], node["num_tokens"], node["workers"], node["num_users"]) == (None, 16, [3], 1)
+        assert shown["cache"]["prefix_query_tokens"] == 16
+        assert [(one["kind"], one["name"], one["state"]) for one in shown["services"]] == [
+            ("gateway", "gateway", "ready"),
+            ("scheduler", "scheduler", "ready"),
+            ("cache", "cache", "ready"),
+            ("worker", "w", "ready"),
+        ]
+        link.cancel()
+    shown = (await running.http.get(LIVE)).json()
+    assert shown["cache"] is None
+    assert [one["state"] for one in shown["services"] if one["kind"] == "cache"] == ["down"]
+
+
+async def test_the_cache_is_watched_only_while_a_viewer_looks(start: Start) -> None:
+    async with cache_running() as cache:
+        running = await start(settings={"cache": cache.addresses.grpc})
+        labels = 'grpc_method="/paceline.v1.CacheService/WatchBlocks"'
+        started, ended = (
+            f"grpc_server_started_total{{{labels}}}",
+            f'grpc_server_handled_total{{grpc_code="CANCELLED",{labels}}}',
+        )
+        before = await cache.metrics()  # of this process
+        viewers = [snapshots(running) for _ in range(3)]
+        for viewer in viewers:
+            assert (await anext(viewer))["cache"] is not None
+        assert (await cache.metrics())[started] == before.get(started, 0) + 1
+        for viewer in viewers:
+            await viewer.aclose()  # type: ignore[attr-defined]
+
+        async def is_over() -> bool:
+            return (await cache.metrics()).get(ended, 0) == before.get(ended, 0) + 1
+
+        await eventually(is_over)
 
 
 async def test_one_snapshot_needs_no_stream(start: Start) -> None:
@@ -150,10 +211,20 @@ async def test_a_key_sees_the_timeline_of_its_own_requests(start: Start, keys: K
         ),
         admin_pb2.Explanation(request_id="a.1", reason="running", worker=3, first_decision=4, last_decision=5),
     ]
-    running.scheduler.explanation = admin_pb2.ExplainResponse(explanations=spans, num_sequences=2)
+    reuse = admin_pb2.PrefixReuse(request_id="a.1", num_tokens=20, num_cached_tokens=16)
+    reuse.missed.add(reason="block_border", num_tokens=4, detail="blocks have 16 tokens")
+    running.scheduler.explanation = admin_pb2.ExplainResponse(explanations=spans, num_sequences=2, prefixes=[reuse])
     own = (await running.http.get("/v1/requests/cmpl-a/timeline", headers=bearer(ann))).json()
     assert (own["id"], own["object"], own["num_sequences"]) == ("cmpl-a", "request.timeline", 2)
     assert [(one["request_id"], len(one["spans"])) for one in own["sequences"]] == [("a", 2), ("a.1", 1)]
+    assert [one["prefix"] for one in own["sequences"]] == [
+        None,
+        {
+            "prompt_tokens": 20,
+            "cached_tokens": 16,
+            "missed": [{"reason": "block_border", "num_tokens": 4, "detail": "blocks have 16 tokens"}],
+        },
+    ]
     behind = own["sequences"][0]["spans"][1]
     assert (behind["detail"], behind["behind"]) == ("behind another request, which waits for slots", None)
     assert (behind["from_s"], behind["to_s"], behind["worker"]) == (1, 2, None)

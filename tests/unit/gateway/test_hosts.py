@@ -47,6 +47,15 @@ def test_elsewhere_every_name_is_answered_unless_the_operator_lists_them() -> No
     assert not allows(AllowedHosts(["example.com"], "127.0.0.1"), "localhost"), "a list is the whole list"
 
 
+def test_prometheus_may_use_any_address_but_no_other_name() -> None:
+    hosts = AllowedHosts(["example.com"], "0.0.0.0")
+    answered = {
+        host: hosts.refusal([(b"host", host.encode())], by_address=True) is None
+        for host in ("172.18.0.4:8000", "[2001:db8::1]:8000", "example.com", "evil.example", "172.18.0.4.evil.example")
+    }
+    assert list(answered.values()) == [True, True, True, False, False]
+
+
 def test_the_refusal_names_the_header_and_the_flag() -> None:
     error = AllowedHosts([], "127.0.0.1").refusal([(b"host", b"evil.example" + b"x" * 1000)])
     assert error is not None

@@ -369,6 +369,7 @@ LINKS = {
     "/paceline.v1.WorkerService/Link",
     "/paceline.v1.KvTransferService/Fetch",
     "/paceline.v1.CacheService/Link",
+    "/paceline.v1.CacheService/WatchBlocks",  # of a gateway, which asks for an admin key; it has no tokens
 }
 
 

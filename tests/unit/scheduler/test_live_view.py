@@ -8,6 +8,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.live_pb2 import WatchRequest
 from scheduler_svc.admin import Admin
+from scheduler_svc.core.cache import namespaces
 from scheduler_svc.core.step import step_log
 from scheduler_svc.live_view import MAX_TENANTS, LiveView, snapshot
 from scheduler_svc.policies.registry import choose
@@ -125,3 +126,40 @@ async def test_each_watcher_gets_each_step_once() -> None:
         assert not (await anext(watcher)).steps
         await watcher.aclose()  # type: ignore[attr-defined]
     assert system.scheduler.step_log.num_readers == 0
+
+
+async def test_a_watcher_is_told_the_tenants_of_new_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "MAX_OWNERS", 2)
+    system = system_with_worker()
+    names = system.scheduler.namespaces
+    watcher = LiveView(system.scheduler, Admin(system.scheduler, choose()), lambda: 0.0).Watch(
+        WatchRequest(interval_ms=100),
+        Context(),  # type: ignore[arg-type]
+    )
+
+    async def told() -> list[tuple[str, str]]:
+        return [(one.namespace, one.tenant) for one in (await anext(watcher)).namespaces]
+
+    for handle, tenant in enumerate(("", "t1", "t2", "t3", "t2"), 1):
+        system.submit("s", handle, [handle] * 5, PARAMS, tenant=tenant)
+    assert await told() == [(names.name(tenant, "")[:16], tenant) for tenant in ("t2", "t3")]
+    system.submit("s", 9, [9] * 5, PARAMS, tenant="t3", cache_salt="salt")
+    assert await told() == [(names.name("t3", "salt")[:16], "t3")]
+    assert await told() == []
+    await watcher.aclose()  # type: ignore[attr-defined]
+
+
+def test_a_timeline_has_what_the_first_admission_found() -> None:
+    system = system_with_worker()
+    for handle in (1, 2):
+        system.submit("s", handle, list(range(10)), PARAMS)
+        system.run()
+    timeline = system.scheduler.timeline
+    [first], [second] = timeline.find("s-1"), timeline.find("s-2")
+    assert first.prefix is not None
+    assert second.prefix is not None
+    assert (first.prefix.num_tokens, first.prefix.num_cached_tokens) == (10, 0)
+    assert [(one.reason, one.num_tokens) for one in first.prefix.missed()] == [("new", 8), ("block_border", 2)]
+    assert [(one.reason, one.num_tokens) for one in second.prefix.missed()] == [
+        ("block_border", 10 - second.prefix.num_cached_tokens)
+    ]

@@ -1,0 +1,86 @@
+"""Why an admitted sequence has not reused more of its prompt: `paceline explain` and the live view show it.
+
+    cached | on another worker | in flight | evicted | new | the last block
+
+The cache says how many tokens are on another worker, in flight and evicted. The scheduler derives the other two: the
+tokens after the last block boundary, which a match never has, and the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from cache_svc.core.packing import TOKEN_BYTES, common_tokens
+from cache_svc.core.sequences.sequence import Sequence
+from cache_svc.core.sequences.worker_blocks import WorkerBlocks
+from cache_svc.core.tree.nodes import PrefixNode
+from cache_svc.core.tree.tree import PrefixTree
+
+MAX_PREFILLING = 32
+
+
+class Misses(NamedTuple):
+    """Tokens after the cached ones, in this order. `other_worker`: one that has them; 0 without such tokens."""
+
+    num_other_worker_tokens: int = 0
+    other_worker: int = 0
+    num_in_flight_tokens: int = 0
+    num_evicted_tokens: int = 0
+
+
+NO_MISSES = Misses()
+
+
+class MissFinder:
+    """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute."""
+
+    def __init__(self) -> None:
+        self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)
+
+    def find(
+        self,
+        sequence: Sequence,
+        place: tuple[PrefixNode, int],
+        num_cached_tokens: int,
+        workers: Mapping[int, WorkerBlocks],
+        admitted: Mapping[int, Sequence],
+    ) -> Misses:
+        """Of a sequence that its worker has just admitted, and that is not in `admitted` yet.
+
+        `place`: where the longest match on any worker ended. `num_cached_tokens`: what its own worker had of it.
+        """
+        (node, depth), token_ids = place, sequence.tokens
+        tree = workers[sequence.worker_id].tree
+        limit, block_size = tree.max_match(token_ids), tree.block_size
+        if num_cached_tokens >= limit * block_size:
+            return NO_MISSES
+        num_other = max(min(depth, limit) * block_size - num_cached_tokens, 0) if node.residencies else 0
+        other = next((worker.worker_id for worker in workers.values() if worker.holds(node)), 0) if num_other else 0
+        reached = num_cached_tokens + num_other
+        in_flight = evicted = 0
+        if depth == node.end and reached // block_size == depth:
+            wanted = token_ids[depth * tree.block_bytes : limit * tree.block_bytes]
+            num_in_flight = self._num_in_flight(tree, node, wanted, admitted)
+            num_evicted = tree.evicted.count(node, token_ids, num_in_flight, limit)
+            # The sequence may have copied the beginning of the first one of these blocks.
+            in_flight = max((depth + num_in_flight) * block_size - reached, 0)
+            evicted = max((depth + num_in_flight + num_evicted) * block_size - reached - in_flight, 0)
+        self._prefilling.append(sequence.sequence_id)
+        return Misses(num_other, other, in_flight, evicted) if num_other or in_flight or evicted else NO_MISSES
+
+    def _num_in_flight(
+        self, tree: PrefixTree, node: PrefixNode, wanted: bytes, admitted: Mapping[int, Sequence]
+    ) -> int:
+        """How many of these whole blocks after a node another sequence will compute."""
+        most, block_size = 0, tree.block_size
+        for sequence_id in self._prefilling:
+            sequence = admitted.get(sequence_id)
+            if sequence is None or sequence.node is not node:
+                continue
+            if sequence.num_computed_tokens + block_size <= sequence.num_tokens:
+                begin = node.end * tree.block_bytes
+                own = sequence.tokens[begin : min(begin + len(wanted), sequence.num_tokens * TOKEN_BYTES)]
+                most = max(most, common_tokens(own, wanted) // block_size)
+        return most
