@@ -10,6 +10,7 @@ from itertools import islice
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from services.cli.arguments import Parser, console, usage_error
 from services.cli.http.client import HttpApi, RequestFailed
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
                 print(json.dumps(snapshot))
             else:
                 _print(console(), snapshot, server)
-        elif sys.stdin.isatty() and sys.stdout.isatty():
+        elif sys.stdin.isatty() and sys.stdout.isatty() and not console().is_dumb_terminal:
             _Top(server, console()).run()
         else:
             out = console()
@@ -133,7 +134,7 @@ class _Top:
         assert snapshot is not None, "run() waits for the first one"
         return snapshot
 
-    def _lines(self) -> list:  # type: ignore[type-arg]
+    def _lines(self) -> list[Text]:
         follower, now_s = self._follower, time.monotonic()
         broken_s, back_s = follower.broken_s, follower.back_s
         status = ServerState(
