@@ -163,6 +163,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Runs until the client has sent its last exchange. Returns an error, if any."""
         async for request in requests:
             self._exchanged_s = started_s = time.perf_counter()
+            received_us = time.monotonic_ns() // 1000 if request.traced else 0
             try:
                 if self._core.pins.by_name:
                     expire_pins(self._core, now_ms())
@@ -175,6 +176,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
                 return grpc.StatusCode.INTERNAL, f"exchange {request.exchange} failed inside the cache"
             EXCHANGE_DURATION.observe(time.perf_counter() - started_s)
             async with writing:
+                if request.traced:
+                    response.received_us, response.answered_us = received_us, time.monotonic_ns() // 1000
                 await context.write(response)
         return None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc.aio
@@ -68,7 +69,7 @@ class SchedulerLink:
         # Without an iterator, because read() and write() are missing in the stubs.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(self._read(call, run, watch, scheduler)),
+            asyncio.ensure_future(self._read(call, run, watch, scheduler, progress)),
             asyncio.ensure_future(_write(call, outbox)),
             asyncio.ensure_future(beat(scheduler, progress.beat)),
             asyncio.ensure_future(_ask_to_leave(drain, outbox)),
@@ -98,7 +99,7 @@ class SchedulerLink:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, call: Any, run: LinkRun, watch: StepWatch, scheduler: Watch) -> None:
+    async def _read(self, call: Any, run: LinkRun, watch: StepWatch, scheduler: Watch, progress: _Progress) -> None:
         """Returns after the release."""
         clock = asyncio.get_running_loop().time
         first = await _receive(call)
@@ -118,6 +119,8 @@ class SchedulerLink:
                 case "heartbeat":
                     scheduler.promised = True
                 case "plan":
+                    if message.plan.traced:
+                        progress.received_us[message.plan.step] = _now_us()
                     watch.begun(message.plan)
                     self.thread.submit(run, message.plan)
                 case "grammars":
@@ -135,9 +138,12 @@ class _Progress:
     thread: ModelThread
     last_step: int = 0
     last_beat_s: float | None = None
+    received_us: dict[int, int] = field(default_factory=dict)  # by step; of plans for which a trace is recorded
 
     def on_result(self, result: StepResult, stats: StepStats) -> None:
         self.last_step = result.step
+        if self.received_us and (received_us := self.received_us.pop(result.step, 0)):
+            result.received_us, result.sent_us = received_us, _now_us()
         self.watch.finished((result.finished_us - result.started_us) / 1e6)
         self.outbox.put_nowait(WorkerServiceLinkRequest(result=result))
         record_step(result, stats)
@@ -158,6 +164,11 @@ class _Progress:
             watch = self.watch
             heartbeat = Heartbeat(step=self.last_step, received=watch.last_begun, allowed_s=watch.allowed_s)
             self.outbox.put_nowait(WorkerServiceLinkRequest(heartbeat=heartbeat))
+
+
+def _now_us() -> int:
+    """The clock of StepResult."""
+    return time.monotonic_ns() // 1000
 
 
 async def _receive(call: Any) -> WorkerServiceLinkResponse:

@@ -83,13 +83,18 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         """Give the core an event, and send the messages that follow. Raises what the event raises."""
         if self.election is not None and not self.election.holds:
             step_down(self.election.why_not)
-        began = time.perf_counter()
-        self.core.event_at(time.monotonic())
+        began, trace = time.perf_counter(), self.core.trace_log
+        began_s = time.monotonic()
+        self.core.event_at(began_s)
         try:
             handle(*args)
         finally:
-            outbox = self.core.poll(time.monotonic())
+            applied_s = time.monotonic()
+            outbox = self.core.poll(applied_s)
             self.core_seconds += time.perf_counter() - began
+            if trace.num_readers:
+                sent = len(outbox.to_workers), len(outbox.to_cache)
+                trace.ran(getattr(handle, "__name__", "event").lstrip("_"), began_s, applied_s, time.monotonic(), *sent)
             if self._cache is not None:
                 for exchange in outbox.to_cache:
                     exchange.heartbeats = exchange.exchange == 1

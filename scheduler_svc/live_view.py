@@ -18,6 +18,8 @@ from paceline.v1.live_pb2 import (
     LiveStep,
     LiveTenant,
     LiveWorker,
+    TraceRequest,
+    TraceResponse,
     WatchRequest,
     WatchResponse,
 )
@@ -26,9 +28,11 @@ from scheduler_svc.admin import Admin, encodable
 from scheduler_svc.core.output.timeline import WAITING, Record
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.step.step_log import EndedStep
+from scheduler_svc.core.step.trace_log import microseconds
 from scheduler_svc.core.workers.state import WorkerState
 
 MAX_WATCHERS = 64
+MAX_TRACES = 16
 MAX_TENANTS = 32
 MAX_LIVE_SEQUENCES, MAX_ENDED_SEQUENCES = 48, 16
 MAX_DETAIL_CHARS = 200
@@ -67,6 +71,22 @@ class LiveView(LiveViewServiceServicer):
                 num_owners = core.namespaces.num_owners
                 yield answer
                 await asyncio.sleep(interval_ms / 1000)
+
+    async def Trace(
+        self, request_iterator: AsyncIterator[TraceRequest], context: Context
+    ) -> AsyncIterator[TraceResponse]:
+        log = self._core.trace_log
+        if log.num_readers >= MAX_TRACES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_TRACES} traces are recorded already")
+        with log.reading() as seen:
+            async for _ in request_iterator:
+                received_us = microseconds(time.monotonic())
+                seen, steps, exchanges, runs, num_missed = log.since(seen)
+                answer = TraceResponse(
+                    received_us=received_us, epoch=self._core.epoch, steps=steps, exchanges=exchanges, runs=runs
+                )
+                answer.num_missed, answer.sent_us = num_missed, microseconds(time.monotonic())
+                yield answer
 
     async def GetTimeline(self, request: GetTimelineRequest, context: Context) -> GetTimelineResponse:
         return GetTimelineResponse(explained=await self._admin.Explain(request.explain, context))

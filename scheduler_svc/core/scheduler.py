@@ -54,6 +54,7 @@ from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.rounds import Rounds
 from scheduler_svc.core.step.schedule import StepScheduler
 from scheduler_svc.core.step.step_log import StepLog
+from scheduler_svc.core.step.trace_log import TraceLog
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.slots import SlotLedger
@@ -103,7 +104,7 @@ class SchedulerCore:
             config, self.queue, budgets, cache, self.workers, self.sessions, self.counters, output_length
         )
         self.timeline = life.timeline
-        self.step_log = StepLog()
+        self.step_log, self.trace_log = StepLog(), TraceLog()
         self._recovery = Recovery(cache, self.workers, life)
         self._groups = BeamGroups(life)
         self._retry_groups = RetryGroups(life, Suspects(config.poison_failures))
@@ -114,7 +115,7 @@ class SchedulerCore:
         self._rounds = Rounds(
             self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
         )
-        self._results = ResultReader(life, self._publisher, self._groups, self.step_log)
+        self._results = ResultReader(life, self._publisher, self._groups, self.step_log, self.trace_log)
         self._status = StatusReport(config, self.workers, self.sessions, self.queue.online, cache)
         self._note_outage()
 
@@ -379,6 +380,8 @@ class SchedulerCore:
     def cache_response(self, response: CacheServiceLinkResponse) -> None:
         """The answer to an exchange. Raises ProtocolError; then the cache's link is to be closed."""
         sent = self._cache.receive(response)
+        if self.trace_log.num_readers:
+            self.trace_log.exchange_ended(response, self.life.now_s)
         for counters in response.pools:
             if (worker := self.workers.get(counters.worker)) is not None:
                 worker.available_blocks = counters.free_blocks + counters.cached_blocks
@@ -420,6 +423,8 @@ class SchedulerCore:
         """Plan whatever can be planned. Returns everything to send."""
         self.life.now_s = now_s
         if (exchange := self._rounds.plan(now_s)) is not None:
+            if self.trace_log.num_readers:
+                self.trace_log.exchange_sent(exchange, now_s)
             self._outbox.to_cache.append(exchange)
         for worker in self.workers.values():
             if worker.grammars.wanted:
@@ -442,6 +447,8 @@ class SchedulerCore:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(released=WorkerReleased()))
 
     def _send_worker(self, worker: int, message: WorkerServiceLinkResponse) -> None:
+        if self.trace_log.num_readers:
+            self.trace_log.plan_sent(message)
         self._outbox.to_workers.append((worker, message))
 
 

@@ -37,6 +37,8 @@ MODULES = {
     "scenario": "services.cli.scenario",
     "certs": "services.cli.certs.main",
     "bench": "services.cli.bench.main",
+    "top": "services.cli.top.main",
+    "trace": "services.cli.trace.main",
     "completion": "services.cli.completion.main",
 }
 
@@ -45,6 +47,8 @@ usage: paceline COMMAND [flags]
 
   up                 start all services on this machine and serve a model
   chat [QUESTION]    talk to a running server
+  top                what a running server does now: queue, workers, latencies, tenants, steps
+  trace FILE         record what all services do for some seconds, for Perfetto or chrome://tracing
   doctor             what `up` would refuse on this machine, and what will be slow
   worker             start one more worker, for a running server: paceline worker
   serve SERVICE      start one service: cache, scheduler, worker or gateway
@@ -61,10 +65,10 @@ usage: paceline COMMAND [flags]
 `paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
 PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
 
-chat, worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run, --server PORT or
-PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE) names a service.
-chat takes --url for a server of any machine. If the server has API keys, chat needs one, and policy, cache and explain
-need an admin key: PACELINE_API_KEY, or --api-key.
+chat, top, trace, worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run,
+--server PORT or PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE)
+names a service. chat, top and trace take --url for a server of any machine. If the server has API keys, chat needs one,
+and the others need an admin key: PACELINE_API_KEY, or --api-key.
 """
 
 

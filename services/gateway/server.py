@@ -42,6 +42,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.live_view.cache_watch import CacheWatch
 from services.gateway.live_view.feed import LiveFeed
 from services.gateway.live_view.routes import live_api
+from services.gateway.live_view.traces import LiveTraces
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi
 from services.gateway.openai.routes import create_app, generation_routes
@@ -125,7 +126,8 @@ async def serve(
     apis = [responses_api(responses), anthropic_api(gateway), embeddings_api(gateway)]
     batches = _make_batches(settings, gateway, stores, apis)
     live_feed = LiveFeed(gateway, CacheWatch(settings.cache, internal))
-    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed), page_api()]
+    live_traces = LiveTraces(gateway)
+    apis += [files_api(batches), batches_api(batches), *live_api(gateway, live_feed, live_traces), page_api()]
     http_server = _make_http_server(settings, gateway, apis, public)
     http_port = await http_server.start()
     kv_events = KvEventStreams(settings.cache, internal)
@@ -149,6 +151,7 @@ async def serve(
             gateway.requests.drain()
             kv_events.close()
             live_feed.close()
+            live_traces.close()
             await http_server.close_listener()
             drain = _drain(gateway, http_server, grpc_server, settings.drain_s)
             await asyncio.gather(batches.close(), drain)
@@ -326,7 +329,9 @@ def _make_gateway(
     requests = RequestStore(
         grace_s=settings.resume_grace_s, keep_s=settings.resume_keep_s, max_bytes=settings.resume_keep_bytes
     )
-    metrics = GatewayMetrics(settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants))
+    metrics = GatewayMetrics(
+        settings.model_name, TenantMetrics(settings.tenant_names, settings.metrics_tenants), session.trace
+    )
     if settings.vllm_metrics:
         names = VllmMetrics(metrics, settings.model_name, lambda: session.load, lambda: builder.max_model_len)
         metrics.registry.register(names)

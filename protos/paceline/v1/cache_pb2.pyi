@@ -52,6 +52,7 @@ class CacheServiceLinkRequest(_message.Message):
     NOW_MS_FIELD_NUMBER: _builtins.int
     HEARTBEATS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The scheduler's epoch; echoed."""
     exchange: _builtins.int
@@ -62,6 +63,8 @@ class CacheServiceLinkRequest(_message.Message):
     """In the first message: the scheduler reads heartbeats."""
     heartbeat: _builtins.bool
     """A heartbeat and no exchange. Sent four times a second once the cache has sent one."""
+    traced: _builtins.bool
+    """A trace is recorded: the response says when the exchange arrived and when the response left."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
         """Executed in order. An operation that fails changes nothing and does not affect the others."""
@@ -75,10 +78,11 @@ class CacheServiceLinkRequest(_message.Message):
         now_ms: _builtins.int = ...,
         heartbeats: _builtins.bool = ...,
         heartbeat: _builtins.bool = ...,
+        traced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "heartbeats", b"heartbeats", "now_ms", b"now_ms", "ops", b"ops"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "heartbeats", b"heartbeats", "now_ms", b"now_ms", "ops", b"ops", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,10 +684,15 @@ class CacheServiceLinkResponse(_message.Message):
     MATCH_UPDATES_FIELD_NUMBER: _builtins.int
     DEMOTIONS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    RECEIVED_US_FIELD_NUMBER: _builtins.int
+    ANSWERED_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     exchange: _builtins.int
     heartbeat: _builtins.bool
     """A heartbeat and no answer. Sent four times a second to a scheduler that reads heartbeats."""
+    received_us: _builtins.int
+    """To a traced exchange: when it arrived and when this response left, in microseconds of the cache's monotonic clock."""
+    answered_us: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOpResult]:
         """As many as ops, in their order."""
@@ -712,10 +721,12 @@ class CacheServiceLinkResponse(_message.Message):
         match_updates: _abc.Iterable[Global___MatchUpdate] | None = ...,
         demotions: _abc.Iterable[Global___BlockMoves] | None = ...,
         heartbeat: _builtins.bool = ...,
+        received_us: _builtins.int = ...,
+        answered_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demotions", b"demotions", "epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "match_updates", b"match_updates", "pools", b"pools", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_us", b"answered_us", "demotions", b"demotions", "epoch", b"epoch", "exchange", b"exchange", "heartbeat", b"heartbeat", "match_updates", b"match_updates", "pools", b"pools", "received_us", b"received_us", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,31 +26,41 @@ from paceline.v1 import admin_pb2 as paceline_dot_v1_dot_admin__pb2
 from paceline.v1 import inference_pb2 as paceline_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/live.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/admin.proto\x1a\x1bpaceline/v1/inference.proto\"B\n\x12GetTimelineRequest\x12,\n\x07\x65xplain\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.ExplainRequest\"F\n\x13GetTimelineResponse\x12/\n\texplained\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.ExplainResponse\"#\n\x0cWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"\xac\x05\n\rWatchResponse\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x04load\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.SchedulerLoad\x12+\n\x08policies\x18\x04 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\x12\x17\n\x0f\x66\x61iled_policies\x18\x05 \x03(\t\x12\x17\n\x0f\x63\x61\x63he_connected\x18\x06 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x07 \x01(\r\x12\x1b\n\x13num_offline_running\x18\x08 \x01(\r\x12\x1b\n\x13num_offline_waiting\x18\t \x01(\r\x12\x14\n\x0cnum_finished\x18\n \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x0b \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x0c \x01(\x04\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x14\n\x0cnum_failures\x18\x0e \x01(\x04\x12\x0e\n\x06\x63ore_s\x18\x0f \x01(\x01\x12(\n\x07workers\x18\x10 \x03(\x0b\x32\x17.paceline.v1.LiveWorker\x12(\n\x07tenants\x18\x11 \x03(\x0b\x32\x17.paceline.v1.LiveTenant\x12\x13\n\x0bnum_tenants\x18\x12 \x01(\r\x12$\n\x05steps\x18\x13 \x03(\x0b\x32\x15.paceline.v1.LiveStep\x12\x18\n\x10num_missed_steps\x18\x14 \x01(\x04\x12/\n\nnamespaces\x18\x15 \x03(\x0b\x32\x1b.paceline.v1.NamespaceOwner\x12,\n\tsequences\x18\x1e \x03(\x0b\x32\x19.paceline.v1.LiveSequence\x12\x1a\n\x12num_live_sequences\x18\x1f \x01(\r\"3\n\x0eNamespaceOwner\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x89\x01\n\x0cLiveSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tanswer_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x11\n\tarrived_s\x18\x06 \x01(\x01\x12\x0f\n\x07since_s\x18\x07 \x01(\x01\"\x87\x03\n\nLiveWorker\x12\x0e\n\x06worker\x18\x01 \x01(\x04\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x16\n\x0enum_prefilling\x18\x04 \x01(\r\x12\x13\n\x0bnum_offline\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x1c\n\x14num_available_blocks\x18\x07 \x01(\r\x12\x1c\n\x14num_free_host_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_swapped_out\x18\t \x01(\r\x12\x11\n\tin_flight\x18\n \x01(\r\x12\x0e\n\x06window\x18\x0b \x01(\r\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12\x0e\n\x06\x62\x61se_s\x18\r \x01(\x01\x12\x0f\n\x07token_s\x18\x0e \x01(\x01\x12\x11\n\tcontext_s\x18\x0f \x01(\x01\x12\r\n\x05row_s\x18\x10 \x01(\x01\x12\x0c\n\x04name\x18\x11 \x01(\t\x12\x10\n\x08linked_s\x18\x12 \x01(\x01\x12\x13\n\x0bincarnation\x18\x13 \x01(\t\"L\n\nLiveTenant\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\x0erunning_tokens\x18\x02 \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\"\xc7\x01\n\x08LiveStep\x12\x0e\n\x06worker\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tplanned_s\x18\x03 \x01(\x01\x12\x0e\n\x06sent_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x05 \x01(\x01\x12\x12\n\ncomputed_s\x18\x06 \x01(\x01\x12\x13\n\x0bnum_decodes\x18\x07 \x01(\r\x12\x14\n\x0cnum_prefills\x18\x08 \x01(\r\x12\x12\n\nnew_tokens\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\n \x01(\x04\x32\xa5\x01\n\x0fLiveViewService\x12@\n\x05Watch\x12\x19.paceline.v1.WatchRequest\x1a\x1a.paceline.v1.WatchResponse0\x01\x12P\n\x0bGetTimeline\x12\x1f.paceline.v1.GetTimelineRequest\x1a .paceline.v1.GetTimelineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/live.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/admin.proto\x1a\x1bpaceline/v1/inference.proto\"\x0e\n\x0cTraceRequest\"\xd6\x01\n\rTraceResponse\x12\x13\n\x0breceived_us\x18\x01 \x01(\x04\x12\x0f\n\x07sent_us\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12&\n\x05steps\x18\x04 \x03(\x0b\x32\x17.paceline.v1.TracedStep\x12.\n\texchanges\x18\x05 \x03(\x0b\x32\x1b.paceline.v1.TracedExchange\x12$\n\x04runs\x18\x06 \x03(\x0b\x32\x16.paceline.v1.TracedRun\x12\x12\n\nnum_missed\x18\x07 \x01(\x04\"\x9c\x02\n\nTracedStep\x12\x0e\n\x06worker\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x12\n\nplanned_us\x18\x03 \x01(\x04\x12\x0f\n\x07sent_us\x18\x04 \x01(\x04\x12\x10\n\x08\x65nded_us\x18\x05 \x01(\x04\x12\x13\n\x0breceived_us\x18\x06 \x01(\x04\x12\x12\n\nstarted_us\x18\x07 \x01(\x04\x12\x13\n\x0b\x66inished_us\x18\x08 \x01(\x04\x12\x16\n\x0eresult_sent_us\x18\t \x01(\x04\x12\x13\n\x0bnum_decodes\x18\n \x01(\r\x12\x14\n\x0cnum_prefills\x18\x0b \x01(\r\x12\x12\n\nnew_tokens\x18\x0c \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\r \x01(\x04\x12\x0c\n\x04name\x18\x0e \x01(\t\"n\n\x0eTracedExchange\x12\x0f\n\x07sent_us\x18\x01 \x01(\x04\x12\x10\n\x08\x65nded_us\x18\x02 \x01(\x04\x12\x13\n\x0breceived_us\x18\x03 \x01(\x04\x12\x13\n\x0b\x61nswered_us\x18\x04 \x01(\x04\x12\x0f\n\x07num_ops\x18\x05 \x01(\r\"|\n\tTracedRun\x12\x10\n\x08\x62\x65gan_us\x18\x01 \x01(\x04\x12\x12\n\napplied_us\x18\x02 \x01(\x04\x12\x10\n\x08\x65nded_us\x18\x03 \x01(\x04\x12\r\n\x05\x65vent\x18\x04 \x01(\t\x12\x11\n\tnum_plans\x18\x05 \x01(\r\x12\x15\n\rnum_exchanges\x18\x06 \x01(\r\"B\n\x12GetTimelineRequest\x12,\n\x07\x65xplain\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.ExplainRequest\"F\n\x13GetTimelineResponse\x12/\n\texplained\x18\x01 \x01(\x0b\x32\x1c.paceline.v1.ExplainResponse\"#\n\x0cWatchRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\"\xac\x05\n\rWatchResponse\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x04load\x18\x03 \x01(\x0b\x32\x1a.paceline.v1.SchedulerLoad\x12+\n\x08policies\x18\x04 \x01(\x0b\x32\x19.paceline.v1.PolicyChoice\x12\x17\n\x0f\x66\x61iled_policies\x18\x05 \x03(\t\x12\x17\n\x0f\x63\x61\x63he_connected\x18\x06 \x01(\x08\x12\x14\n\x0cnum_sessions\x18\x07 \x01(\r\x12\x1b\n\x13num_offline_running\x18\x08 \x01(\r\x12\x1b\n\x13num_offline_waiting\x18\t \x01(\r\x12\x14\n\x0cnum_finished\x18\n \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x0b \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x0c \x01(\x04\x12\x11\n\tnum_steps\x18\r \x01(\x04\x12\x14\n\x0cnum_failures\x18\x0e \x01(\x04\x12\x0e\n\x06\x63ore_s\x18\x0f \x01(\x01\x12(\n\x07workers\x18\x10 \x03(\x0b\x32\x17.paceline.v1.LiveWorker\x12(\n\x07tenants\x18\x11 \x03(\x0b\x32\x17.paceline.v1.LiveTenant\x12\x13\n\x0bnum_tenants\x18\x12 \x01(\r\x12$\n\x05steps\x18\x13 \x03(\x0b\x32\x15.paceline.v1.LiveStep\x12\x18\n\x10num_missed_steps\x18\x14 \x01(\x04\x12/\n\nnamespaces\x18\x15 \x03(\x0b\x32\x1b.paceline.v1.NamespaceOwner\x12,\n\tsequences\x18\x1e \x03(\x0b\x32\x19.paceline.v1.LiveSequence\x12\x1a\n\x12num_live_sequences\x18\x1f \x01(\r\"3\n\x0eNamespaceOwner\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x89\x01\n\x0cLiveSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tanswer_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x11\n\tarrived_s\x18\x06 \x01(\x01\x12\x0f\n\x07since_s\x18\x07 \x01(\x01\"\x87\x03\n\nLiveWorker\x12\x0e\n\x06worker\x18\x01 \x01(\x04\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x16\n\x0enum_prefilling\x18\x04 \x01(\r\x12\x13\n\x0bnum_offline\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x1c\n\x14num_available_blocks\x18\x07 \x01(\r\x12\x1c\n\x14num_free_host_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_swapped_out\x18\t \x01(\r\x12\x11\n\tin_flight\x18\n \x01(\r\x12\x0e\n\x06window\x18\x0b \x01(\r\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\x12\x0e\n\x06\x62\x61se_s\x18\r \x01(\x01\x12\x0f\n\x07token_s\x18\x0e \x01(\x01\x12\x11\n\tcontext_s\x18\x0f \x01(\x01\x12\r\n\x05row_s\x18\x10 \x01(\x01\x12\x0c\n\x04name\x18\x11 \x01(\t\x12\x10\n\x08linked_s\x18\x12 \x01(\x01\x12\x13\n\x0bincarnation\x18\x13 \x01(\t\"L\n\nLiveTenant\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\x0erunning_tokens\x18\x02 \x01(\x04\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\"\xc7\x01\n\x08LiveStep\x12\x0e\n\x06worker\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tplanned_s\x18\x03 \x01(\x01\x12\x0e\n\x06sent_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x05 \x01(\x01\x12\x12\n\ncomputed_s\x18\x06 \x01(\x01\x12\x13\n\x0bnum_decodes\x18\x07 \x01(\r\x12\x14\n\x0cnum_prefills\x18\x08 \x01(\r\x12\x12\n\nnew_tokens\x18\t \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\n \x01(\x04\x32\xe9\x01\n\x0fLiveViewService\x12@\n\x05Watch\x12\x19.paceline.v1.WatchRequest\x1a\x1a.paceline.v1.WatchResponse0\x01\x12P\n\x0bGetTimeline\x12\x1f.paceline.v1.GetTimelineRequest\x1a .paceline.v1.GetTimelineResponse\x12\x42\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.live_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETTIMELINEREQUEST']._serialized_start=93
-  _globals['_GETTIMELINEREQUEST']._serialized_end=159
-  _globals['_GETTIMELINERESPONSE']._serialized_start=161
-  _globals['_GETTIMELINERESPONSE']._serialized_end=231
-  _globals['_WATCHREQUEST']._serialized_start=233
-  _globals['_WATCHREQUEST']._serialized_end=268
-  _globals['_WATCHRESPONSE']._serialized_start=271
-  _globals['_WATCHRESPONSE']._serialized_end=955
-  _globals['_NAMESPACEOWNER']._serialized_start=957
-  _globals['_NAMESPACEOWNER']._serialized_end=1008
-  _globals['_LIVESEQUENCE']._serialized_start=1011
-  _globals['_LIVESEQUENCE']._serialized_end=1148
-  _globals['_LIVEWORKER']._serialized_start=1151
-  _globals['_LIVEWORKER']._serialized_end=1542
-  _globals['_LIVETENANT']._serialized_start=1544
-  _globals['_LIVETENANT']._serialized_end=1620
-  _globals['_LIVESTEP']._serialized_start=1623
-  _globals['_LIVESTEP']._serialized_end=1822
-  _globals['_LIVEVIEWSERVICE']._serialized_start=1825
-  _globals['_LIVEVIEWSERVICE']._serialized_end=1990
+  _globals['_TRACEREQUEST']._serialized_start=93
+  _globals['_TRACEREQUEST']._serialized_end=107
+  _globals['_TRACERESPONSE']._serialized_start=110
+  _globals['_TRACERESPONSE']._serialized_end=324
+  _globals['_TRACEDSTEP']._serialized_start=327
+  _globals['_TRACEDSTEP']._serialized_end=611
+  _globals['_TRACEDEXCHANGE']._serialized_start=613
+  _globals['_TRACEDEXCHANGE']._serialized_end=723
+  _globals['_TRACEDRUN']._serialized_start=725
+  _globals['_TRACEDRUN']._serialized_end=849
+  _globals['_GETTIMELINEREQUEST']._serialized_start=851
+  _globals['_GETTIMELINEREQUEST']._serialized_end=917
+  _globals['_GETTIMELINERESPONSE']._serialized_start=919
+  _globals['_GETTIMELINERESPONSE']._serialized_end=989
+  _globals['_WATCHREQUEST']._serialized_start=991
+  _globals['_WATCHREQUEST']._serialized_end=1026
+  _globals['_WATCHRESPONSE']._serialized_start=1029
+  _globals['_WATCHRESPONSE']._serialized_end=1713
+  _globals['_NAMESPACEOWNER']._serialized_start=1715
+  _globals['_NAMESPACEOWNER']._serialized_end=1766
+  _globals['_LIVESEQUENCE']._serialized_start=1769
+  _globals['_LIVESEQUENCE']._serialized_end=1906
+  _globals['_LIVEWORKER']._serialized_start=1909
+  _globals['_LIVEWORKER']._serialized_end=2300
+  _globals['_LIVETENANT']._serialized_start=2302
+  _globals['_LIVETENANT']._serialized_end=2378
+  _globals['_LIVESTEP']._serialized_start=2381
+  _globals['_LIVESTEP']._serialized_end=2580
+  _globals['_LIVEVIEWSERVICE']._serialized_start=2583
+  _globals['_LIVEVIEWSERVICE']._serialized_end=2816
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,204 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class TraceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceRequest: _TypeAlias = TraceRequest  # noqa: Y015
+
+@_typing.final
+class TraceResponse(_message.Message):
+    """Times are microseconds. Each service has its own clock, which never goes back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_US_FIELD_NUMBER: _builtins.int
+    SENT_US_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    EXCHANGES_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_FIELD_NUMBER: _builtins.int
+    received_us: _builtins.int
+    """The scheduler's clock: when the request arrived, and when this answer left."""
+    sent_us: _builtins.int
+    epoch: _builtins.int
+    """Changes when the scheduler restarts, and so does its clock."""
+    num_missed: _builtins.int
+    """What has ended since the answer before and is not here: only the last 16,384 of each kind are kept."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStep]: ...
+    @_builtins.property
+    def exchanges(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedExchange]: ...
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedRun]: ...
+    def __init__(
+        self,
+        *,
+        received_us: _builtins.int = ...,
+        sent_us: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        steps: _abc.Iterable[Global___TracedStep] | None = ...,
+        exchanges: _abc.Iterable[Global___TracedExchange] | None = ...,
+        runs: _abc.Iterable[Global___TracedRun] | None = ...,
+        num_missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "exchanges", b"exchanges", "num_missed", b"num_missed", "received_us", b"received_us", "runs", b"runs", "sent_us", b"sent_us", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceResponse: _TypeAlias = TraceResponse  # noqa: Y015
+
+@_typing.final
+class TracedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLANNED_US_FIELD_NUMBER: _builtins.int
+    SENT_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    RECEIVED_US_FIELD_NUMBER: _builtins.int
+    STARTED_US_FIELD_NUMBER: _builtins.int
+    FINISHED_US_FIELD_NUMBER: _builtins.int
+    RESULT_SENT_US_FIELD_NUMBER: _builtins.int
+    NUM_DECODES_FIELD_NUMBER: _builtins.int
+    NUM_PREFILLS_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    step: _builtins.int
+    planned_us: _builtins.int
+    """The scheduler's clock: as in LiveStep."""
+    sent_us: _builtins.int
+    ended_us: _builtins.int
+    received_us: _builtins.int
+    """The worker's clock: the plan arrived, the step began and ended, the result left. 0: the step was planned before the
+    trace, or the worker is older.
+    """
+    started_us: _builtins.int
+    finished_us: _builtins.int
+    result_sent_us: _builtins.int
+    num_decodes: _builtins.int
+    """As in LiveStep."""
+    num_prefills: _builtins.int
+    new_tokens: _builtins.int
+    context_tokens: _builtins.int
+    name: _builtins.str
+    """The name of the worker."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        step: _builtins.int = ...,
+        planned_us: _builtins.int = ...,
+        sent_us: _builtins.int = ...,
+        ended_us: _builtins.int = ...,
+        received_us: _builtins.int = ...,
+        started_us: _builtins.int = ...,
+        finished_us: _builtins.int = ...,
+        result_sent_us: _builtins.int = ...,
+        num_decodes: _builtins.int = ...,
+        num_prefills: _builtins.int = ...,
+        new_tokens: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "ended_us", b"ended_us", "finished_us", b"finished_us", "name", b"name", "new_tokens", b"new_tokens", "num_decodes", b"num_decodes", "num_prefills", b"num_prefills", "planned_us", b"planned_us", "received_us", b"received_us", "result_sent_us", b"result_sent_us", "sent_us", b"sent_us", "started_us", b"started_us", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedStep: _TypeAlias = TracedStep  # noqa: Y015
+
+@_typing.final
+class TracedExchange(_message.Message):
+    """An exchange with the cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    RECEIVED_US_FIELD_NUMBER: _builtins.int
+    ANSWERED_US_FIELD_NUMBER: _builtins.int
+    NUM_OPS_FIELD_NUMBER: _builtins.int
+    sent_us: _builtins.int
+    """The scheduler's clock: when it left, and when its response came."""
+    ended_us: _builtins.int
+    received_us: _builtins.int
+    """The cache's clock: when it arrived, and when its response left. 0: the cache is older."""
+    answered_us: _builtins.int
+    num_ops: _builtins.int
+    def __init__(
+        self,
+        *,
+        sent_us: _builtins.int = ...,
+        ended_us: _builtins.int = ...,
+        received_us: _builtins.int = ...,
+        answered_us: _builtins.int = ...,
+        num_ops: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_us", b"answered_us", "ended_us", b"ended_us", "num_ops", b"num_ops", "received_us", b"received_us", "sent_us", b"sent_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedExchange: _TypeAlias = TracedExchange  # noqa: Y015
+
+@_typing.final
+class TracedRun(_message.Message):
+    """One event in the scheduler: it was applied, then whatever could be planned was planned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGAN_US_FIELD_NUMBER: _builtins.int
+    APPLIED_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    NUM_PLANS_FIELD_NUMBER: _builtins.int
+    NUM_EXCHANGES_FIELD_NUMBER: _builtins.int
+    began_us: _builtins.int
+    """The scheduler's clock."""
+    applied_us: _builtins.int
+    ended_us: _builtins.int
+    event: _builtins.str
+    """worker_message, cache_response, session_message, tick, ..."""
+    num_plans: _builtins.int
+    """Plans and exchanges that were sent."""
+    num_exchanges: _builtins.int
+    def __init__(
+        self,
+        *,
+        began_us: _builtins.int = ...,
+        applied_us: _builtins.int = ...,
+        ended_us: _builtins.int = ...,
+        event: _builtins.str = ...,
+        num_plans: _builtins.int = ...,
+        num_exchanges: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_us", b"applied_us", "began_us", b"began_us", "ended_us", b"ended_us", "event", b"event", "num_exchanges", b"num_exchanges", "num_plans", b"num_plans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedRun: _TypeAlias = TracedRun  # noqa: Y015
+
+@_typing.final
 class GetTimelineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -45,6 +45,11 @@ class LiveViewServiceStub:
                 request_serializer=paceline_dot_v1_dot_live__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_live__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
+        self.Trace = channel.stream_stream(
+                '/paceline.v1.LiveViewService/Trace',
+                request_serializer=paceline_dot_v1_dot_live__pb2.TraceRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_live__pb2.TraceResponse.FromString,
+                _registered_method=True)
 
 
 class LiveViewServiceServicer:
@@ -66,6 +71,15 @@ class LiveViewServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Trace(self, request_iterator, context):
+        """Records a trace while the call is open: each request is answered at once with what has ended since the answer before.
+        The times of requests and answers also show how the clocks of the two services differ. RESOURCE_EXHAUSTED beyond 16
+        calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LiveViewServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +92,11 @@ def add_LiveViewServiceServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=paceline_dot_v1_dot_live__pb2.GetTimelineRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_live__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'Trace': grpc.stream_stream_rpc_method_handler(
+                    servicer.Trace,
+                    request_deserializer=paceline_dot_v1_dot_live__pb2.TraceRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_live__pb2.TraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +154,33 @@ class LiveViewService:
             '/paceline.v1.LiveViewService/GetTimeline',
             paceline_dot_v1_dot_live__pb2.GetTimelineRequest.SerializeToString,
             paceline_dot_v1_dot_live__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trace(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.LiveViewService/Trace',
+            paceline_dot_v1_dot_live__pb2.TraceRequest.SerializeToString,
+            paceline_dot_v1_dot_live__pb2.TraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

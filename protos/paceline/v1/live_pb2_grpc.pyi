@@ -39,6 +39,11 @@ class LiveViewServiceStub:
     """
     GetTimeline: _grpc.UnaryUnaryMultiCallable[_live_pb2.GetTimelineRequest, _live_pb2.GetTimelineResponse]
     """As AdminService.Explain."""
+    Trace: _grpc.StreamStreamMultiCallable[_live_pb2.TraceRequest, _live_pb2.TraceResponse]
+    """Records a trace while the call is open: each request is answered at once with what has ended since the answer before.
+    The times of requests and answers also show how the clocks of the two services differ. RESOURCE_EXHAUSTED beyond 16
+    calls.
+    """
 
 @_typing.type_check_only
 class LiveViewServiceAsyncStub(LiveViewServiceStub):
@@ -51,6 +56,11 @@ class LiveViewServiceAsyncStub(LiveViewServiceStub):
     """
     GetTimeline: _aio.UnaryUnaryMultiCallable[_live_pb2.GetTimelineRequest, _live_pb2.GetTimelineResponse]  # type: ignore[assignment]
     """As AdminService.Explain."""
+    Trace: _aio.StreamStreamMultiCallable[_live_pb2.TraceRequest, _live_pb2.TraceResponse]  # type: ignore[assignment]
+    """Records a trace while the call is open: each request is answered at once with what has ended since the answer before.
+    The times of requests and answers also show how the clocks of the two services differ. RESOURCE_EXHAUSTED beyond 16
+    calls.
+    """
 
 class LiveViewServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a running scheduler does and has decided, for the gateways that show it. A gateway decides which client sees what."""
@@ -72,5 +82,16 @@ class LiveViewServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_live_pb2.GetTimelineResponse, _abc.Awaitable[_live_pb2.GetTimelineResponse]]:
         """As AdminService.Explain."""
+
+    @_abc_1.abstractmethod
+    def Trace(
+        self,
+        request_iterator: _MaybeAsyncIterator[_live_pb2.TraceRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_live_pb2.TraceResponse], _abc.AsyncIterator[_live_pb2.TraceResponse]]:
+        """Records a trace while the call is open: each request is answered at once with what has ended since the answer before.
+        The times of requests and answers also show how the clocks of the two services differ. RESOURCE_EXHAUSTED beyond 16
+        calls.
+        """
 
 def add_LiveViewServiceServicer_to_server(servicer: LiveViewServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -463,6 +463,7 @@ class StepPlan(_message.Message):
     SWAP_OUT_TO_FIELD_NUMBER: _builtins.int
     SWAP_IN_FROM_FIELD_NUMBER: _builtins.int
     SWAP_IN_TO_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Plan n+1 follows plan n; the first of a link is 1."""
     free_slots: _builtins.bytes
@@ -490,6 +491,8 @@ class StepPlan(_message.Message):
     source. The copies belong to new sequences, which count these tokens as cached.
     """
     swap_in_to: _builtins.bytes
+    traced: _builtins.bool
+    """A trace is recorded: the result says when the plan arrived and when the result left."""
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     def __init__(
@@ -511,10 +514,11 @@ class StepPlan(_message.Message):
         swap_out_to: _builtins.bytes = ...,
         swap_in_from: _builtins.bytes = ...,
         swap_in_to: _builtins.bytes = ...,
+        traced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,6 +581,8 @@ class StepResult(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    RECEIVED_US_FIELD_NUMBER: _builtins.int
+    SENT_US_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
@@ -585,6 +591,9 @@ class StepResult(_message.Message):
     started_us: _builtins.int
     """The worker's monotonic clock, microseconds: when the step began and when its tokens were ready."""
     finished_us: _builtins.int
+    received_us: _builtins.int
+    """If the plan was traced, by the same clock: when the plan arrived, and when this result left."""
+    sent_us: _builtins.int
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]: ...
     @_builtins.property
@@ -610,10 +619,12 @@ class StepResult(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___SlotPromptLogprobs] | None = ...,
         embeddings: _abc.Iterable[Global___SlotEmbedding] | None = ...,
+        received_us: _builtins.int = ...,
+        sent_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "received_us", b"received_us", "sent_us", b"sent_us", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

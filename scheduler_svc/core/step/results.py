@@ -15,6 +15,7 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.step.step_log import StepLog
+from scheduler_svc.core.step.trace_log import TraceLog
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.steps import StepInFlight
 
@@ -30,6 +31,7 @@ class ResultReader:
     publisher: Publisher
     groups: BeamGroups
     step_log: StepLog
+    trace_log: TraceLog
 
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
         """Apply the result of the oldest step in flight. Returns the number of new tokens, and of inputs pooled.
@@ -42,6 +44,8 @@ class ResultReader:
             worker.step_fit.add(step.new_tokens, step.context_tokens, step.num_rows, seconds)
         if self.step_log.num_readers:
             self.step_log.add(worker.id, step, now_s, seconds if result.finished_us else 0.0)
+        if self.trace_log.num_readers:
+            self.trace_log.step_ended(worker.id, worker.registration.name, step, result, now_s)
         tokens = np.frombuffer(result.token_ids, np.int32)
         failed = {error.slot: error for error in result.errors} if result.errors else {}
         logprobs = {item.slot: item for item in result.logprobs} if result.logprobs else {}

@@ -25,7 +25,7 @@ class Display:
 
     def show(self, server: ChatServer, model: str, conversation: ChatHistory) -> Ending:
         """Stream the answer to the open question, and keep it in the conversation, also the part that has come when
-        Ctrl-C or a failure stops it. Raises ChatFailed and KeyboardInterrupt."""
+        Ctrl-C or a failure stops it. Raises RequestFailed and KeyboardInterrupt."""
         ending, began_s = Ending(), time.monotonic()
         pieces = server.answer(model, conversation.messages(), ending)
         text, times_s = "", []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 
 from services.cli.arguments import plain
-from services.cli.chat.answers import ChatFailed, ChatServer
+from services.cli.chat.answers import ChatServer
 from services.cli.chat.display import Display
 from services.cli.chat.history import ChatHistory
+from services.cli.http.client import RequestFailed
 
 PROMPT = "> "
 HELP = """\
@@ -82,6 +83,6 @@ class ChatLoop:
         self._conversation.ask(question)
         try:
             self._display.show(self._server, self._model, self._conversation)
-        except ChatFailed as error:
+        except RequestFailed as error:
             more = "; /reset starts a new conversation" if self._conversation.num_turns else ""
             self._display.problem(f"{error}{more if 'context' in str(error) else ''}")

@@ -7,11 +7,12 @@ import sys
 from typing import Any
 
 from services.cli.arguments import Parser, console, plain, usage_error
-from services.cli.chat.answers import ChatFailed, ChatServer
+from services.cli.chat.answers import ChatServer
 from services.cli.chat.display import Display
-from services.cli.chat.endpoint import add_flags, find_endpoint
 from services.cli.chat.history import ChatHistory
 from services.cli.chat.loop import ChatLoop
+from services.cli.http.client import RequestFailed
+from services.cli.http.endpoint import add_flags, find_endpoint
 from services.cli.servers import NoAddress
 from services.cli.waiting import waiting
 from services.runtime.tls.files import TlsError
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         return usage_error(PROG, str(error))
     try:
         return _chat(server, arguments, question)
-    except ChatFailed as error:
+    except RequestFailed as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 1
 
@@ -63,7 +64,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _chat(server: ChatServer, arguments: argparse.Namespace, question: str) -> int:
-    """One answer, or the loop if there is no question. Raises ChatFailed."""
+    """One answer, or the loop if there is no question. Raises RequestFailed."""
     out = console()
     with waiting(out, "waiting for the server"):
         model = arguments.model or server.model()

@@ -15,6 +15,7 @@ from paceline.v1 import admin_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 from services.gateway.engine.live_request import NO_METADATA, LiveRequest
 from services.gateway.engine.session_core import MISMATCH_RETRY_S, SessionCore, SessionFull, SessionProtocolError
 from services.gateway.errors import ApiError, Gone, QueueFull, QueueLimit
+from services.gateway.telemetry.trace_log import GatewayTraceLog, now_us
 from services.runtime.fence import StaleScheduler
 from services.runtime.leaders import find_leader
 from services.runtime.liveness import Silent, Watch, beat, first_of
@@ -84,6 +85,7 @@ class SchedulerSession:
         self._tasks: list[asyncio.Task[None]] = []
         # How often the stream was opened.
         self.num_connects = 0
+        self.trace = GatewayTraceLog()
 
     @property
     def ready(self) -> bool:
@@ -325,7 +327,10 @@ class SchedulerSession:
                 watch.heard(clock())
                 watch.promised = watch.promised or response.heartbeat
                 first = not core.opened
-                self._wake(core.receive(response))
+                received_us = now_us() if self.trace.recording else 0
+                self._wake(touched := core.receive(response))
+                if received_us and touched:
+                    self.trace.told(received_us, len(touched))
                 if core.model is not None:
                     self._model_told.set()
                 # The core knows what to send now: submissions after the opening, acknowledgements.

@@ -1,8 +1,8 @@
-"""GET /v1/live, GET /v1/requests/{id}/timeline, and the policies."""
+"""GET /v1/live, GET /v1/live/trace, GET /v1/requests/{id}/timeline, and the policies."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -15,17 +15,20 @@ from services.gateway.live_view.admins import check_admin, is_admin
 from services.gateway.live_view.feed import LiveFeed
 from services.gateway.live_view.policies import policies_api
 from services.gateway.live_view.schema import LiveSnapshot, PrefixShown, SequenceTimeline, TimelineAnswer, TimelineSpan
+from services.gateway.live_view.trace_schema import TraceRecord
+from services.gateway.live_view.traces import LiveTraces, check_seconds
 from services.gateway.openai.answers import STREAM_HEADERS, JsonResponse
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openapi.description import described
 
 _STREAM = {"stream": "true: server-sent events without end"}
+_SECONDS = {"seconds": "how long to record, at most 60"}
 _OWNER = {"tenant": "of the request, if several tenants have requests of this id"}
 _MAX_ID_CHARS = 256
 
 
-def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
+def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[OtherApi]:
     """The paths, each an API of its own."""
 
     @described(answer=LiveSnapshot, event=LiveSnapshot, query=_STREAM, errors=(400, 401, 403, 429, 503))
@@ -39,7 +42,17 @@ def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
         feed.check_room()
         if streamed == "false":
             return JsonResponse(await feed.snapshot())
-        return StreamingResponse(_events(feed), headers={k.decode(): v.decode() for k, v in STREAM_HEADERS})
+        return _stream(feed.snapshots())
+
+    @described(answer=TraceRecord, event=TraceRecord, query=_SECONDS, errors=(400, 401, 403, 429, 503))
+    async def trace(request: Request) -> Response:
+        """A stream of what all services do, each with its own clock, for the given time: `paceline trace` makes a file
+        for Perfetto of it. With API keys only for an admin key, since it names all tenants and requests. One at a
+        time."""
+        _check_admin(caller_of(request), "a trace names all tenants")
+        seconds = check_seconds(request.query_params.get("seconds"))
+        traces.check_room()
+        return _stream(traces.records(seconds))
 
     @described(answer=TimelineAnswer, query=_OWNER, errors=(400, 401, 404, 409, 429, 503))
     async def timeline(request: Request) -> Response:
@@ -57,16 +70,20 @@ def live_api(gateway: Gateway, feed: LiveFeed) -> list[OtherApi]:
         return JsonResponse(shown.model_dump_json())
 
     return [
-        OtherApi("/v1/live", [Route("/v1/live", live)], {}),
+        OtherApi("/v1/live", [Route("/v1/live", live), Route("/v1/live/trace", trace)], {}),
         OtherApi("/v1/requests", [Route("/v1/requests/{request_id}/timeline", timeline)], {}),
         policies_api(gateway),
     ]
 
 
-async def _events(feed: LiveFeed) -> AsyncIterator[bytes]:
-    async with aclosing(feed.snapshots()) as snapshots:
-        async for snapshot in snapshots:
-            yield b"data: " + snapshot + b"\n\n"
+def _stream(items: AsyncGenerator[bytes]) -> Response:
+    return StreamingResponse(_events(items), headers={k.decode(): v.decode() for k, v in STREAM_HEADERS})
+
+
+async def _events(items: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(items) as found:
+        async for item in found:
+            yield b"data: " + item + b"\n\n"
 
 
 def _timeline(name: str, found: ExplainResponse, *, shows_others: bool) -> TimelineAnswer:

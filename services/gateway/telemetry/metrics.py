@@ -17,6 +17,7 @@ from services.gateway.errors import ApiError, QueueFull, QueueLimit
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.histogram import NUM_TOKENS, SMALL_NUMBERS, FastHistogram, histogram_family
 from services.gateway.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.telemetry.trace_log import GatewayTraceLog
 
 _PREFIX = "paceline_gateway_"
 
@@ -24,9 +25,12 @@ _PREFIX = "paceline_gateway_"
 class GatewayMetrics(Collector):
     """All series of one gateway. Other modules increment the plain attributes."""
 
-    def __init__(self, model_name: str = "", tenants: TenantMetrics | None = None) -> None:
+    def __init__(
+        self, model_name: str = "", tenants: TenantMetrics | None = None, trace: GatewayTraceLog | None = None
+    ) -> None:
         self._labels = {"model_name": model_name}
         self._tenants = tenants or TenantMetrics()
+        self._trace = trace or GatewayTraceLog()
         self.requests: Counter[tuple[str, str]] = Counter()
         self.queue_refusals: dict[QueueLimit, int] = {"requests": 0, "tokens": 0}
         self.prompt_tokens = self.cached_tokens = 0
@@ -58,6 +62,8 @@ class GatewayMetrics(Collector):
         """`num_tokens` output tokens arrived together, `waited_s` after the request (`first`) or after the last
         ones."""
         self.generation_tokens += num_tokens
+        if self._trace.recording:
+            self._trace.tokens(num_tokens)
         if not first:
             self.inter_token_latency_s.observe(waited_s / num_tokens, num_tokens)
             return
@@ -67,6 +73,8 @@ class GatewayMetrics(Collector):
 
     def finished(self, outcome: SequenceOutcome) -> None:
         """A sequence ended."""
+        if self._trace.recording:
+            self._trace.ended(outcome)
         self.requests[outcome.endpoint, outcome.finish_reason] += 1
         if outcome.queue_limit is not None:
             self.queue_refusals[outcome.queue_limit] += 1

@@ -96,6 +96,7 @@ class FakeScheduler(
         # Of those that the kernel gives to no other process while this is stopped.
         self.port = free_port()
         self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
+        self.traced = live_pb2.TraceResponse(epoch=5)
         self.explanation: admin_pb2.ExplainResponse | grpc.StatusCode = grpc.StatusCode.NOT_FOUND
         self.policies = admin_pb2.PolicyChoice(preset="paceline", order="fcfs", options={"watermark": "0.1"})
         self.admin_refusal: tuple[grpc.StatusCode, str] | None = None  # of its admin calls
@@ -164,6 +165,16 @@ class FakeScheduler(
             while True:
                 yield self.view
                 await asyncio.sleep(request.interval_ms / 1000)
+        finally:
+            self.num_watchers -= 1
+
+    async def Trace(
+        self, request_iterator: AsyncIterator[live_pb2.TraceRequest], context: Any
+    ) -> AsyncIterator[live_pb2.TraceResponse]:
+        self.num_watchers += 1
+        try:
+            async for _ in request_iterator:
+                yield self.traced
         finally:
             self.num_watchers -= 1
 

@@ -147,7 +147,7 @@ async def test_a_stream_goes_on_at_another_gateway(start: Start, stored: dict[st
         # The first gateway learns of the end, and its client gets the rest.
         rest = [event async for event in stream]
         assert [e.sequence_number for e in rest] == list(range(20, len(right)))
-        assert first.scheduler.num_running == 0
+        await until(lambda: first.scheduler.num_running == 0)
 
 
 async def test_a_refused_resume_keeps_the_response(start: Start, stored: dict[str, Any]) -> None:

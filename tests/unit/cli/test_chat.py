@@ -17,9 +17,9 @@ from rich.console import Console
 from services.cli.arguments import readable
 from services.cli.chat.answers import Ending
 from services.cli.chat.display import measured
-from services.cli.chat.endpoint import DEFAULT_URL, find_endpoint
 from services.cli.chat.history import ChatHistory
 from services.cli.chat.main import parser
+from services.cli.http.endpoint import DEFAULT_URL, find_endpoint
 from services.cli.main import main
 from services.cli.servers import NoAddress, announced
 from services.runtime.tls.files import TlsPaths
@@ -220,7 +220,7 @@ def test_without_a_server_the_line_says_how_to_start_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    monkeypatch.setattr("services.cli.chat.endpoint.DEFAULT_URL", url)
+    monkeypatch.setattr("services.cli.http.endpoint.DEFAULT_URL", url)
     line = failure(capsys, 1, "hi")
     assert line.startswith(f"no server answers at {url} (")
     assert line.endswith("; no `paceline up` runs here: start one with `paceline up`, or name a server with --url")

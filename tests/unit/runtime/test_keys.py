@@ -365,6 +365,7 @@ LINKS = {
     "/paceline.v1.InferenceService/Session",
     "/paceline.v1.InferenceService/ReleaseConversation",  # of a gateway, for one of its callers
     "/paceline.v1.LiveViewService/Watch",  # of a gateway, which asks for an admin key
+    "/paceline.v1.LiveViewService/Trace",  # of a gateway, which asks for an admin key
     "/paceline.v1.LiveViewService/GetTimeline",  # of a gateway, for the owner of the request
     "/paceline.v1.WorkerService/Link",
     "/paceline.v1.KvTransferService/Fetch",

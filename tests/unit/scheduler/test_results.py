@@ -16,6 +16,7 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.step.results import ResultReader
 from scheduler_svc.core.step.step_log import StepLog
+from scheduler_svc.core.step.trace_log import TraceLog
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import StepTimeFit
 
@@ -42,7 +43,9 @@ def reader(published: list[int], fail: Callable[[Any, str, int], None] | None = 
         prompt_scores=no,
     )
     groups = SimpleNamespace(report=no)
-    return ResultReader(cast(Lifecycle, life), cast(Publisher, publisher), cast(BeamGroups, groups), StepLog())
+    return ResultReader(
+        cast(Lifecycle, life), cast(Publisher, publisher), cast(BeamGroups, groups), StepLog(), TraceLog()
+    )
 
 
 @pytest.mark.parametrize(("number", "counts"), [(1, False), (2, True)])

@@ -1,4 +1,4 @@
-"""The HTTP API that `paceline chat` talks to: from flags, the environment, or the state file of `paceline up`."""
+"""The HTTP API that a command talks to: from flags, the environment, or the state file of `paceline up`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class Endpoint:
         return self.named_by.startswith("server ") or is_loopback(urlsplit(self.url).hostname or "")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, kind: str = "API key") -> None:
+    """`kind`: of key that the command needs."""
     parser.add_argument(
         "--url", help=f"of the server [env: {URL_ENV}] default: the running `paceline up`, else {DEFAULT_URL}"
     )
     parser.add_argument(
         "--server", metavar="NAME", help=f"HTTP port or model of a `paceline up` of this machine [env: {SERVER_ENV}]"
     )
-    api_key.add_flag(parser, "API key")
+    api_key.add_flag(parser, kind)
     parser.add_argument(
         "--tls-dir",
         metavar="DIR",

@@ -1,0 +1,91 @@
+"""What a trace needs of the gateway. Nothing is noted while no trace is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.gateway.outcome import SequenceOutcome
+
+MAX_KEPT = 16_384  # of each kind, between two takes
+# Tokens that go to clients with less time between them are one item.
+_TOGETHER_US = 500
+
+
+def now_us() -> int:
+    """The gateway's clock of a trace."""
+    return time.monotonic_ns() // 1000
+
+
+@dataclass(slots=True)
+class Told:
+    """A message of the scheduler, from its arrival until its tokens were handed to their requests."""
+
+    received_us: int
+    ended_us: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Written:
+    """Tokens that left for clients, from the first to the last of a group."""
+
+    began_us: int
+    ended_us: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Ended:
+    """A sequence that has ended."""
+
+    ended_us: int
+    outcome: SequenceOutcome
+
+
+class GatewayTraceLog:
+    """The items of one trace at a time."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self._told: deque[Told] = deque(maxlen=MAX_KEPT)
+        self._written: deque[Written] = deque(maxlen=MAX_KEPT)
+        self._ended: deque[Ended] = deque(maxlen=MAX_KEPT)
+
+    # To be called only while `recording`:
+
+    def told(self, received_us: int, num_tokens: int) -> None:
+        self._told.append(Told(received_us, now_us(), num_tokens))
+
+    def tokens(self, num_tokens: int) -> None:
+        """So many tokens go to a client now."""
+        at_us = now_us()
+        if self._written and at_us - self._written[-1].ended_us < _TOGETHER_US:
+            last = self._written[-1]
+            last.ended_us, last.num_tokens = at_us, last.num_tokens + num_tokens
+        else:
+            self._written.append(Written(at_us, at_us, num_tokens))
+
+    def ended(self, outcome: SequenceOutcome) -> None:
+        self._ended.append(Ended(now_us(), outcome))
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The context in which items are noted. Only one at a time."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+            self.take()
+
+    def take(self) -> tuple[list[Told], list[Written], list[Ended]]:
+        """The items since the last take. The oldest are missing if there were too many."""
+        taken = list(self._told), list(self._written), list(self._ended)
+        self._told.clear()
+        self._written.clear()
+        self._ended.clear()
+        return taken
