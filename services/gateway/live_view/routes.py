@@ -49,7 +49,7 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
         """A stream of what all services do, each with its own clock, for the given time: `paceline trace` makes a file
         for Perfetto of it. With API keys only for an admin key, since it names all tenants and requests. One at a
         time."""
-        _check_admin(caller_of(request), "a trace names all tenants")
+        check_admin(caller_of(request), "a trace names all tenants")
         seconds = check_seconds(request.query_params.get("seconds"))
         traces.check_room()
         return _stream(traces.records(seconds))
