@@ -22,11 +22,12 @@ from prometheus_client import Counter, Histogram
 
 from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.grpc_limits.open_streams import OpenStreams, TooManyStreams
-from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, get_logger, trace_id
+from services.runtime.logs import bind_request_id, get_logger
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import warn_without_tls
 from services.runtime.tls.files import TlsFiles
+from services.runtime.tracing.context import TRACEPARENT, TRACESTATE, bind_context, parse_context
 
 log = get_logger(__name__)
 
@@ -240,7 +241,7 @@ class CallInterceptor(_Interceptor):
         request_id = metadata.get("x-request-id")
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
-        bind_trace_id(trace_id(metadata.get(TRACEPARENT, "")))
+        bind_context(parse_context(metadata.get(TRACEPARENT, ""), metadata.get(TRACESTATE, "")))
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if method.startswith("/grpc.") and handler.response_streaming:
             behaviour = _limited(behaviour, self._streams)
