@@ -81,13 +81,11 @@ def request_fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str
     }
     if len(outcomes) > 1:
         fields["sequences"] = len(outcomes)
-    # Rare: a line has them only where they are not 0.
-    for name, count in (
-        ("cached_host_tokens", sum(outcome.cached_host_tokens for outcome in prompts)),
-        ("losses", sum(timing.num_losses for timing in timings)),
-    ):
-        if count:
-            fields[name] = count
+    rare = {
+        "cached_host_tokens": sum(outcome.cached_host_tokens for outcome in prompts),
+        "losses": sum(timing.num_losses for timing in timings),
+    }
+    fields |= {name: count for name, count in rare.items() if count}
     if (num_submissions := max(outcome.num_submissions for outcome in outcomes)) > 1:
         fields["submissions"] = num_submissions
     if worst.message:
