@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
+
+from grpc import StatusCode
 
 from scheduler_svc.core.output.timeline import Event
 from scheduler_svc.core.output.trace_phases import TracedPhase, phases
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.trace import RequestTrace
 from scheduler_svc.generate import STATUS_BY_CODE
 from services.runtime.tracing.context import TraceContext
-from services.runtime.tracing.spans import AttributeValue, Clock, SpanExport, mark_failed
+from services.runtime.tracing.spans import AttributeValue, SpanExport, UnixClock, mark_failed
 
 REQUEST_SPAN = "llm_request"  # vLLM's name
 _MAX_DETAIL_CHARS = 300
@@ -24,10 +28,23 @@ class SequenceSpans:
         self._export = export
 
     def ended(self, request: Request, events: Sequence[Event], how: str, error: Rejection | None, now_s: float) -> None:
-        """As EndedRequests says. `now_s`: on the monotonic clock."""
+        """As EndedRequests says. `now_s`: on the monotonic clock. Another thread makes the spans, of what no longer
+        changes."""
         trace = request.trace
         assert trace is not None
-        clock = Clock(time.monotonic())
+        num_spans = 1 + len(events) + len(trace.chunks)  # about
+        self._export.later(partial(self._make, request, trace, events, how, error, now_s), num_spans)
+
+    def _make(
+        self,
+        request: Request,
+        trace: RequestTrace,
+        events: Sequence[Event],
+        how: str,
+        error: Rejection | None,
+        now_s: float,
+    ) -> None:
+        clock = UnixClock(time.monotonic())
         parent = TraceContext(trace.trace_id, trace.parent_id, sampled=True)
         span = self._export.start(
             REQUEST_SPAN, parent, clock.unix_ns(request.arrival_s), _attributes(request, how, now_s)
@@ -36,7 +53,7 @@ class SequenceSpans:
             begin_ns, end_ns = clock.unix_ns(phase.from_s), clock.unix_ns(phase.to_s)
             self._export.add(phase.name, span, begin_ns, end_ns, _attributes_of_phase(phase))
         if error is not None:
-            mark_failed(span, STATUS_BY_CODE[error.code].name, error.message)
+            mark_failed(span, STATUS_BY_CODE.get(error.code, StatusCode.UNKNOWN).name, error.message)
         span.end(clock.unix_ns(now_s))
 
 

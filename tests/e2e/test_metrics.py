@@ -67,7 +67,7 @@ def urls_of(stack: Stack) -> dict[str, str]:
 
 @pytest.mark.parametrize("service", SERVICES)
 async def test_names_and_buckets_follow_the_conventions_of_prometheus(stack: Stack, service: str) -> None:
-    """Base units, a help text, who runs, the process's own series, and buckets that reach over what is observed."""
+    """Base units, help texts, the service's name, the process's series, and no observation above the last bucket."""
     wanted = [load.Wanted(prompt, 5) for prompt in load.random_prompts(2, 8, 1000, longest=60)]
     for stream in await load.stream_all(stack.url, wanted):
         assert not stream.errors

@@ -51,7 +51,7 @@ def phases(events: Sequence[Event], chunks: Sequence[TracedChunk], *, resubmitte
 
 def _run(detail: str, from_s: float, to_s: float, chunks: Sequence[TracedChunk]) -> Iterator[TracedPhase]:
     """What happened between an admission and the event after it."""
-    if not chunks:  # the cache refused the blocks after all; or it is a beam search, whose chunks are not traced
+    if not chunks:  # the cache refused the blocks after all; or it is a beam search: its beams are not traced
         yield TracedPhase("decode" if detail == BEAMS else "queued", from_s, to_s, detail)
         return
     at_s = from_s

@@ -16,7 +16,7 @@ from services.gateway.errors import ApiError
 from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.request_log import request_fields
 from services.runtime.tracing.context import TraceContext
-from services.runtime.tracing.spans import AttributeValue, Clock, SpanExport, context_of_span, mark_failed
+from services.runtime.tracing.spans import AttributeValue, SpanExport, UnixClock, context_of_span, mark_failed
 
 # gen_ai.operation.name by endpoint. Chat is a conversation, in any API.
 _OPERATIONS = {"chat": "chat", "response": "chat", "message": "chat", "embedding": "embeddings"}
@@ -48,7 +48,7 @@ class RequestSpan:
         }
         if num_sequences > 1:
             attributes["gen_ai.usage.num_sequences"] = num_sequences  # vLLM's name
-        start_ns = Clock(time.perf_counter()).unix_ns(arrival_s)
+        start_ns = UnixClock(time.perf_counter()).unix_ns(arrival_s)
         name = f"{operation} {model_name}"
         self._span = export.start(name, parent, start_ns, attributes, kind=SpanKind.SERVER)
         self._model_name = model_name

@@ -41,7 +41,7 @@ def parse_context(traceparent: str | bytes, tracestate: str | bytes = "") -> Tra
 
 
 def context_of(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
-    """The context in the headers of a request, whose names are in lower case. Several `tracestate` are one list."""
+    """The context in the headers of a request. Their names are in lower case. Several `tracestate` are one list."""
     parent, state = b"", b""
     for name, value in headers:
         if name == b"traceparent":

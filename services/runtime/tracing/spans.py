@@ -1,6 +1,6 @@
 """Sends spans to an OpenTelemetry collector by OTLP, in a thread of its own.
 
-The event loop only appends a finished span to a queue. A full queue and an absent collector cost spans, which are
+The event loop only appends to queues. A full queue and an absent collector cost spans, which are
 counted, and never time. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER, OTEL_BSP_*,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) apply.
 """
@@ -8,10 +8,11 @@ OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) apply.
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 
 from opentelemetry.sdk.environment_variables import (
@@ -29,9 +30,12 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.runtime.logs import get_logger
 from services.runtime.tracing.context import TraceContext
 
 SPANS_METRIC = "paceline_trace_spans"
+_log = get_logger(__name__)
+MAX_WORK = 1024  # calls of later() that wait
 _CLOSE_S = 2.0  # for the last spans at the end of the process
 _QUEUE_SIZE, _MAX_BATCH = 2048, 512  # spans; the SDK's defaults
 AttributeValue = str | bool | int | float | Sequence[str]
@@ -53,7 +57,26 @@ class SpanExport(Collector):
         self._provider = TracerProvider(resource=Resource.create({**own, **given}), shutdown_on_exit=False)
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("paceline", version("paceline"))
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WORK)
+        self._worker = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._worker.start()
+        self._num_given_up = 0
         REGISTRY.register(self)
+
+    def later(self, make: Callable[[], None], num_spans: int) -> None:
+        """Call `make`, which makes about so many spans, in another thread: a span takes tens of microseconds. Does not
+        wait: if 1,024 calls are due, the spans count as dropped."""
+        try:
+            self._work.put_nowait(make)
+        except queue.Full:
+            self._num_given_up += num_spans
+
+    def _run(self) -> None:
+        while (make := self._work.get()) is not None:
+            try:
+                make()
+            except Exception:
+                _log.exception("spans cannot be made")
 
     def start(
         self,
@@ -82,15 +105,20 @@ class SpanExport(Collector):
         family = CounterMetricFamily(SPANS_METRIC, "Spans by what became of them.", labels=["outcome"])
         family.add_metric(["exported"], self._exporter.num_exported)
         family.add_metric(["failed"], self._exporter.num_failed)
-        family.add_metric(["dropped"], self._processor.num_dropped)
+        family.add_metric(["dropped"], self._processor.num_dropped + self._num_given_up)
         yield family
 
     def close(self) -> None:
         """Send the last spans, for at most 2 s. Blocks."""
         REGISTRY.unregister(self)
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing = threading.Thread(target=self._finish, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
+
+    def _finish(self) -> None:
+        self._work.put(None)
+        self._worker.join()
+        self._provider.shutdown()
 
 
 def context_of_span(span: Span) -> TraceContext:
@@ -106,7 +134,7 @@ def mark_failed(span: Span, error_type: str, message: str = "") -> None:
     span.set_status(Status(StatusCode.ERROR, message or None))
 
 
-class Clock:
+class UnixClock:
     """Turns times of a clock that never goes back into Unix time in nanoseconds, as of one moment."""
 
     def __init__(self, now_s: float) -> None:

@@ -9,13 +9,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from structlog.testing import capture_logs
 
 from scheduler_svc.settings import SchedulerSettings
 from services.runtime.service import CannotStart
 from services.runtime.settings import ConfigError, load_settings
 from services.runtime.tracing.context import TraceContext
 from services.runtime.tracing.settings import open_spans
-from services.runtime.tracing.spans import SpanExport, context_of_span
+from services.runtime.tracing.spans import MAX_WORK, SpanExport, context_of_span
 
 PARENT = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", True, "vendor=1")
 FLAG = ["--otlp-traces-endpoint", "http://127.0.0.1:1"]
@@ -120,3 +121,29 @@ def test_spans_go_over_http_with_parent_and_state(
     assert (outer.trace_id.hex(), outer.parent_span_id.hex()) == (PARENT.trace_id, PARENT.span_id)
     assert (outer.trace_state, inner.parent_span_id) == ("vendor=1", outer.span_id)
     assert context_of_span(parent) == TraceContext(PARENT.trace_id, outer.span_id.hex(), True, "vendor=1")
+
+
+def test_work_that_fails_is_logged_and_work_beyond_the_limit_counts_as_dropped_spans() -> None:
+    export = SpanExport("scheduler", "http://127.0.0.1:1")
+    began, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        go_on.wait()
+
+    def fail() -> None:
+        raise ValueError("no span")
+
+    with capture_logs() as lines:
+        export.later(wait, 1)
+        assert began.wait(10)
+        export.later(fail, 1)
+        export.later(done.set, 1)
+        for _ in range(MAX_WORK):  # two of them do not fit
+            export.later(lambda: None, 3)
+        go_on.set()
+        assert done.wait(10)
+    [family] = export.collect()
+    assert {sample.labels["outcome"]: sample.value for sample in family.samples if sample.value} == {"dropped": 6}
+    assert [line["event"] for line in lines] == ["spans cannot be made"]
+    export.close()
