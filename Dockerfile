@@ -23,11 +23,11 @@ COPY pyproject.toml constraints.txt deploy/docker/requirements.py ./
 # torch==2.13.0+cpu exists on the CPU index only; torch==2.13.0 is met by the builds for CPU and for CUDA.
 RUN mkdir lists \
  && sed 's/^\(torch==[^+]*\)+.*/\1/' constraints.txt >lists/constraints.txt \
- && for extra in gateway worker gpu; do python requirements.py "$extra" <pyproject.toml >"lists/$extra.txt" || exit 1; done
+ && for extra in gateway otel worker gpu; do python requirements.py "$extra" <pyproject.toml >"lists/$extra.txt" || exit 1; done
 
 FROM build AS control-plane-deps
-COPY --from=lists /build/lists/constraints.txt /build/lists/gateway.txt ./
-RUN pip --python /opt/venv/bin/python install -c constraints.txt -r gateway.txt
+COPY --from=lists /build/lists/constraints.txt /build/lists/gateway.txt /build/lists/otel.txt ./
+RUN pip --python /opt/venv/bin/python install -c constraints.txt -r gateway.txt -r otel.txt
 
 FROM build AS app
 COPY . .

@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from gpu_worker.steps.runner import StepStats
 from paceline.v1.worker_pb2 import StepResult
 
-_STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 STEP_SECONDS = Histogram("paceline_worker_step_seconds", "Duration of a step", buckets=_STEP_BUCKETS_S)
 TOKENS = Counter("paceline_worker_tokens", "Tokens computed", ["phase"])

@@ -23,6 +23,7 @@ from paceline.v1.inference_pb2 import (
 )
 from scheduler_svc.core.admission.validation import Limits
 from scheduler_svc.core.rejection import Rejection, invalid
+from services.runtime.tracing.context import current_context
 
 HANDLE = 1
 STATUS_BY_CODE = {status.value[0]: status for status in grpc.StatusCode}
@@ -92,6 +93,8 @@ def to_submission(request: GenerateRequest, limits: Limits | None) -> Submission
         **{name: getattr(request, name) for name in METADATA},
         cache_retention=request.cache_retention,
     )
+    if (trace := current_context()) is not None:
+        submission.trace_id, submission.span_id = trace.trace_id, trace.span_id if trace.sampled else ""
     for name, param in SAMPLING.items():
         setattr(submission.sampling, name, param.to_wire(given.get(name, param.default)))
     return submission

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.v1 import admin_pb2_grpc, inference_pb2_grpc, live_pb2_grpc, worker_pb2_grpc
 from scheduler_svc.admin import Admin
 from scheduler_svc.cache_secret import own_secret, read_secret
+from scheduler_svc.core.output.trace_phases import EndedRequests
 from scheduler_svc.core.policy.order import PolicyError
 from scheduler_svc.core.scheduler import SchedulerCore
 from scheduler_svc.core.types import SchedulerConfig
@@ -27,6 +29,10 @@ from services.runtime.metrics import start_metrics_server
 from services.runtime.rpc import GrpcServer, link_options
 from services.runtime.service import Addresses, CannotStart
 from services.runtime.tls.opening import open_tls
+from services.runtime.tracing.settings import open_spans
+
+if TYPE_CHECKING:
+    from services.runtime.tracing.spans import SpanExport
 
 log = get_logger(__name__)
 
@@ -40,6 +46,14 @@ def _cache_secret(settings: SchedulerSettings) -> bytes:
     if settings.cache_secret_file:
         return read_secret(Path(settings.cache_secret_file))
     return b"" if settings.etcd else own_secret()
+
+
+def _sequence_spans(export: SpanExport | None) -> EndedRequests | None:
+    if export is None:
+        return None
+    from scheduler_svc.tracing import SequenceSpans  # only with OpenTelemetry's packages
+
+    return SequenceSpans(export)
 
 
 def config_of(settings: SchedulerSettings) -> SchedulerConfig:
@@ -85,6 +99,7 @@ async def serve(
     # later.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
+    spans = open_spans(settings)
     core = SchedulerCore(
         config_of(settings),
         policies,
@@ -92,6 +107,7 @@ async def serve(
         epoch,
         on_policy_error=PolicyErrors(log.error),
         cache_secret=_cache_secret(settings),
+        traces=_sequence_spans(spans),
     )
     transport = link_options(settings.ping_timeout_s)
     server = SchedulerServer(core, settings.cache, transport, settings.heartbeat_timeout_s, election, tls)
@@ -134,6 +150,8 @@ async def serve(
         await grpc_server.stop(0.5)
         metrics.close()
         metrics_server.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         if election:
             server.election = None  # calls that are still open may end after the election
             await election.close()

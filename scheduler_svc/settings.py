@@ -12,6 +12,7 @@ from scheduler_svc.core.types import CacheScope
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import Address
+from services.runtime.tracing.settings import TracingSettings
 
 
 def _endpoints(value: str) -> str:
@@ -26,7 +27,7 @@ def _endpoints(value: str) -> str:
 Endpoints = Annotated[str, AfterValidator(_endpoints)]
 
 
-class SchedulerSettings(KeySettings, section="scheduler"):
+class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     """Addresses of the scheduler and of its peers, and the limits of queue and steps."""
 
     port: int = Field(50051, ge=0, le=65535, description="gRPC port for gateways, clients and workers; 0 picks one")

@@ -32,6 +32,7 @@ from scheduler_svc.core.admission.validation import (
     is_sample_of,
     new_request,
     queue_credit,
+    trace_of,
 )
 from scheduler_svc.core.cache.link import CacheLink, ProtocolError
 from scheduler_svc.core.cache.namespaces import CacheNamespaces
@@ -41,6 +42,7 @@ from scheduler_svc.core.lifecycle.beam_groups import BeamGroups, check_beam
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.lifecycle.recovery import Recovery
 from scheduler_svc.core.output.sessions import Publisher, Session
+from scheduler_svc.core.output.trace_phases import EndedRequests
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.phases import Phase
@@ -78,9 +80,10 @@ class SchedulerCore:
         epoch: int,
         on_policy_error: Callable[[Exception], None] = lambda error: None,
         cache_secret: bytes = b"",
+        traces: EndedRequests | None = None,
     ) -> None:
         """`fallback` makes the policies that schedule a step when the current ones fail. `cache_secret`: as in
-        CacheNamespaces."""
+        CacheNamespaces. `traces` gets the traced requests that have ended; None: no request is traced."""
         self.config = config
         self.namespaces = CacheNamespaces(config.cache_scope, cache_secret)
         self.epoch = epoch
@@ -103,6 +106,7 @@ class SchedulerCore:
         life = self.life = Lifecycle(
             config, self.queue, budgets, cache, self.workers, self.sessions, self.counters, output_length
         )
+        life.traces = traces
         self.timeline = life.timeline
         self.step_log, self.trace_log = StepLog(), TraceLog()
         self._recovery = Recovery(cache, self.workers, life)
@@ -186,6 +190,8 @@ class SchedulerCore:
     def _submit(self, session: Session, submission: Submission, now_s: float) -> None:
         request = new_request(session.id, submission, now_s)
         changes_logits = check_submission(request, submission)
+        if self.life.traces is not None and submission.span_id:
+            request.trace = trace_of(submission)
         # From here on the salt is the name of a namespace, and not what the client sent.
         request.cache_salt = self.namespaces.name(request.tenant, request.cache_salt)
         if is_search := submission.HasField("beam"):

@@ -76,6 +76,7 @@ def serve(service: str, argv: list[str], prog: str) -> int:
     """Run one service until a signal stops it."""
     from services.cli.parent import end_with_parent
     from services.runtime.logs import configure_logging
+    from services.runtime.metrics import publish_build_info
     from services.runtime.service import CannotStart, run_service, use_batch_scheduling
     from services.runtime.settings import load_settings
 
@@ -85,6 +86,7 @@ def serve(service: str, argv: list[str], prog: str) -> int:
     settings_module, settings_class, server_module = SERVICES[service]
     settings = load_settings(getattr(importlib.import_module(settings_module), settings_class), argv, prog=prog)
     configure_logging(service, settings.log_level, settings.log_format)
+    publish_build_info(service)
     module = importlib.import_module(server_module)
     try:
         return run_service(lambda stop: module.serve(settings, stop))

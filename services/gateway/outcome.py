@@ -29,3 +29,8 @@ class SequenceOutcome:
     latency_s: float  # from the request's arrival to the end of this sequence
     timing: inference_pb2.RequestTiming | None  # as reported by the scheduler, if it was
     num_submissions: int  # to a scheduler; more than 1 if a scheduler was lost
+
+    @property
+    def cached_host_tokens(self) -> int:
+        """The part of `cached_tokens` that was in host memory."""
+        return 0 if self.timing is None else min(self.timing.num_cached_host_tokens, self.cached_tokens or 0)

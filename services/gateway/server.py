@@ -73,6 +73,7 @@ from services.runtime.rpc import GrpcServer, transport_options
 from services.runtime.service import Addresses, CannotStart, interruptible, max_open_files, trim_memory
 from services.runtime.tls.files import TlsFiles
 from services.runtime.tls.opening import open_files, open_tls
+from services.runtime.tracing.settings import open_spans
 
 _log = get_logger(__name__)
 
@@ -170,6 +171,8 @@ async def serve(
         if stores is not None:
             await stores.close()
         await gateway.builder.close()
+        if gateway.spans is not None:
+            await asyncio.to_thread(gateway.spans.close)
 
 
 def _max_grpc_connections(settings: GatewaySettings) -> int:
@@ -353,6 +356,7 @@ def _make_gateway(
         bodies=Bodies(settings.max_bodies_bytes),
         objectives=settings.objective_priorities,
         access=AccessControl(keys, open_metrics=settings.open_metrics),
+        spans=open_spans(settings),
     )
 
 

@@ -15,6 +15,7 @@ from services.gateway.store.urls import SQLITE, check_store_url
 from services.runtime.keys.settings import KeySettings
 from services.runtime.settings import Address, AddressList
 from services.runtime.tls.settings import ClientTlsSettings
+from services.runtime.tracing.settings import TracingSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
@@ -56,7 +57,7 @@ Hosts = Annotated[str, AfterValidator(_hosts)]
 StoreUrl = Annotated[str, AfterValidator(check_store_url)]
 
 
-class GatewaySettings(KeySettings, ClientTlsSettings, section="gateway"):
+class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="gateway"):
     """The gateway: OpenAI-compatible HTTP, and gRPC, for clients."""
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")

@@ -9,22 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 from typing import IO, Any
 
 import orjson
 import structlog
-from structlog.contextvars import bind_contextvars, get_contextvars, merge_contextvars, unbind_contextvars
+from structlog.contextvars import bind_contextvars, merge_contextvars, unbind_contextvars
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 # Libraries with log lines at INFO that repeat our own, or that are of no use.
 _QUIET_LOGGERS = ("asyncio", "httpcore", "httpx", "huggingface_hub", "uvicorn.access", "uvicorn.error")
 _FORMATS = ("auto", "human", "json")
-TRACEPARENT = "traceparent"
-# https://www.w3.org/TR/trace-context/#traceparent-header: version, trace id, parent id, flags. A later version may add
-# fields.
-_TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 MAX_VALUE = 20_000  # characters; a foreign error message may have megabytes
 
 
@@ -74,21 +69,6 @@ def bind_request_id(request_id: str | None) -> None:
         unbind_contextvars("request_id")
     else:
         bind_contextvars(request_id=request_id)
-
-
-def trace_id(value: str | bytes) -> str:
-    """The trace id of a `traceparent` header; empty for a malformed one, which a server has to ignore (W3C)."""
-    text = value.decode("latin-1") if isinstance(value, bytes) else value
-    match = _TRACEPARENT.fullmatch(text.strip())
-    if match is None or (match[1] == "00" and match[3]):
-        return ""
-    return match[2]
-
-
-def current_trace_id() -> str:
-    """The id that bind_trace_id() has bound; empty if there is none."""
-    bound: str = get_contextvars().get("trace_id", "")
-    return bound
 
 
 def bind_trace_id(bound: str) -> None:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import platform
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import REGISTRY, make_wsgi_app, start_http_server
+from prometheus_client import REGISTRY, Gauge, make_wsgi_app, start_http_server
+
+_BUILD_INFO = Gauge(
+    "paceline_build_info",
+    "1, with the versions of the running code as labels",
+    ["service", "version", "python_version"],
+)
+
+
+def publish_build_info(service: str) -> None:
+    """Name the service of this process, and what it runs, in its metrics."""
+    _BUILD_INFO.labels(service, version("paceline"), platform.python_version()).set(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,12 @@ from prometheus_client import Counter, Histogram
 
 from services.runtime.grpc_limits.message_gate import MessageGate
 from services.runtime.grpc_limits.open_streams import OpenStreams, TooManyStreams
-from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, get_logger, trace_id
+from services.runtime.logs import bind_request_id, get_logger
 from services.runtime.reflection.both_names import add_reflection
 from services.runtime.tls.credentials import channel_credentials, server_credentials
 from services.runtime.tls.exposed import warn_without_tls
 from services.runtime.tls.files import TlsFiles
+from services.runtime.tracing.context import TRACEPARENT, TRACESTATE, bind_context, parse_context
 
 log = get_logger(__name__)
 
@@ -36,7 +37,11 @@ PING_TIMEOUT_S = 2.0
 
 STARTED = Counter("grpc_server_started", "gRPC calls that began", ["grpc_method"])
 HANDLED = Counter("grpc_server_handled", "gRPC calls that ended", ["grpc_method", "grpc_code"])
-HANDLING_SECONDS = Histogram("grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"])
+# From a call that is answered from memory to a generation of half an hour.
+_HANDLING_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+HANDLING_SECONDS = Histogram(
+    "grpc_server_handling_seconds", "How long gRPC calls took", ["grpc_method"], buckets=_HANDLING_BUCKETS_S
+)
 
 if TYPE_CHECKING:  # generic only in the stubs
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -240,7 +245,7 @@ class CallInterceptor(_Interceptor):
         request_id = metadata.get("x-request-id")
         if isinstance(request_id, str) and request_id:
             bind_request_id(request_id[:128])
-        bind_trace_id(trace_id(metadata.get(TRACEPARENT, "")))
+        bind_context(parse_context(metadata.get(TRACEPARENT, ""), metadata.get(TRACESTATE, "")))
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if method.startswith("/grpc.") and handler.response_streaming:
             behaviour = _limited(behaviour, self._streams)

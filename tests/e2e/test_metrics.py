@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import load
@@ -51,6 +54,39 @@ async def test_the_reference_names_every_series_and_no_other(stack: Stack) -> No
     assert len(table) == len(set(table))
     assert found - set(table) == set(), "served, and not in docs/metrics.md"
     assert set(table) - found == set(), "in docs/metrics.md, and not served"
+
+
+SERVICES = ("gateway", "scheduler", "cache", "worker")
+
+
+def urls_of(stack: Stack) -> dict[str, str]:
+    """Where each service serves its metrics."""
+    ports = {name.partition("-")[0]: port for name, port in stack.metrics_ports.items()}
+    return {"gateway": stack.url, **{name: f"http://127.0.0.1:{port}" for name, port in ports.items()}}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+async def test_names_and_buckets_follow_the_conventions_of_prometheus(stack: Stack, service: str) -> None:
+    """Base units, help texts, the service's name, the process's series, and no observation above the last bucket."""
+    wanted = [load.Wanted(prompt, 5) for prompt in load.random_prompts(2, 8, 1000, longest=60)]
+    for stream in await load.stream_all(stack.url, wanted):
+        assert not stream.errors
+    with urllib.request.urlopen(f"{urls_of(stack)[service]}/metrics", timeout=20) as answer:  # noqa: ASYNC210
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    [info] = families["paceline_build_info"].samples
+    assert (info.labels["service"], info.labels["version"], info.value) == (service, version("paceline"), 1)
+    assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= set(families)
+    own = {name: family for name, family in families.items() if name.startswith(f"paceline_{service}_")}
+    assert len(own) > 5
+    for name, family in own.items():
+        assert re.fullmatch(r"[a-z][a-z0-9_]+", name)
+        assert family.documentation, f"{name} has no help text"
+        assert not re.search(r"(_ms|_us|_milliseconds|_percent|_count|_sum|_bucket)$", name), name
+        if family.type == "histogram" and not name.endswith("_seconds"):
+            assert re.search(r"_(tokens|n|preemptions)$", name), f"{name} does not end with its unit"
+        counts = {float(one.labels["le"]): one.value for one in family.samples if one.name.endswith("_bucket")}
+        if counts and name.endswith("_seconds"):
+            assert counts[sorted(counts)[-2]] == counts[math.inf], f"{name}: observations above the last bucket"
 
 
 def test_all_services_use_the_model_name_that_clients_use(stack: Stack) -> None:

@@ -839,6 +839,7 @@ class Submission(_message.Message):
     MIN_SLO_S_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    SPAN_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -890,6 +891,10 @@ class Submission(_message.Message):
     INVALID_ARGUMENT: the workers' model generates, or pools otherwise. 0: INVALID_ARGUMENT if the workers' model is an
     embedding model.
     """
+    span_id: _builtins.str
+    """The span of the sender that the scheduler's spans are children of, 16 hexadecimal digits; empty: the request is not
+    traced (sampled), and the scheduler makes no spans.
+    """
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -923,10 +928,11 @@ class Submission(_message.Message):
         min_slo_s: _builtins.float = ...,
         trace_id: _builtins.str = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
+        span_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "offline", b"offline", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "offline", b"offline", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "span_id", b"span_id", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,7 @@ from scheduler_svc.core.admission.sampling_checks import (
 )
 from scheduler_svc.core.rejection import CODE_RESOURCE_EXHAUSTED, Rejection, failed_precondition, invalid
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.requests.trace import RequestTrace
 from scheduler_svc.core.types import SchedulerConfig
 
 MAX_CHARS = 256  # of each text of a request, because texts are kept, logged and named in answers
@@ -44,6 +45,7 @@ _TEXTS = (
 )
 _KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is float)
+_HEX_DIGITS = set("0123456789abcdef")
 MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
@@ -214,6 +216,14 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),
         **{name: getattr(submission, name) for name in _KEPT},
     )
+
+
+def trace_of(submission: Submission) -> RequestTrace:
+    """The trace of a submission with a span. Raises Rejection."""
+    for name, value, num_digits in (("trace_id", submission.trace_id, 32), ("span_id", submission.span_id, 16)):
+        if len(value) != num_digits or not set(value) <= _HEX_DIGITS or not value.strip("0"):
+            raise invalid(name, f"{value[:40]!r} is not {num_digits} hexadecimal digits, which are not all 0")
+    return RequestTrace(submission.trace_id, submission.span_id)
 
 
 def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:

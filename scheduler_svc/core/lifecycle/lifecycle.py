@@ -19,7 +19,8 @@ from scheduler_svc.core.lifecycle.conversations import Conversations
 from scheduler_svc.core.lifecycle.holdings import Holdings
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.output.sessions import Session
-from scheduler_svc.core.output.timeline import RequestTimeline
+from scheduler_svc.core.output.timeline import BEAMS, RequestTimeline
+from scheduler_svc.core.output.trace_phases import EndedRequests
 from scheduler_svc.core.rejection import CODE_INTERNAL, Rejection
 from scheduler_svc.core.requests.phases import Event, Phase
 from scheduler_svc.core.requests.request import Request
@@ -47,6 +48,7 @@ class Lifecycle:
         self.budgets = budgets
         self.counters = counters
         self.timeline = RequestTimeline(config.tenant_max_running_tokens)
+        self.traces: EndedRequests | None = None  # None: no request is traced
         self.swaps = Swaps(cache, workers, counters)
         self.holdings = Holdings(queue, budgets, cache, workers, self.swaps, config.partial_reuse)
         self.conversations = Conversations(cache, config.conversation_ttl_s)
@@ -105,7 +107,7 @@ class Lifecycle:
             request.history.started_s = self.now_s
         if request.is_member:
             if request.root.history.started_s is None:
-                self.timeline.event(request.root, "running", "its beams", self.now_s)
+                self.timeline.event(request.root, "running", BEAMS, self.now_s)
             request.root.history.started_s = request.history.started_s
         apart = ", separately" if request.is_suspect else ""
         self.note(request, "running", f"on worker {worker.id}{apart}{why and f': {why}'}")
@@ -230,7 +232,9 @@ class Lifecycle:
             self._output_length.add(request.num_output_tokens)
         name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
-        self.timeline.ended(request, name if error is None else error.message, self.now_s)
+        events = self.timeline.ended(request, name if error is None else error.message, self.now_s)
+        if self.traces is not None and request.trace is not None:
+            self.traces.ended(request, events, name, error, self.now_s)
         session = self._sessions.get(request.session_id)
         if session is not None and session.live.pop(request.handle, None) is not None:
             ending = session.add_ending()

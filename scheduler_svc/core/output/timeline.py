@@ -23,6 +23,7 @@ MAX_SPANS = 64  # the most looks that a record keeps, and the most events
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
+BEAMS = "its beams"  # detail of `running`, for a search
 
 # Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
 Event = tuple[str, str, int, float]
@@ -145,10 +146,10 @@ class RequestTimeline:
         if (record := self._live.get(request.arrival_index)) is not None:
             record.prefix = prefix
 
-    def ended(self, request: Request, how: str, now_s: float) -> None:
-        """The request has ended. From now on its record may be forgotten."""
+    def ended(self, request: Request, how: str, now_s: float) -> Sequence[Event]:
+        """The request has ended. From now on its record may be forgotten. Returns all its events."""
         if (record := self._live.pop(request.arrival_index, None)) is None:
-            return
+            return ()
         record.add_event(("ended", how, self.decisions, now_s))
         self._ended[record.arrival_index] = record
         for name in _names(record):  # finished ones are kept in the order in which they finished
@@ -159,6 +160,7 @@ class RequestTimeline:
                 del self._names[name][oldest.arrival_index]
                 if not self._names[name]:
                     del self._names[name]
+        return record.events
 
     def decided(
         self,

@@ -11,6 +11,7 @@ from paceline.v1.inference_pb2 import BeamOptions, Hypothesis
 from scheduler_svc.core.requests.beams import BeamSearch, Candidates
 from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase
 from scheduler_svc.core.requests.state import Held, History
+from scheduler_svc.core.requests.trace import RequestTrace
 
 TOKEN_BYTES = 4  # token ids are packed little-endian int32, in messages and in memory
 
@@ -63,6 +64,7 @@ class Request:
     owner: str = ""  # name of the API key; empty: none
     min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
     trace_id: str = ""  # of the client's trace, for the log; empty: none
+    trace: RequestTrace | None = None  # if spans are made of it
     accepted_before: bool = False  # by this scheduler or another one
     pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
     phase: Phase = Phase.WAITING

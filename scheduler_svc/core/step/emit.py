@@ -167,8 +167,11 @@ class Emitter:
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:
+            request = worker.batch.running[chunk.slot]
+            if request.trace is not None:
+                request.trace.sent(worker.id, plan.step, sizes[chunk.slot], samples=chunk.samples, now_s=now_s)
             # The cache learns of it at once: a request that is admitted next runs later, when the blocks are written.
-            self.cache.add_commit(worker.batch.running[chunk.slot].held.sequence, b"", chunk.num_computed)
+            self.cache.add_commit(request.held.sequence, b"", chunk.num_computed)
             worker.batch.advance_prefill(chunk)
         return True
 

@@ -133,6 +133,8 @@ class ResultReader:
             if chunk.slot in failed:
                 self._fail(request, failed[chunk.slot])
                 continue
+            if request.trace is not None:
+                request.trace.ended(worker.id, step.step, now_s)
             if token is None:
                 continue
             if request.root.history.first_token_s is None:
@@ -158,6 +160,8 @@ class ResultReader:
             if worker.batch.slots.generation[chunk.slot] != chunk.generation:
                 continue
             request = worker.batch.running[chunk.slot]
+            if request.trace is not None and chunk.slot not in failed:
+                request.trace.ended(worker.id, step.step, now_s)
             if chunk.slot in failed:
                 self._fail(request, failed[chunk.slot])
             elif chunk.samples:

@@ -10,7 +10,7 @@ from typing import Protocol
 from paceline.request_fields import METADATA
 from paceline.v1 import inference_pb2
 from services.gateway.errors import invalid
-from services.runtime.logs import TRACEPARENT
+from services.runtime.tracing.context import TRACEPARENT, TRACESTATE
 
 SESSION_ID = "x-session-id"
 SLO_TTFT = "x-llm-d-slo-ttft-ms"
@@ -22,7 +22,8 @@ HEADERS = {
     SLO_TTFT: "milliseconds within which the first token is wanted (ttft_slo_s)",
     OBJECTIVE: "priority: a number, or the name of an objective of the server",
     **dict.fromkeys(FAIRNESS_IDS, "tenant, where the API key allows it"),
-    TRACEPARENT: "W3C trace context; its trace id is in the log lines of the request",
+    TRACEPARENT: "W3C trace context; its trace id is in the log lines of the request, and on its spans",
+    TRACESTATE: "the rest of that context; it is on the spans",
 }
 MAX_SESSION_CHARS = 128
 _MAX_SLO_MS = 24 * 3600 * 1000.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
@@ -29,7 +29,12 @@ from services.gateway.outcome import SequenceOutcome
 from services.gateway.parsing.formats import ModelFormats
 from services.gateway.telemetry.metrics import GatewayMetrics
 from services.gateway.telemetry.request_log import RequestLog
-from services.runtime.logs import current_trace_id
+from services.runtime.logs import bind_trace_id
+from services.runtime.tracing.context import current_context
+
+if TYPE_CHECKING:
+    from services.gateway.telemetry.request_spans import RequestSpan
+    from services.runtime.tracing.spans import SpanExport
 
 _OnOutcome = Callable[[SequenceOutcome], None]
 
@@ -59,6 +64,7 @@ class Gateway:
     bodies: Bodies = field(default_factory=lambda: Bodies(256 * 2**20))
     objectives: Mapping[str, float] = field(default_factory=dict)  # priorities by the name of an objective
     access: AccessControl = field(default_factory=AccessControl)
+    spans: SpanExport | None = None  # None: no request is traced
     _num_online: Counter[str] = field(default_factory=Counter)  # online sequences in flight, by the name of the API key
 
     @property
@@ -201,30 +207,58 @@ class Gateway:
         runs: list[SequenceRun] = []
         charge = self._charge(jobs, caller)
         is_online = not jobs[0].metadata.offline
-        on_outcome = self._on_outcome(charge, self.log.entry(len(jobs), caller.owner), caller.owner, is_online)
+        span = self._start_span(jobs)
+        context = current_context() if span is None else span.context
+        log = self.log.entry(len(jobs), caller.owner)
+        observers = [observer for observer in (log, None if span is None else span.ended) if observer is not None]
+        on_outcome = self._on_outcome(charge, observers, caller.owner, is_online)
         first = None
         try:
             for job in jobs:
-                job.metadata.trace_id = current_trace_id()
+                if context is not None:
+                    job.metadata.trace_id = context.trace_id
+                    job.metadata.span_id = context.span_id if context.sampled else ""
                 first = first if job.sample else None
                 runs.append(SequenceRun(job, self.session, self.metrics, first, on_outcome))
                 self._num_online[caller.owner] += is_online
                 first = first or runs[-1]
-        except ApiError:
+        except ApiError as error:
             for run in runs:
                 run.close()
             if charge is not None:
                 charge.cancel()
+            if span is not None:
+                span.refused(error)
             raise
         return runs
 
-    def _on_outcome(self, charge: Charge | None, log: _OnOutcome | None, owner: str, is_online: bool) -> _OnOutcome:
+    def _start_span(self, jobs: Sequence[GenerateJob]) -> RequestSpan | None:
+        """The span of a client's request, a child of the client's. Its trace id is on all further log lines."""
+        if self.spans is None:
+            return None
+        from services.gateway.telemetry.request_spans import RequestSpan  # only with OpenTelemetry's packages
+
+        span = RequestSpan(
+            self.spans,
+            self.model_name,
+            current_context(),
+            endpoint=jobs[0].endpoint,
+            num_sequences=len(jobs),
+            arrival_s=jobs[0].arrival_s,
+            sampling=jobs[0].sampling,
+        )
+        bind_trace_id(span.context.trace_id)
+        return span
+
+    def _on_outcome(
+        self, charge: Charge | None, observers: Sequence[_OnOutcome], owner: str, is_online: bool
+    ) -> _OnOutcome:
         def ended(outcome: SequenceOutcome) -> None:
             self._num_online[owner] -= is_online
             if charge is not None:
                 charge.ended(outcome)
-            if log is not None:
-                log(outcome)
+            for observer in observers:
+                observer(outcome)
 
         return ended
 

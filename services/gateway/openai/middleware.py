@@ -18,7 +18,8 @@ from services.gateway.access.caller import ANYONE, Caller
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import RAW_SEND, WRITE_ERROR, WriteError, error_response
-from services.runtime.logs import TRACEPARENT, bind_request_id, bind_trace_id, trace_id
+from services.runtime.logs import bind_request_id
+from services.runtime.tracing.context import bind_context, context_of
 
 _NOT_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _REQUEST_ID_CHARS = 128
@@ -121,7 +122,7 @@ class RequestMiddleware:
         if self._root_path:
             scope["root_path"] = self._root_path  # Starlette routes by the rest of the path, if the path begins with it
         bind_request_id(request_id)
-        bind_trace_id(trace_id(next((value for name, value in scope["headers"] if name == TRACEPARENT.encode()), b"")))
+        bind_context(context_of(scope["headers"]))
         headers = [(b"x-request-id", request_id.encode())]
         for api in self._apis:
             if api.has(scope["path"].removeprefix(self._root_path)):

@@ -33,7 +33,7 @@ class RequestLog:
         def ended(outcome: SequenceOutcome) -> None:
             outcomes.append(outcome)
             if len(outcomes) == num_sequences:
-                fields = _fields(outcomes, self._model_name)
+                fields = request_fields(outcomes, self._model_name)
                 _log.info("request finished", **fields, **({"key": key} if key else {}))
 
         return ended
@@ -51,8 +51,9 @@ class RequestLog:
             _log.info("request taken up", id=name, request_id=request_id, first_request_id=first_request_id)
 
 
-def _fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str, Any]:
-    """Fields over all sequences: sums of tokens and preemptions, the longest times, and the shortest `ttft_s`."""
+def request_fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str, Any]:
+    """What the log says of a request, over all its sequences: sums of tokens, preemptions and losses, the longest
+    times, and the shortest `ttft_s`."""
     outcomes.sort(key=lambda outcome: (len(outcome.request_id), outcome.request_id))
     first = outcomes[0]
     # An error has precedence over an abort, and an abort over 200.
@@ -80,6 +81,11 @@ def _fields(outcomes: list[SequenceOutcome], model_name: str) -> dict[str, Any]:
     }
     if len(outcomes) > 1:
         fields["sequences"] = len(outcomes)
+    rare = {
+        "cached_host_tokens": sum(outcome.cached_host_tokens for outcome in prompts),
+        "losses": sum(timing.num_losses for timing in timings),
+    }
+    fields |= {name: count for name, count in rare.items() if count}
     if (num_submissions := max(outcome.num_submissions for outcome in outcomes)) > 1:
         fields["submissions"] = num_submissions
     if worst.message:

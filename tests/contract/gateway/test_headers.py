@@ -139,6 +139,14 @@ async def test_the_trace_of_the_client_is_on_the_lines_of_its_request(running: R
     assert [one.trace_id for one in running.scheduler.submissions] == [trace, ""]
 
 
+async def test_a_gateway_without_tracing_passes_the_parent_of_a_sampled_request_on(running: Running) -> None:
+    """So that the spans of a scheduler that does trace belong to the client's."""
+    parent = "4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
+    await asked(running, {"traceparent": f"00-{parent}-01"})
+    await asked(running, {"traceparent": f"00-{parent}-00"})
+    assert [one.span_id for one in running.scheduler.submissions] == ["00f067aa0ba902b7", ""]
+
+
 async def test_the_trace_of_a_grpc_client_goes_with_its_request(running: Running) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7]))

@@ -137,6 +137,14 @@ async def test_a_finished_request_is_one_line(start: Start, lines: Lines, stream
     assert 0 < line["ttft_s"] <= line["total_s"]
 
 
+async def test_the_line_names_losses_and_host_tokens_where_there_are_some(running: Running, lines: Lines) -> None:
+    running.scheduler.timing.num_losses, running.scheduler.timing.num_cached_host_tokens = 1, 2
+    assert (await running.http.post(PATH, json=BODY)).status_code == 200
+    await until(lambda: len(lines()) == 1)
+    [line] = lines()
+    assert (line["losses"], line["cached_host_tokens"], line["cached_tokens"]) == (1, 2, 3)
+
+
 async def test_all_samples_of_a_request_are_one_line(start: Start, lines: Lines) -> None:
     """Two prompts with two samples each: as its usage counts them."""
     running = await start()

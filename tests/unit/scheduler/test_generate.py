@@ -12,6 +12,7 @@ from paceline.v1.inference_pb2 import BeamOptions, GenerateRequest, SamplingOpti
 from scheduler_svc.core.admission.sampling_checks import check_sampling
 from scheduler_svc.core.rejection import Rejection
 from scheduler_svc.generate import to_submission
+from services.runtime.tracing.context import TraceContext, bind_context
 
 PROMPT = TokenIds(ids=[1, 2, 3])
 
@@ -107,3 +108,15 @@ def test_a_beam_search_refuses_fields_for_samples() -> None:
 def test_the_least_repetition_penalty_is_possible() -> None:
     """As a float32 it is a little less than its limit."""
     check_sampling(SamplingParams(top_p=1, max_tokens=1, repetition_penalty=0.01))
+
+
+@pytest.mark.parametrize(("sampled", "span_id"), [(True, "5" * 16), (False, "")])
+def test_the_trace_of_a_client_of_the_scheduler_itself_is_passed_on(sampled: bool, span_id: str) -> None:
+    request = GenerateRequest(token_ids=PROMPT)
+    bind_context(TraceContext("4" * 32, "5" * 16, sampled))
+    try:
+        submission = to_submission(request, None)
+    finally:
+        bind_context(None)
+    assert (submission.trace_id, submission.span_id) == ("4" * 32, span_id)
+    assert to_submission(request, None).trace_id == ""

@@ -7,7 +7,7 @@ import pytest
 from paceline.v1.common_pb2 import RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import Submission
 from scheduler_svc.core.admission.sampling_checks import MAX_PROMPT_LOGPROBS
-from scheduler_svc.core.admission.validation import MAX_CHARS, check_submission, new_request
+from scheduler_svc.core.admission.validation import MAX_CHARS, check_submission, new_request, trace_of
 from scheduler_svc.core.rejection import Rejection
 
 SHORT = SamplingParams(top_p=1.0, max_tokens=1)
@@ -44,3 +44,14 @@ def test_a_name_may_be_as_long_as_its_limit() -> None:
         else:
             with pytest.raises(Rejection, match=f"request_id: has {length} characters, {MAX_CHARS} are possible"):
                 check_submission(new_request("s", submission, 0.0), submission)
+
+
+@pytest.mark.parametrize(
+    ("trace_id", "span_id", "field"),
+    [("4" * 31, "5" * 16, "trace_id"), ("0" * 32, "5" * 16, "trace_id"), ("4" * 32, "G" * 16, "span_id")],
+)
+def test_a_span_without_ids_of_the_standard_is_refused_by_name(trace_id: str, span_id: str, field: str) -> None:
+    with pytest.raises(Rejection) as refused:
+        trace_of(Submission(trace_id=trace_id, span_id=span_id))
+    assert refused.value.field == field
+    assert trace_of(Submission(trace_id="4" * 32, span_id="5" * 16)).parent_id == "5" * 16
