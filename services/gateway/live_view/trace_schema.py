@@ -76,7 +76,7 @@ class WrittenTrace(BaseModel):
     num_tokens: int
 
 
-class RequestTrace(BaseModel):
+class EndedTrace(BaseModel):
     """A sequence that has ended. Times are seconds; null if not known."""
 
     request_id: str
@@ -99,7 +99,7 @@ class GatewayTrace(BaseModel):
     at_us: int
     told: list[ToldTrace]
     written: list[WrittenTrace]
-    requests: list[RequestTrace]
+    requests: list[EndedTrace]
 
 
 class TraceRecord(BaseModel):

@@ -15,7 +15,7 @@ from paceline.v1 import live_pb2, live_pb2_grpc
 from services.gateway.errors import ApiError, invalid
 from services.gateway.live_view.trace_schema import (
     GatewayTrace,
-    RequestTrace,
+    EndedTrace,
     SchedulerTrace,
     ToldTrace,
     TraceRecord,
@@ -128,9 +128,9 @@ def _of_scheduler(answer: live_pb2.TraceResponse, asked_us: int, got_us: int) ->
     return SchedulerTrace.model_validate({**fields, "asked_us": asked_us, "got_us": got_us})
 
 
-def _request(one: Ended) -> RequestTrace:
+def _request(one: Ended) -> EndedTrace:
     outcome = one.outcome
-    return RequestTrace(
+    return EndedTrace(
         request_id=outcome.request_id,
         answer_id=outcome.answer_id,
         endpoint=outcome.endpoint,
