@@ -14,8 +14,8 @@ from google.protobuf.json_format import MessageToDict
 from paceline.v1 import live_pb2, live_pb2_grpc
 from services.gateway.errors import ApiError, invalid
 from services.gateway.live_view.trace_schema import (
-    GatewayTrace,
     EndedTrace,
+    GatewayTrace,
     SchedulerTrace,
     ToldTrace,
     TraceRecord,
