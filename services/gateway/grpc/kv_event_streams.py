@@ -35,8 +35,8 @@ class KvEventStreams:
         """A snapshot, then every event. A subscriber that comes back gets a snapshot, too: what it has missed is not
         kept here.
 
-        The subscriber's API key is passed on, and the cache decides about it, too. Ends with FAILED_PRECONDITION if the
-        cache sends no tokens.
+        The subscriber's API key is passed on, and the cache decides about it, too. Ends with UNIMPLEMENTED if the
+        cache sends no tokens, so that a router does not come back for them.
         """
         if not self._target:
             await unimplemented(context, _OFF)
@@ -56,7 +56,7 @@ class KvEventStreams:
                         yield batch
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache has ended the stream")
             except NoTokens as error:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
             except asyncio.CancelledError:
                 if not self._closing or context.cancelled():
                     raise

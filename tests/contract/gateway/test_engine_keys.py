@@ -216,7 +216,7 @@ async def test_a_cache_that_sends_no_tokens_is_named(start: Start, kind: Any) ->
     async with cache() as port:
         running = await start(settings={"cache": f"127.0.0.1:{port}"})
         error = await refusal(stub(kind, running).SubscribeKvEvents(SUBSCRIBE))
-    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "start the cache with --event-tokens" in (error.details() or "")
 
 
