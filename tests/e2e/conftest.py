@@ -14,7 +14,7 @@ from tests.support.stack import Stack
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     running = Stack(tmp_path_factory.mktemp("stack"))
-    running.gateway_flags = ["--max-body-bytes", str(10 * 2**20)]  # test_bad_http.py asks what much larger fields get
+    running.gateway_flags = ["--max-body-bytes", str(10 * 2**20)]  # test_bad_http.py sends much larger fields
     try:
         yield running.up()
     finally:

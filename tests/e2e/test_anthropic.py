@@ -38,7 +38,7 @@ def text_of(message: Any) -> str:
     return "".join(block.text for block in message.content)
 
 
-def test_a_message_is_the_answer_of_a_chat(stack: Stack, client: Anthropic) -> None:
+def test_a_message_has_the_same_text_as_a_chat_completion(stack: Stack, client: Anthropic) -> None:
     whole = client.messages.create(**ASKED, extra_body=GREEDY)
     with client.messages.stream(**ASKED, extra_body=GREEDY) as stream:
         pieces = list(stream.text_stream)

@@ -46,12 +46,12 @@ def check_answer(answer: httpx.Response, name: str) -> dict[str, Any]:
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code", "reason"}, name
     assert error["message"], name
-    assert len(answer.content) < 2000, "an error does not repeat what it was sent"
+    assert len(answer.content) < 2000, "an error does not repeat the request"
     return error
 
 
 @pytest.mark.parametrize("kind", sorted({case.name.split()[0] for case in CASES}))
-def test_each_of_the_corpus(http: httpx.Client, kind: str) -> None:
+def test_each_case_of_the_corpus_gets_its_status_and_param(http: httpx.Client, kind: str) -> None:
     for case in (case for case in CASES if case.name.split()[0] == kind):
         answer = http.post(case.path, content=case.content, headers=list(case.headers))
         assert answer.status_code == case.status, (case.name, answer.text[:300])
@@ -78,7 +78,7 @@ def test_bytes_on_a_socket(stack: Stack, http: httpx.Client, case: Any) -> None:
 NUMBERS = (
     st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0, 1, -1, 2])
 )
-TEXTS = st.text(max_size=20)  # lone surrogates are no JSON
+TEXTS = st.text(max_size=20)  # without lone surrogates, which are not valid JSON
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
@@ -90,7 +90,7 @@ MESSAGES = st.lists(
 
 
 def bodies(cls: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Fields that we know, mostly, with anything in them; few tokens, so that what is served is served quickly."""
+    """Mostly known fields with values of any type. The token limits stay small, so each answer is quick."""
     names = st.sampled_from(sorted(cls.model_fields.keys() - {"max_tokens", "max_completion_tokens", "min_tokens"}))
     return st.dictionaries(names | TEXTS, VALUES, max_size=4)
 

@@ -1,4 +1,4 @@
-"""Batches with the openai package and real processes: kill -9 of a gateway in the middle loses and doubles no line."""
+"""Batches with the openai package and real processes: after kill -9 of a gateway each line has one result."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_whole(client: OpenAI, batch: Batch, right: dict[str, str]) -> None:
 
 
 def until_lines_have_run(client: OpenAI, batch_id: str, count: int) -> int:
-    """How many have; at least `count`."""
+    """Waits until at least `count` lines have run, and returns how many have."""
     deadline_s = time.monotonic() + 60
     while True:
         counts = client.batches.retrieve(batch_id).request_counts
@@ -103,7 +103,7 @@ def right_texts(client: OpenAI, told: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def direct(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With ignore_eos where the client wants it."""
+    """The same lines with ignore_eos in `extra_body`, as the openai package needs it."""
     moved = [{**line, "body": dict(line["body"])} for line in told]
     for line in moved:
         line["body"]["extra_body"] = {"ignore_eos": line["body"].pop("ignore_eos")}
@@ -155,7 +155,7 @@ def decisions_until_running(stack: Stack, name: str) -> int:
     return first["running"] - first["waiting"]
 
 
-def test_an_online_request_has_a_slot_within_a_few_steps_of_a_batch_that_takes_them_all(
+def test_an_online_request_gets_a_slot_within_a_few_steps_while_a_batch_holds_all_slots(
     own_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the batch goes on, with the same tokens. Each line runs for 150 steps."""
@@ -216,7 +216,7 @@ def test_the_example_runs_a_batch_of_chats(stack: Stack) -> None:
         run_batch(client, {"a": {"model": "unknown"}})
 
 
-def test_a_large_upload_costs_other_requests_nothing(stack: Stack) -> None:
+def test_other_requests_are_answered_during_a_large_upload(stack: Stack) -> None:
     """180 MB in one request, while another client asks for the models."""
     client, num_answers = client_of(stack.url), 0
     gateway = psutil.Process(stack.processes["gateway"].pid)
@@ -236,6 +236,6 @@ def test_a_large_upload_costs_other_requests_nothing(stack: Stack) -> None:
         time.sleep(0.01)
     thread.join()
     assert made[0].bytes == len(content)
-    assert num_answers > 10, "of another client, while the file came in"
+    assert num_answers > 10, "another client got answers during the upload"
     assert most - before < 64 * 2**20, "the file is not held in memory"
     client.files.delete(made[0].id)

@@ -1,4 +1,4 @@
-"""`paceline bench` against a running server of ours, and against one that has only what OpenAI demands."""
+"""`paceline bench` against a running Paceline server, and against one with only the required parts of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def total(report: dict[str, Any], name: str) -> int:
 
 
 def planned(stage: dict[str, Any]) -> list[float]:
-    """When the load wanted the requests to be sent."""
+    """The times at which the load should send the requests, sorted."""
     return sorted(request["sent_s"] - request["late_s"] for request in stage["requests"])
 
 
@@ -83,7 +83,7 @@ def test_every_mode_counts_as_the_server_does(stack: Stack, tmp_path: Path) -> N
         report = measure(f"{stack.url}/v1", tmp_path, "--ignore-eos", "--prefix-tokens", "60", *flags)
         after = counts(stack)
         assert total(report, "succeeded") == total(report, "requests"), (mode, report["stages"])
-        # The server also counts the requests that learned how it counts: as many, of the same lengths, in each mode.
+        # The server also counts the bench's own probes of its token counts. They are the same 3 requests in each mode.
         probed = {name: after[name] - before[name] - total(report, name) for name in COUNTERS}
         assert probed["requests"] == 3, mode
         assert 0 <= probed.pop("cached_tokens") <= probed["prompt_tokens"], mode
@@ -206,7 +206,7 @@ def stranger() -> Iterator[Stranger]:
         running.stop()
 
 
-def test_a_foreign_server_without_usage(stranger: Stranger, tmp_path: Path) -> None:
+def test_a_server_that_reports_no_usage_is_measured_by_its_chunks(stranger: Stranger, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{stranger.port}"
     report = measure(url, tmp_path, "--concurrency", "2", "--sessions", "12", "--output-tokens", "5")
     assert report["model"] == "stranger"

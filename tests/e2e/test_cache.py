@@ -1,4 +1,4 @@
-"""Real processes in a pool that is too small, with everything that a cache can do: the tokens are those without one."""
+"""A pool that is too small makes the cache copy, evict, demote and swap. The tokens equal those without a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_SIZE = 8
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Room enough, and nothing is reused."""
+    """A pool that is large enough, without prefix caching."""
     stack = Stack(tmp_path_factory.mktemp("bare"))
     stack.worker_flags = ["--threads", "1"]
     stack.scheduler_flags = ["--no-prefix-caching"]
@@ -49,7 +49,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return made
 
 
-async def test_nothing_is_lost_to_block_size(bare: Stack, tiny: Stack) -> None:
+async def test_tokens_of_partial_blocks_are_reused_too(bare: Stack, tiny: Stack) -> None:
     """Prompts that share less than a block, or end within a block: the common beginning of a block is copied."""
     rng = random.Random(3)
     texts = [[rng.randrange(8, VOCAB) for _ in range(30)] for _ in range(4)]

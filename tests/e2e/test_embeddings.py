@@ -119,7 +119,7 @@ def test_dimensions_cut_and_normalize(server: Server) -> None:
         assert server.post(400, model=NAME, input="x", dimensions=dimensions)["param"] == "dimensions"
 
 
-def test_truncation_keeps_the_end_of_the_sequence(server: Server) -> None:
+def test_truncation_keeps_the_special_tokens(server: Server) -> None:
     ids = server.tokenizer.encode(TEXTS[2]).ids
     for fields, kept in (
         ({}, [ids[0], *ids[-19:]]),
@@ -227,7 +227,7 @@ def test_grpc_gives_the_same_vectors(server: Server) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_all_vectors_come_though_a_worker_and_the_scheduler_are_killed(
+def test_no_vector_is_lost_when_a_worker_and_the_scheduler_are_killed(
     own_stack: Stack, pooling: checkpoints.Pooling
 ) -> None:
     server, rng = Server(own_stack, pooling), random.Random(3)

@@ -75,7 +75,7 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
-def test_a_client_with_all_connections_locks_no_other_out(
+def test_a_client_that_opens_all_connections_locks_out_no_other_client(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("PACELINE_GATEWAY_MAX_GRPC_CONNECTIONS", "24")

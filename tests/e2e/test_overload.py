@@ -1,6 +1,6 @@
 """Overload and hostile clients: other clients get their tokens, and no request or block is left.
 
-How quickly it answers meanwhile is measured by `python -m bench.run --part overload`: no time is asserted here.
+These tests assert no time. `python -m bench.run --part overload` measures how fast the server answers under overload.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support import load
 from tests.support.stack import Stack
 
 VOCAB = 1000
-GROWTH_BYTES = 64 * 2**20  # of a service, at the most; it is a few MiB
+GROWTH_BYTES = 64 * 2**20  # limit for each service; measured growth: a few MiB
 
 
 def resident(stack: Stack) -> dict[str, int]:
@@ -34,7 +34,7 @@ async def check_at_rest(stack: Stack, before: dict[str, int]) -> None:
     assert max(grown.values()) < GROWTH_BYTES, grown
 
 
-async def test_ten_times_as_many_requests_as_there_is_room_for(own_stack: Stack) -> None:
+async def test_at_ten_times_the_capacity_each_request_gets_its_tokens_or_a_429(own_stack: Stack) -> None:
     """Two slots and a queue of four. A refused request is told when to come back; an admitted one gets its tokens."""
     own_stack.scheduler_flags = ["--max-queued-requests", "4"]
     own_stack.worker_flags = ["--max-num-seqs", "2", "--threads", "1"]
@@ -88,7 +88,7 @@ async def test_clients_that_obey_retry_after_are_served(own_stack: Stack) -> Non
         assert not refusals
         before = resident(stack)
         assert await asyncio.gather(*map(until_served, prompts)) == right
-    assert refusals, "there was not room for all"
+    assert refusals, "some requests must be refused"
     await check_at_rest(stack, before)
 
 
@@ -106,12 +106,12 @@ def stream_request(**options: object) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-async def test_clients_that_mean_it_ill(stack: Stack) -> None:
-    """Readers that do not read, heads that do not end, connections that ask nothing, and clients that go at once."""
+async def test_hostile_clients_disturb_no_other_client(stack: Stack) -> None:
+    """Clients that read nothing, never end a head, send no request, or disconnect at once."""
     wanted = [load.Wanted(prompt, 60) for prompt in load.random_prompts(12, 9, VOCAB)]
     right = await load.stream_all(stack.url, wanted)
     before = resident(stack)
-    # A few MB of events each, of which the sockets hold a part.
+    # Each stream has a few MB of events. The sockets hold only a part of them.
     stalled = [connection(stack, stream_request(max_tokens=1000, logprobs=20)) for _ in range(6)]
     slow = [connection(stack, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ") for _ in range(100)]
     idle = [connection(stack) for _ in range(400)]

@@ -1,4 +1,4 @@
-"""kill -9 of a gateway under responses: the openai package goes on at another gateway with what it would have got."""
+"""After kill -9 of a gateway, the openai package continues at another gateway and gets the same events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client_of(url: str) -> OpenAI:
 
 
 def without_ids(events: list[Any]) -> list[Any]:
-    """What two runs of one request have in common: all but ids, times and the prefix cache's part."""
+    """What two runs of one request have in common: all but ids, times and usage."""
     told = []
     for event in events:
         data = json.loads(event.model_dump_json())
@@ -48,7 +48,7 @@ def without_ids(events: list[Any]) -> list[Any]:
 def eventually(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < deadline_s, "it does not come true"
+        assert time.monotonic() < deadline_s, "the condition did not become true within 120 s"
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""kill -9 of a gateway under running streams: its clients go on at another one with what they would have got."""
+"""After kill -9 of a gateway, its clients continue their streams at another gateway and get the same tokens."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_streams_of_a_killed_gateway_go_on_at_another(own_stack: Stack, mo
     other = await asyncio.to_thread(stack.start_gateway, "gateway-2")
     right: dict[str, list[Any]] = {name: [] for name in CASES}
     await answers(CASES, [other], right)
-    # One that a stop string ends, which is not to be seen before.
+    # A stream that a stop string ends. The stop string is near the end of the text.
     text = "".join(chunk["choices"][0]["text"] for chunk in right["greedy"] if chunk["choices"])
     stopping = COMPLETION, CASES["greedy"][1] | {"stop": [text[-60:-50]]}
     right["stopping"] = []
@@ -124,7 +124,7 @@ async def over_grpc(targets: list[str], pieces: list[Piece]) -> None:
                 return
 
 
-async def test_a_client_that_comes_back_to_the_same_gateway(stack: Stack) -> None:
+async def test_a_client_that_reconnects_to_the_same_gateway_gets_every_event(stack: Stack) -> None:
     num_tokens = 2 * NUM_TOKENS  # so that there is a rest, however many tokens come in one event
     body = LONG | {"max_tokens": num_tokens, "prompt": "Once there was", "temperature": 1.0, "stream": True}
     headers = {"Idempotency-Key": "k"}

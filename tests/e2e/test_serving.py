@@ -131,7 +131,7 @@ async def test_seeded_sampling_is_the_same_alone_and_among_32(stack: Stack) -> N
     assert alone.text == together[5].text
 
 
-async def test_200_at_once_a_third_of_them_cancelled(stack: Stack) -> None:
+async def test_a_third_of_200_requests_at_once_may_be_cancelled(stack: Stack) -> None:
     rng = random.Random(4)
     wanted = [
         load.Wanted(prompt, rng.randrange(1, 60), cancel_after=rng.randrange(1, 20) if rng.random() < 1 / 3 else None)
@@ -187,11 +187,11 @@ def test_broken_json_and_huge_bodies_are_refused(stack: Stack) -> None:
         huge = httpx.post(url, content=b"x" * (50 * 2**20), trust_env=False, timeout=200)
         assert huge.status_code == 413
     except httpx.NetworkError:
-        pass  # the server hung up before all of it was sent: which of its ends sees that first is a matter of luck
+        pass  # the server may close the connection before the client has sent all of the body
     assert httpx.get(f"{stack.url}/health", trust_env=False, timeout=200).status_code == 200
 
 
-def test_state_may_be_asked_for_with_head(stack: Stack) -> None:
+def test_health_ready_and_metrics_answer_head(stack: Stack) -> None:
     with httpx.Client(base_url=stack.url, trust_env=False) as client:
         for path in ("/health", "/ready", "/metrics"):
             assert client.head(path).status_code == 200

@@ -1,4 +1,4 @@
-"""What a stranger meets at the ports of a server with TLS: the table of attacks in docs/security.md."""
+"""Clients without a valid certificate are refused by a server with TLS: the table of attacks in docs/security.md."""
 
 from __future__ import annotations
 

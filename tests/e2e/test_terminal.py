@@ -79,7 +79,7 @@ def test_a_chat_keeps_its_history_and_stops_an_answer(stack: Stack, spawn: Any) 
     assert chat.exitstatus == 0
 
 
-def test_a_full_context_is_one_line_and_the_chat_goes_on(stack: Stack, spawn: Any) -> None:
+def test_a_full_context_is_an_error_without_a_traceback_and_the_chat_goes_on(stack: Stack, spawn: Any) -> None:
     chat = spawn("chat", "--url", stack.url, "--temperature", "0")
     chat.expect_exact(PROMPT)
     refused = ask(chat, "word " * 700)  # a terminal's line has at most 4,095 bytes
@@ -90,7 +90,7 @@ def test_a_full_context_is_one_line_and_the_chat_goes_on(stack: Stack, spawn: An
     assert "3 + 4 = 7.\n" in ask(chat, "What is 3 + 4?")
 
 
-def test_without_a_terminal_one_question_gets_its_answer_alone(stack: Stack, environment: dict[str, str]) -> None:
+def test_without_a_terminal_chat_writes_only_the_answer(stack: Stack, environment: dict[str, str]) -> None:
     command = [sys.executable, *COMMAND, "chat", "--url", stack.url, "--temperature", "0"]
     done = subprocess.run(
         command, input="What is 3 + 4?\n", env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -98,7 +98,7 @@ def test_without_a_terminal_one_question_gets_its_answer_alone(stack: Stack, env
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 + 4 = 7.\n", "")
 
 
-def test_the_first_minute(spawn: Any, environment: dict[str, str]) -> None:
+def test_up_says_how_to_use_it_serves_a_chat_and_stops_on_ctrl_c(spawn: Any, environment: dict[str, str]) -> None:
     port = free_port()
     ports = [word for name in ("grpc", "scheduler", "cache", "metrics") for word in (f"--{name}-port", "0")]
     up = spawn("up", "--port", str(port), *ports, "--threads", "1")
@@ -124,7 +124,7 @@ def test_the_first_minute(spawn: Any, environment: dict[str, str]) -> None:
     assert up.exitstatus == 0
 
 
-def test_doctor_shows_that_it_waits_and_a_table(spawn: Any) -> None:
+def test_doctor_prints_a_table_of_its_checks(spawn: Any) -> None:
     doctor = spawn("doctor", "--port", "0", "--grpc-port", "0", "--scheduler-port", "0", "--cache-port", "0")
     doctor.expect(pexpect.EOF)
     doctor.wait()

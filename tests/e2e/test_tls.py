@@ -43,7 +43,7 @@ def paceline(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """With certificates as the command makes them. Each test leaves it serving."""
+    """A stack with certificates of `paceline certs`. Each test leaves the stack serving."""
     folder = tmp_path_factory.mktemp("certificates") / "set"
     done = paceline("certs", str(folder))
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ async def test_a_renewal_breaks_no_stream_and_is_shown_to_new_connections(stack:
 
 
 def test_after_a_change_of_the_ca_all_links_come_back_without_a_restart(stack: Stack, certificates: Path) -> None:
-    """The certificates of the first CA are worth nothing then: each link is dialled with new ones."""
+    """The certificates of the first CA are invalid then: each link is dialled with new certificates."""
     old = (certificates / "ca.pem").read_bytes()
     assert paceline("certs", str(certificates), "--force").returncode == 0
     for service in ("cache", "scheduler"):

@@ -16,7 +16,7 @@ import pytest
 from tests.support.ports import free_port
 
 FLAGS = ("--port", "--grpc-port", "--scheduler-port", "--cache-port")
-# One port for each service but the gateway would have to be free; no test here asks for metrics.
+# No test here reads metrics. A metrics port would need a free port for each service but the gateway.
 METRICS = ("--metrics-port", "0")
 
 
@@ -43,7 +43,7 @@ def wait_until(holds: Callable[[], bool], log: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_model_that_does_not_fit_ends_it_with_one_line(tmp_path: Path) -> None:
+def test_up_ends_with_one_line_if_the_model_does_not_fit(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 8192, "intermediate_size": 2**40,
         "num_hidden_layers": 8, "num_attention_heads": 64, "max_position_embeddings": 4096,
@@ -56,7 +56,7 @@ def test_a_model_that_does_not_fit_ends_it_with_one_line(tmp_path: Path) -> None
     assert last.startswith(f"paceline up: worker-1 ended with status 4: {tmp_path} does not fit into memory: it needs ")
 
 
-def test_a_worker_that_is_killed_is_started_again_with_a_word_on_memory(tmp_path: Path) -> None:
+def test_up_restarts_a_killed_worker_and_says_that_memory_may_be_short(tmp_path: Path) -> None:
     log = tmp_path / "up.log"
     with running(log) as up:
         wait_until(lambda: "Ctrl-C" in log.read_text(), log)

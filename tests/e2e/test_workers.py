@@ -19,7 +19,7 @@ VOCAB = 1000
 
 
 async def undisturbed(stack: Stack, wanted: list[load.Wanted]) -> list[str]:
-    """The texts while nothing happens (test_serving compares such ones with transformers)."""
+    """The texts when no worker comes or goes. (test_serving.py compares such texts with transformers.)"""
     got = await load.stream_all(stack.url, wanted)
     assert not [answer.errors for answer in got if answer.errors]
     return [answer.text for answer in got]
@@ -62,7 +62,7 @@ async def test_a_full_queue_answers_429_with_retry_after(own_stack: Stack) -> No
     assert sum(answer.status_code == 200 for answer in answers) == 12 - len(refused)
 
 
-async def test_a_killed_worker_is_a_pause(own_stack: Stack) -> None:
+async def test_streams_pause_while_a_worker_is_killed_and_started_again(own_stack: Stack) -> None:
     stack = await asyncio.to_thread(own_stack.up)
     wanted = [load.Wanted(prompt, 400) for prompt in load.random_prompts(16, 6, VOCAB)]
     right = await undisturbed(stack, wanted)
@@ -108,7 +108,7 @@ async def test_random_weights_from_a_config_alone(own_stack: Stack, tmp_path: Pa
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux's scheduling policies")
 def test_services_that_wake_for_every_message_do_not_interrupt_the_forward_pass(stack: Stack) -> None:
-    # Of the first thread of each; those that it starts inherit it.
+    # The policy of the first thread of each process. The threads that it starts inherit the policy.
     policies = {name: os.sched_getscheduler(process.pid) for name, process in stack.processes.items()}
     given = os.SCHED_BATCH if os.sched_getscheduler(0) == os.SCHED_OTHER else os.sched_getscheduler(0)
     assert policies.pop("worker-1") == os.sched_getscheduler(0)

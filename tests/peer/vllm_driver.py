@@ -1,8 +1,8 @@
 """vLLM's own V1 Scheduler, without a model, on scenarios (docs/scenarios.md): one JSON object a line in, one out.
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline. Scheduler and KVCacheManager are
-vLLM's; what the model runner would return is made up here. Asynchronous scheduling is off: each step is decided on all
-that the one before it did, as `paceline scenario` does it.
+vLLM's; what the model runner would return is made up here. Asynchronous scheduling is off: each step is decided after
+the results of the previous step are known, as in `paceline scenario`.
 
 How the fields are read off vLLM:
   tokens          SchedulerOutput.num_scheduled_tokens

@@ -35,10 +35,10 @@ MODEL_INFO = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=20
 
 @dataclass
 class Running:
-    """A running pair. `openai` is the official client and accepts no answer that is not exactly as it must be.
+    """A running pair. `openai` is the official client and rejects every answer that breaks OpenAI's types.
 
-    `lenient` is for streamed text completions: OpenAI's types describe their chunks as whole answers, with a
-    `finish_reason` that is never null, and no server (OpenAI's own neither) can tell a reason before the end.
+    `lenient` is for streamed text completions. OpenAI's types require a `finish_reason` in each of their chunks, but no
+    server, OpenAI's own included, knows the reason before the last chunk.
     """
 
     scheduler: FakeScheduler
@@ -63,7 +63,7 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    """Gives the lines about finished and refused requests so far."""
+    """A function that returns the log lines about finished and refused requests so far."""
     root = logging.getLogger()
     before, written = (root.handlers, root.level), io.StringIO()
     configure_logging("gateway", "info", "json", stream=written)
@@ -180,7 +180,7 @@ async def _shared() -> AsyncIterator[Running]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def running(_shared: Running) -> Running:
-    """The module's gateway, with defaults, for tests that neither change nor count what the others see."""
-    await until(lambda: _shared.scheduler.num_running == 0)  # what the test before has left may be on its way out
+    """The module's gateway, with defaults, for tests that neither change it nor count the requests of other tests."""
+    await until(lambda: _shared.scheduler.num_running == 0)  # requests of the previous test may still be ending
     _shared.scheduler.submissions.clear()
     return _shared

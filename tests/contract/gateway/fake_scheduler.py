@@ -1,4 +1,4 @@
-"""A scheduler that generates by arithmetic: a real Session on loopback, deterministic, as unkind as a test wants."""
+"""A fake scheduler on loopback: it computes tokens by arithmetic, serves a real Session, and fails as a test wants."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ class FakeScheduler(
         self.tokens_per_step = tokens_per_step
         self.ready = True
         self.full = False
-        self.queue_limit = inference_pb2.QUEUE_LIMIT_UNSPECIFIED  # that the queue has reached, if it is full
-        self.places: int | None = None  # of its queue, as it tells gateways; None: it tells nothing
+        self.queue_limit = inference_pb2.QUEUE_LIMIT_UNSPECIFIED  # the limit that a full queue has reached
+        self.places: int | None = None  # in its queue, as it reports to gateways; None: it reports nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         # Of an embedding model: the vector of an input, packed float32.
         self.vector: Callable[[list[int]], bytes] = lambda prompt: b""
         self.dies_after_embeddings = False  # the stream breaks once between an embedding and its ending
-        self.load: dict[str, Any] = {}  # of all workers; not empty: heartbeats tell it
+        self.load: dict[str, Any] = {}  # of all workers; heartbeats carry it unless it is empty
         self.paused = False
         self.reject: Callable[[inference_pb2.Submission], inference_pb2.Ending | None] = lambda submission: None
-        # Of those that the kernel gives to no other process while this is stopped.
+        # The kernel gives this port to no other process while this server is stopped.
         self.port = free_port()
         self.view = live_pb2.WatchResponse(load=inference_pb2.SchedulerLoad(), policies=admin_pb2.PolicyChoice())
         self.traced = live_pb2.TraceResponse(epoch=5)
@@ -291,7 +291,7 @@ class FakeScheduler(
                     self.dies_after_embeddings = False
                     return
             if stream.sent - stream.read >= stream.window:
-                # No credit: what there is goes with the next message.
+                # No credit: these results go with the next message.
                 await asyncio.sleep(0.001)
                 continue
             if handles or stream.endings or (self.ready, self.full) != reported:
@@ -342,7 +342,7 @@ class FakeScheduler(
 
     @staticmethod
     def _prompt_scores(submission: inference_pb2.Submission, prompt: list[int]) -> list[inference_pb2.PromptScores]:
-        """In two parts, the first of them twice, as a preemption may have it. Token i has -i / 8 and rank i."""
+        """In two parts. The first comes twice, as after a preemption. Token i has log probability -i / 8 and rank i."""
         places, num_top = np.arange(1, len(prompt)), submission.sampling.num_top_prompt_logprobs
         middle = len(places) // 2
         parts = [part for part in (places[:middle], places[:middle], places[middle:]) if len(part)]

@@ -309,7 +309,7 @@ async def test_an_answer_without_text_has_no_block(start: Start) -> None:
             assert (await stream.get_final_message()).content == []
 
 
-async def test_errors_are_the_clients_exceptions(start: Start, keys: Keys) -> None:
+async def test_each_error_raises_its_exception_in_the_client(start: Start, keys: Keys) -> None:
     secret = keys.add("a", max_requests=1, max_priority=1.0)
     running = await launch(start, keys)
     async with client(running, secret) as asked, client(running, "wrong") as stranger:

@@ -108,7 +108,7 @@ async def test_usage_tells_what_was_read_and_kept(start: Start) -> None:
     assert (read.cache_read_input_tokens, read.cache_creation_input_tokens, read.input_tokens) == (end, 0, rest)
 
 
-async def test_a_template_of_whole_chats_keeps_the_whole_prompt(start: Start) -> None:
+async def test_a_template_that_renders_only_whole_chats_keeps_the_whole_prompt(start: Start) -> None:
     picky = "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}"
     running = await start(settings={"chat_template": picky}, **says("x"))
     assert await ranges(running, cache_control={"type": "ephemeral"}) == [(0, length("Weather in Paris?"), 300)]

@@ -1,4 +1,4 @@
-"""Files and batches at a gateway over loopback, with the official client where it can say what is asked."""
+"""Files and batches at a gateway over loopback, with the official client where it can send the request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def launch(start: Start, tmp_path: Path, settings: dict[str, Any] | None =
 
 
 async def upload(running: Running, content: bytes, name: str = "in.jsonl", **options: Any) -> httpx.Response:
-    """With `data` for other fields than the purpose."""
+    """`data`: the form fields beside the file; by default the purpose `batch`."""
     data = options.pop("data", {"purpose": "batch"})
     return await running.http.post("/v1/files", files={"file": (name, content)}, data=data, **options)
 
@@ -167,7 +167,7 @@ async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[
 
 
 def charset(name: str) -> dict[str, Any]:
-    """An upload with a field with a name that may be no text in this charset."""
+    """An upload with a field that has a name which may not decode in this charset."""
     body = b'--x\r\ncontent-disposition: form-data; name="\\ud800"\r\n\r\ny\r\n--x--\r\n'
     return {"content": body, "headers": {"content-type": f"multipart/form-data; boundary=x; charset={name}"}}
 
@@ -191,7 +191,7 @@ async def test_a_body_that_is_no_upload_is_refused(running: Running) -> None:
         assert answer.json()["error"]["message"]
 
 
-async def test_an_upload_beyond_a_limit_names_it(start: Start, tmp_path: Path) -> None:
+async def test_an_upload_beyond_a_limit_is_refused_with_the_limit(start: Start, tmp_path: Path) -> None:
     running = await launch(start, tmp_path, {"max_file_bytes": 400_000, "max_files_bytes": 900_000})
     large = await upload(running, b"x" * 400_001)
     assert (large.status_code, large.json()["error"]["param"]) == (413, "file")
@@ -282,7 +282,9 @@ async def test_a_batch_is_cancelled(start: Start, tmp_path: Path) -> None:
     assert again.status_code == 400
 
 
-async def test_a_batch_expires_with_what_it_has(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_batch_keeps_its_finished_results(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.gateway.batches.records.WINDOW_S", 3)
     running = await launch(start, tmp_path, {"batch_lines": 1}, step_s=0.05)
     batch_id = await begin(running, jsonl(line("r0", max_tokens=1), *(line(f"r{i}", max_tokens=900) for i in (1, 2))))
@@ -354,7 +356,7 @@ async def test_a_removed_key_fails_the_lines_that_are_left(start: Start, tmp_pat
     keys.remove("ann")
     await until_head(running, 401, ann)
     await until(lambda: running.scheduler.num_running == 0)
-    keys.add("ann")  # to read what has become of it
+    keys.add("ann")  # to read the batch again
     await until_head(running, 200, ann)
     batch = await until_status(running, batch_id, "completed", headers=ann)
     counts = batch["request_counts"]
@@ -385,7 +387,7 @@ async def test_a_draining_gateway_hands_its_batches_over_at_once(start: Start, t
     second = await launch(start, tmp_path)
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with first.http.stream("POST", COMPLETION, json=body) as stream:
-        events = stream.aiter_lines()  # kept, as its end would end the stream
+        events = stream.aiter_lines()  # a reference: without it the stream would end
         await anext(events)
         batch_id = await begin(first, jsonl(*(line(f"r{i}", max_tokens=400 if i else 1) for i in range(8))))
         await until(lambda: len(first.scheduler.submissions) == 6 and first.scheduler.num_running == 5)
@@ -395,7 +397,7 @@ async def test_a_draining_gateway_hands_its_batches_over_at_once(start: Start, t
         batch = await until_status(second, batch_id, "completed")
         assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
         assert not first.task.done()
-        assert first.scheduler.num_running == 1, "the stream"
+        assert first.scheduler.num_running == 1, "only the stream still runs"
 
 
 async def test_two_gateways_that_take_a_batch_from_each_other_give_each_line_once(
@@ -493,7 +495,7 @@ async def test_lines_of_a_key_with_many_batches_leave_another_key_its_share(star
     await until_status(running, of_bob, "completed", headers=bob)
     tenants = [submission.tenant for submission in running.scheduler.submissions]
     last = len(tenants) - tenants[::-1].index("bob")
-    assert tenants[:last].count("ann") <= 20 + 8, "one of two slots, but for the first lines"
+    assert tenants[:last].count("ann") <= 20 + 8, "bob has one of two slots, except during the first lines"
     for batch_id in of_ann:
         await until_status(running, batch_id, "completed", headers=ann)
 
@@ -520,7 +522,7 @@ async def test_batches_of_more_keys_than_run_at_once_take_turns(
     async with asyncio.timeout(30):
         while not await completed(2):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    assert max(await completed(0), await completed(1)) < 16, "the third key does not wait for an end"
+    assert max(await completed(0), await completed(1)) < 16, "the third key does not wait for the end of a batch"
     assert most <= 4, "two lines of two batches"
     for batch_id, each in zip(batch_ids, headers, strict=True):
         batch = await until_status(running, batch_id, "completed", headers=each)
@@ -528,7 +530,7 @@ async def test_batches_of_more_keys_than_run_at_once_take_turns(
     assert len(running.scheduler.submissions) == 3 * 16
 
 
-async def test_a_batch_that_waits_for_a_run_is_cancelled_and_expires(
+async def test_a_batch_that_waits_for_its_turn_can_be_cancelled_and_can_expire(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 0)
@@ -575,7 +577,7 @@ async def test_output_files_beyond_the_limit_refuse_new_batches_until_some_are_d
 async def test_results_of_a_running_batch_count_for_its_key(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Towards the limit of uploads. The batch ends with what it has when the limit is reached."""
+    """The results count towards the limit of uploads. At the limit, the batch ends and keeps its results so far."""
     monkeypatch.setattr("services.gateway.batches.run._CHECKED_BYTES", 1)
     content = jsonl(*(line(f"r{i}") for i in range(60)))
     limits = {"max_files_bytes": len(content) + 6000, "batch_lines": 1}

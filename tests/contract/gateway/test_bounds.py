@@ -64,7 +64,7 @@ async def until_served(running: Running, prompt: str) -> None:
     await eventually(served)
 
 
-async def test_texts_that_wait_to_be_tokenised_count_as_the_bodies_that_they_came_in(
+async def test_texts_that_wait_to_be_tokenised_count_towards_the_limit_of_bodies(
     start: Start, stuck: threading.Event
 ) -> None:
     running = await start(settings={"max_bodies_bytes": 5 * len(LONG)})
@@ -73,7 +73,7 @@ async def test_texts_that_wait_to_be_tokenised_count_as_the_bodies_that_they_cam
     assert await post(running, "short") == 200
     stuck.set()
     assert sorted(await asyncio.gather(*tasks)) == [200] * 4 + [429] * 8
-    await until_served(running, 4 * LONG)  # all of it was given back
+    await until_served(running, 4 * LONG)  # all bytes were given back
 
 
 async def test_grpc_messages_count_too(start: Start, stuck: threading.Event) -> None:
@@ -202,7 +202,7 @@ async def test_a_grpc_request_does_not_stay_in_memory_while_its_answer_is_stream
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(message)
         await call.read()
         references = sys.getrefcount(requests.pop())
-        assert references == 1  # this list's was the last one
+        assert references == 1  # the list held the last reference
         call.cancel()
 
 
@@ -223,7 +223,7 @@ async def test_freed_memory_is_given_back_when_no_body_has_come_for_a_while(
     assert len(trims) == 1
 
 
-async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_connections_without_a_request_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_HANDSHAKE_S", 0.2)
     monkeypatch.setattr(server, "_IDLE_CALLS_S", 0.2)
     running = await start()
@@ -240,8 +240,8 @@ async def test_grpc_connections_that_ask_nothing_are_closed(start: Start, monkey
             await asyncio.sleep(0.5)
 
 
-async def test_grpc_connections_leave_files_for_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that opens as many as it can locks out neither HTTP nor open connections."""
+async def test_grpc_connections_leave_file_descriptors_for_http(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that opens as many connections as it can locks out neither HTTP nor open connections."""
     monkeypatch.setattr(server, "max_open_files", lambda: 40)
     running = await start()
     host, port = str(running.addresses.grpc).split(":")
@@ -255,7 +255,7 @@ async def test_grpc_connections_leave_files_for_http(start: Start, monkeypatch: 
             with contextlib.suppress(ConnectionResetError):
                 async with asyncio.timeout(20):
                     answers.append(await reader.read(9))
-        assert len([answer for answer in answers if answer]) == 9  # and the client's: a quarter of 40
+        assert len([answer for answer in answers if answer]) == 9  # and the client's own: a quarter of 40
         assert await generate(client, "hello") is grpc.StatusCode.OK
         assert await post(running, "hello") == 200
         for writer in writers:
@@ -278,6 +278,6 @@ async def test_a_grpc_request_that_is_refused_does_not_stay_in_memory(
     try:
         async with AsyncPacelineClient(running.addresses.grpc or "") as client:
             assert await generate(client, "x " * 100_000) is grpc.StatusCode.INVALID_ARGUMENT
-        await until(lambda: sys.getrefcount(requests[0]) == 2)  # this list's and the argument
+        await until(lambda: sys.getrefcount(requests[0]) == 2)  # of the list and of getrefcount's argument
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Web pages of other origins: what the browser asks beforehand, and what it needs to show them an answer."""
+"""Web pages of other origins: preflight requests, and the headers that let a page read an answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = {"Origin": PAGE, "Content-Type": "application/json"}
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 3}
 
 
-async def test_no_page_may_ask_unless_the_operator_says_so(running: Running) -> None:
+async def test_pages_of_other_origins_are_refused_by_default(running: Running) -> None:
     assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 405
     refused = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
     assert (refused.status_code, refused.json()["error"]["reason"]) == (403, "origin_not_allowed")
@@ -32,7 +32,7 @@ async def test_no_page_may_ask_unless_the_operator_says_so(running: Running) -> 
 
 
 def simple(path: str, content_type: str, origin: str) -> bytes:
-    """A request that a browser sends for a page without asking the server first."""
+    """A request that a browser sends for a page without a preflight request."""
     body = json.dumps(BODY)
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1:8000", f"Content-Length: {len(body)}", "Connection: close"]
     lines += [f"Content-Type: {content_type}"] if content_type else []
@@ -41,7 +41,7 @@ def simple(path: str, content_type: str, origin: str) -> bytes:
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/nowhere"])
-async def test_a_foreign_page_changes_nothing_by_a_request_without_asking(
+async def test_a_request_of_another_origin_without_a_preflight_is_refused(
     running: Running, path: str, content_type: str
 ) -> None:
     for origin in (f"Origin: {PAGE}", "Origin: null", "Sec-Fetch-Site: cross-site", "Origin: http://127.0.0.1:3000"):
@@ -58,12 +58,12 @@ async def test_other_clients_send_no_origin_or_their_own(running: Running) -> No
         with connect(running, simple("/v1/completions", "application/json", origin)) as connection:
             said = await received(connection)
         assert said.startswith(b"HTTP/1.1 200 "), said
-    assert (await running.http.get("/v1/models", headers={"Origin": PAGE})).status_code == 200, "changes nothing"
+    assert (await running.http.get("/v1/models", headers={"Origin": PAGE})).status_code == 200, "a GET changes nothing"
 
 
 async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Running) -> None:
-    """On every path but those of probes, and before any work for the request. The page's own name is all that the
-    browser knows."""
+    """DNS rebinding. The gateway refuses it on every path but those of probes, before any work for the request. The
+    browser sends the name of the page as the host."""
     before = len(running.scheduler.submissions)
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
         told = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
@@ -73,8 +73,8 @@ async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Ru
         assert told.headers["x-request-id"]
     assert len(running.scheduler.submissions) == before
     for path in ("/health", "/ready", "/ping"):
-        assert (await running.http.get(path, headers={"Host": "10.1.2.3"})).status_code == 200, "of a probe"
-    assert (await running.http.get("/metrics", headers={"Host": "10.1.2.3"})).status_code == 200, "of Prometheus"
+        assert (await running.http.get(path, headers={"Host": "10.1.2.3"})).status_code == 200, "probes may use an IP"
+    assert (await running.http.get("/metrics", headers={"Host": "10.1.2.3"})).status_code == 200, "so may Prometheus"
     assert (await running.http.get("/metrics", headers={"Host": "evil.example"})).status_code == 403
     for host in ("localhost", "[::1]:99", "127.0.0.1"):
         assert (await running.http.get("/v1/models", headers={"Host": host})).status_code == 200
@@ -94,7 +94,7 @@ async def public() -> AsyncIterator[Running]:
     await _end(running)
 
 
-async def test_a_page_may_ask(public: Running) -> None:
+async def test_a_preflight_request_of_an_allowed_origin_succeeds(public: Running) -> None:
     before = await public.http.options("/v1/completions", headers=ASKS)
     assert before.status_code == 200
     assert before.headers["access-control-allow-origin"] == "*"
@@ -113,7 +113,7 @@ async def test_a_page_may_read_every_answer(public: Running, more: dict[str, obj
     assert not [name for name in without.headers if name.startswith("access-control")]
 
 
-async def test_a_page_may_read_that_there_is_no_room(start: Start) -> None:
+async def test_a_page_may_read_a_429_and_its_headers(start: Start) -> None:
     running = await start(settings={"max_live_requests": 1, "allowed_origins": "*"})
     running.scheduler.paused = True
     task = asyncio.create_task(running.http.post("/v1/completions", json=BODY))
@@ -131,7 +131,7 @@ async def test_a_page_may_read_that_there_is_no_room(start: Start) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["https://other.example, https://third.example:8443"])
-async def test_other_pages_may_not(start: Start, allowed: str) -> None:
+async def test_an_origin_that_is_not_listed_is_refused(start: Start, allowed: str) -> None:
     running = await start(settings={"allowed_origins": allowed})
     assert (await running.http.options("/v1/completions", headers=ASKS)).status_code == 400
     answer = await running.http.post("/v1/completions", headers=HEADERS, json=BODY)
@@ -144,7 +144,7 @@ async def test_other_pages_may_not(start: Start, allowed: str) -> None:
         assert answer.headers["vary"] == "Origin"
 
 
-async def test_paceline_up_asks_whatever_the_allowed_hosts_are(start: Start) -> None:
+async def test_the_probe_of_paceline_up_works_with_any_allowed_hosts(start: Start) -> None:
     running = await start(settings={"allowed_hosts": "api.example.com"}, scheduler_up=False)
     assert (await running.http.get("/v1/models")).status_code == 403
     probe = GatewayProbe(f"http://{running.addresses.http}")

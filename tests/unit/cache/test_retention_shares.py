@@ -52,7 +52,7 @@ def retained_blocks(cache: Driver, tenant: str = "", on_host: bool = False) -> i
     return 0 if share is None else share.num_blocks
 
 
-def test_requests_that_retain_all_they_have_cost_another_tenant_nothing_of_its_reuse() -> None:
+def test_requests_that_retain_everything_do_not_reduce_another_tenants_cache_hits() -> None:
     """22 requests at priority 100 for ever, each as large as a sixth of the pool; beside them another tenant comes back
     to its prompt."""
     cache, own = link(num_blocks=96), prompt(0, 30)
@@ -98,8 +98,8 @@ def test_the_beginning_of_a_prompt_longer_than_the_share_is_retained() -> None:
     assert cache.probe(prompt(1, 30)) == {0: (10 * BLOCK, 0)}
 
 
-def test_a_retained_block_counts_with_all_that_it_keeps_from_being_evicted() -> None:
-    """To retain the last block of a long prompt keeps the whole prompt."""
+def test_a_retained_block_counts_with_all_blocks_before_it() -> None:
+    """A request that retains the last block of a long prompt keeps the whole prompt."""
     cache = link(num_blocks=40)
     last = [(29 * BLOCK, 0, 100, 0)]
     stored(cache, 1, prompt(1, 30), retention=last)
@@ -147,12 +147,12 @@ def test_host_memory_has_its_own_shares() -> None:
     cache = link(num_blocks=16, num_host=40)
     for number in range(1, 20):
         stored(cache, number, prompt(number, 4))
-        stored(cache, 100 + number, prompt(100 + number, 15), retention=())  # has no room beside what is retained
+        stored(cache, 100 + number, prompt(100 + number, 15), retention=())  # does not fit beside the retained blocks
     assert retained_blocks(cache) <= 4
     assert 0 < retained_blocks(cache, on_host=True) <= 10
 
 
-def test_an_operators_pins_are_no_tenants() -> None:
+def test_an_operators_pins_do_not_count_for_a_tenant() -> None:
     cache = link(num_blocks=40)
     cache.run(1, prompt(1, 15))
     admin.pin(cache.core, "system", d.pack(prompt(1, 15)))
@@ -219,7 +219,7 @@ def test_a_retention_that_fell_back_ends_once() -> None:
     assert [cache.probe(prompt(n, size))[0][0] for n, size in ((1, 8), (3, 4))] == [16, 16], "the first one was evicted"
 
 
-def test_below_a_block_that_the_host_lacks_each_tenant_pays_for_its_own() -> None:
+def test_below_a_prefix_that_the_host_lacks_each_tenant_is_charged_its_own_blocks() -> None:
     cache = link(num_blocks=24, retained=1.0, total=1.0, num_host=40)
     shared = prompt(1, 4)
     for number, (tenant, duration_ms) in enumerate([("a", 1000), ("b", 2000)], 2):
@@ -235,7 +235,7 @@ def test_below_a_block_that_the_host_lacks_each_tenant_pays_for_its_own() -> Non
     assert [retained_blocks(cache, tenant, on_host=True) for tenant in "ab"] == [0, 0]
 
 
-def test_a_block_that_is_not_full_falls_back_before_the_block_above_it() -> None:
+def test_a_partial_block_falls_back_before_the_block_above_it() -> None:
     cache = Driver(retained=0.25, total_retained=0.5)
     cache.add_worker(0, 40, partial_reuse=True)
     ends_early = prompt(1, 3)[:-1]

@@ -32,7 +32,7 @@ def admitted(link: Driver, sequence: int, tokens: Sequence[int], worker: int = 0
 # ── within a block ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_match_ends_where_the_tokens_part_and_the_beginning_of_the_block_is_copied() -> None:
+def test_a_match_ends_where_the_tokens_differ_and_the_beginning_of_the_block_is_copied() -> None:
     cache = link()
     cache.run(1, A)
     assert cache.match(2, [*A[:6], 7, 7, 7]) == {0: (6, 0)}
@@ -49,7 +49,7 @@ def test_whole_blocks_only_if_the_worker_does_not_ask_for_more() -> None:
     assert admitted(cache, 3, [*A[:6], 7, 7, 7]) == (4, [1, 5, 6], 0)
 
 
-def test_never_the_last_token() -> None:
+def test_the_last_token_of_a_prompt_is_never_a_cache_hit() -> None:
     cache = link()
     cache.run(1, A)
     assert admitted(cache, 2, A) == (15, [1, 2, 3, 5], 4)
@@ -110,7 +110,7 @@ def test_the_block_with_the_longest_common_beginning_is_copied() -> None:
     assert cache.match(201, [*A[:4], 5, 0, 0, 0, 9]) == {0: (4, 0)}
 
 
-def test_each_worker_is_asked_for_what_it_holds() -> None:
+def test_each_worker_matches_only_its_own_blocks() -> None:
     cache = link(workers=2)
     cache.run(1, [*A[:4], 1, 1, 1, 1])
     cache.run(2, [*A[:4], 1, 1, 2, 2], worker=1)
@@ -126,7 +126,7 @@ def test_a_block_to_be_copied_is_not_granted_in_the_same_exchange() -> None:
     ops = [d.match_op(2, [*A[:6], 7]), d.admit_op(2, 0), d.match_op(3, B), d.admit_op(3, 0)]
     results = cache.exchange(*ops).results
     assert (results[1].admit.copy_from, d.unpack(results[1].admit.block_table)) == (2, [1, 3])
-    assert results[3].error.code == Code.RESOURCE_EXHAUSTED  # three are free, and block 2 is not to be had
+    assert results[3].error.code == Code.RESOURCE_EXHAUSTED  # three are free, and block 2 is not granted
     assert admitted(cache, 5, B) == (0, [4, 5, 6, 2], 0)
 
 
@@ -181,7 +181,7 @@ def test_an_empty_namespace_is_forgotten() -> None:
         assert [namespace.cache_salt for namespace in cache.core.tree.roots] == [salt]
 
 
-# ── what goes first ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is evicted first ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def keeps(cache: Driver, *prompts: Sequence[int]) -> list[bool]:
@@ -195,7 +195,7 @@ def stored(cache: Driver, sequence: int, prompt: Sequence[int], **metadata: obje
     cache.free(sequence)
 
 
-# One block each; they are stored in this order, and reused as often as it says there.
+# Prompts of one block each.
 ONE, TWO, THREE = [1] * 4, [2] * 4, [3] * 4
 
 
@@ -253,7 +253,7 @@ def test_each_reuse_renews_a_retention() -> None:
     cache.run(2, [*ONE, 7])
     cache.now_ms = 189
     stored(cache, 3, TWO)
-    cache.start(4, A[:8])  # takes the free block, and the one of TWO: it is used last and not retained
+    cache.start(4, A[:8])  # takes the free block and the block of TWO, which is not retained
     assert keeps(cache, ONE, TWO) == [True, False]
     cache.free(4)
     cache.now_ms = 190
@@ -274,7 +274,7 @@ def test_a_later_request_sets_the_retention_of_its_hits() -> None:
     stored(cache, 5, [*ONE, 7], retention=[(0, 0, 10, 0)])
     stored(cache, 6, TWO)
     cache.start(7, A[:8])
-    assert keeps(cache, ONE, TWO) == [False, True], "the newest wish counts, also if it is less"
+    assert keeps(cache, ONE, TWO) == [False, True], "the newest priority counts, also if it is lower"
 
 
 def test_a_retained_range_keeps_the_tokens_before_it() -> None:
@@ -297,7 +297,7 @@ def test_a_retained_range_keeps_the_tokens_before_it() -> None:
         ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the range before"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused(ranges: d.Retention, message: str) -> None:
+def test_invalid_ranges_are_refused(ranges: d.Retention, message: str) -> None:
     cache = link()
     with pytest.raises(Refused, match=message) as refused:
         cache.one(d.match_op(1, A, retention=ranges))
@@ -305,8 +305,9 @@ def test_ranges_that_cannot_be_are_refused(ranges: d.Retention, message: str) ->
     assert not cache.core.waiting
 
 
-def test_a_retention_that_ends_while_its_block_stands_nowhere() -> None:
-    """Another worker splits the run, and the front part waits for the rest: the foretold order is the real one."""
+def test_a_retention_may_end_while_its_block_is_not_in_the_eviction_queue() -> None:
+    """Another worker splits the run of blocks, and its front part waits for the rest. `upcoming` still gives the order
+    in which the blocks are evicted."""
     cache = link(num_blocks=4, partial_reuse=False, workers=2)
     cache.one(d.match_op(1, A[:8], retention=[(0, 0, 80, 10)]))
     cache.admit(1, 0)
@@ -333,7 +334,7 @@ def test_a_retention_ends_once() -> None:
 
 
 def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
-    """Also if the block that was used first has lost its last part."""
+    """Also if the last part of the sequence that was used first is already evicted."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 0, 80, 10)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -343,7 +344,7 @@ def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
     assert cache.extend(3) == [3]
 
 
-def test_uses_of_retained_blocks_are_not_remembered() -> None:
+def test_repeated_uses_of_retained_blocks_leave_no_old_entries() -> None:
     """The queue keeps no old entries of a block that is used repeatedly, and none of evicted blocks."""
     cache = link(num_blocks=6)
     hour = 3_600_000

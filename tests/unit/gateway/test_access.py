@@ -102,7 +102,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_key_without_quotas_costs_nothing(rig: Rig) -> None:
+def test_a_key_without_quotas_is_not_charged(rig: Rig) -> None:
     assert rig.quotas.charge(make(), num_sequences=1, prompt=1, output=1) is None
     assert rig.quotas.charge(None, num_sequences=1, prompt=1, output=1) is None
     with rig.quotas.entering(None, new=True), rig.quotas.entering(make(), new=True):
@@ -118,7 +118,7 @@ def test_requests_at_a_time(rig: Rig) -> None:
         with pytest.raises(ApiError, match=r"limit of 2 requests at a time \(max_requests\)") as refused:
             rig.enter(key)
         assert (refused.value.status, refused.value.retry_after_s) == (429, 1.0)
-        rig.enter(key, new=False)  # it may be the running one, which its client asks for again
+        rig.enter(key, new=False)  # the client may ask again for its running request
     second = rig.quotas.charge(key, num_sequences=1, prompt=1, output=1)
     assert second is not None
     with pytest.raises(ApiError, match="max_requests"):
@@ -275,7 +275,7 @@ def test_health_is_open(tmp_path: Path, path: str) -> None:
     assert access(tmp_path).admit(path, [(b"x-api-key", b"wrong")]) is ANYONE
 
 
-def test_metrics_name_all_tenants(tmp_path: Path) -> None:
+def test_metrics_need_a_key_with_the_right_to_read_them(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="may not read metrics") as refused:
         access(tmp_path).admit("/metrics", SHOWN)
     assert refused.value.status == 403

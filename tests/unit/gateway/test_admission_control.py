@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.gateway.admission.control import AdmissionControl
 
 
-def test_a_scheduler_that_tells_nothing_is_asked() -> None:
+def test_without_a_report_of_the_scheduler_every_request_is_admitted() -> None:
     control = AdmissionControl()
     control.sent(1000)
     control.tick(0.0)
@@ -25,14 +25,14 @@ def test_requests_on_their_way_to_the_scheduler_take_queue_positions() -> None:
     assert not control.takes(0)
 
 
-def test_an_old_number_refuses_only_more_than_ever_fit() -> None:
-    """Requests of other gateways may have left the queue since the scheduler sent the number."""
+def test_after_an_old_report_only_the_largest_reported_number_is_a_limit() -> None:
+    """Requests of other gateways may have left the queue since the report."""
     control = AdmissionControl()
     control.update(num_free=8, num_submissions=0)
     control.update(num_free=1, num_submissions=0)
     control.sent(3)
     control.tick(0.0)
-    assert not control.takes(0), "the number is only one tick old"
+    assert not control.takes(0), "the report is only one tick old"
     control.tick(0.0)
     assert control.takes(7)
     assert not control.takes(8)

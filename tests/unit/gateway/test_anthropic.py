@@ -195,7 +195,7 @@ def test_the_page_has_the_tables() -> None:
         assert f"| `{name}` | {why} |" in page
 
 
-def test_a_deep_body_is_a_400() -> None:
+def test_a_deep_body_raises_at_most_an_api_error() -> None:
     deep: Any = "x"
     for _ in range(1000):
         deep = [{"type": "tool_result", "tool_use_id": "a", "content": deep}]

@@ -60,16 +60,14 @@ def test_every_status_leads_to_an_end_and_no_end_leads_on() -> None:
 @pytest.mark.parametrize(
     ("unrun", "end"), [("", "completed"), ("batch_expired", "expired"), ("input_file_lost", "failed")]
 )
-def test_a_batch_ends_by_what_became_of_its_lines(unrun: Any, end: str) -> None:
+def test_the_final_status_of_a_batch_follows_from_its_lines(unrun: Any, end: str) -> None:
     ended = replace(batch(), status="finalizing", unrun=unrun).after("finish", 1005.0)
     assert ended.status == end
     assert ended.shown()[f"{end}_at"] == 1005
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, PIECE_BYTES])
-async def test_lines_are_read_over_the_ends_of_pieces(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lines_may_span_several_pieces(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.gateway.batches.files.PIECE_BYTES", size)
     database = SqliteFile(tmp_path / "x.db")
     files = Files(SqliteDocuments(database), FileLimits())
@@ -84,7 +82,9 @@ async def test_lines_are_read_over_the_ends_of_pieces(
     await database.close()
 
 
-async def test_an_upload_that_is_too_large_counts_at_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_that_is_too_large_never_counts_for_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it could end a running batch of its owner."""
     database = SqliteFile(tmp_path / "x.db")
     store = SqliteDocuments(database)
@@ -145,7 +145,7 @@ def test_results_have_openais_shape() -> None:
     assert len({output_id(batch(), mark) for mark in (0, 1)}) == 2
 
 
-def test_usage_counts_the_names_of_all_endpoints() -> None:
+def test_usage_adds_up_the_fields_of_all_endpoints() -> None:
     usage = BatchUsage()
     chat = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
     response = {"input_tokens": 7, "output_tokens": 4, "output_tokens_details": {"reasoning_tokens": 1}}
@@ -191,7 +191,7 @@ async def test_a_pause_ends_by_itself() -> None:
         assert throttle.num_running == 1
 
 
-async def test_slots_go_round_the_owners_of_waiting_lines() -> None:
+async def test_the_owners_of_waiting_lines_get_slots_in_turn() -> None:
     slots, served = LineSlots(1), list[str]()
 
     async def run(owner: str) -> None:
@@ -203,7 +203,7 @@ async def test_slots_go_round_the_owners_of_waiting_lines() -> None:
     assert "".join(served) == "aabcabaa"
 
 
-async def test_a_cancelled_line_gives_its_slot_on() -> None:
+async def test_a_cancelled_line_passes_its_slot_on() -> None:
     slots, most, num_running = LineSlots(2), 0, 0
 
     async def run(owner: str) -> None:

@@ -145,7 +145,7 @@ def test_an_unknown_decoder_has_no_table(decoder: dict[str, object] | None) -> N
 
 
 def naive_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[str, bool]:
-    """The stop string that is complete first, `after` so many characters; of several that end together the longest."""
+    """The text before the stop string that ends first, beyond `after` characters; before the longest if several do."""
     for end in range(after + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -215,7 +215,7 @@ def test_include_stop_keeps_the_stop_string_or_token_in_the_text() -> None:
     assert stream.push(ids) + stream.finish() == "xy"
 
 
-def test_a_stop_string_that_is_complete_too_early_is_none_later_on() -> None:
+def test_a_stop_string_that_ends_too_early_stops_nothing_later() -> None:
     matcher = StopMatcher(["abc", "b"])
     assert matcher.let_pass("ab") == ""
     assert matcher.push("x") == ("abx", False)

@@ -33,7 +33,7 @@ def test_an_id_says_how_far_every_choice_is() -> None:
     assert positions == (ChoicePosition(2), ChoicePosition(), ChoicePosition())
 
 
-def test_the_checksum_is_of_the_tokens_and_not_of_how_they_came() -> None:
+def test_the_checksum_depends_on_the_tokens_and_not_on_how_they_are_chunked() -> None:
     def checksum(*reads: tuple[int, list[int]]) -> int:
         progress = StreamProgress(1, 2)
         for index, tokens in reads:

@@ -85,7 +85,7 @@ async def test_a_policy_that_fails_in_some_steps_is_named_with_its_error() -> No
     assert (answer.fallback.preset, answer.fallback.capacity) == ("paceline", "watermark")
 
 
-async def test_an_order_that_leaves_a_request_out_is_named_by_the_cores_complaint() -> None:
+async def test_an_order_that_leaves_a_request_out_fails_with_the_error_of_the_core() -> None:
     system, admin = system_of(order=ForgetsOne())
     serve(system)
     [failure] = (await get(admin)).failures
@@ -153,7 +153,7 @@ class ByChunks(Watermark):
     reserves_prompt = False
 
 
-def test_more_tokens_than_blocks_are_set_aside_for_is_the_batch_policys_failure() -> None:
+def test_a_batch_policy_that_schedules_more_tokens_than_its_blocks_hold_fails() -> None:
     """A batch policy that schedules more tokens than it asked blocks for fails."""
     errors = list[Exception]()
     policies = dataclasses.replace(build(choose()), batch=PlacesMore(), capacity=ByChunks())

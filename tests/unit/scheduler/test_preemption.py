@@ -133,8 +133,8 @@ def test_a_drained_worker_is_released_once() -> None:
 
 
 def test_preemption_goes_on_until_every_block_that_is_missing_is_found() -> None:
-    """Five sequences of one block each need a second one, and the pool has five. A victim gives its block and needs no
-    other: the first two leave one missing."""
+    """The pool has five blocks. Five sequences hold one block each, and each needs a second one. A victim frees its
+    block and needs no second one. After two victims, one block is still missing."""
     system = system_of([Recorder(num_blocks=5, max_num_seqs=8)], "vllm-v1")
     submit_at_once(system, [[handle] * 4 for handle in range(1, 6)])
     while not system.scheduler.counters.preempted:

@@ -36,7 +36,7 @@ Ask = tuple[list[int], None]
 
 
 @given(events=st.lists(st.tuples(TOKENS, st.none() | st.integers(0, 9)), max_size=30), depth=st.integers(0, 6))
-def test_the_same_as_by_looking_at_all(events: list[Add | Ask], depth: int) -> None:
+def test_the_index_finds_the_same_requests_as_a_scan(events: list[Add | Ask], depth: int) -> None:
     index, added = PrefixIndex[Request](BLOCK), list[tuple[FakeRequest, int]]()
     for tokens, count in events:
         if count is not None:
@@ -59,7 +59,7 @@ def test_each_request_is_read_once_for_a_depth() -> None:
         assert not index.alike(as_request(FakeRequest([1000, 0])), 0)
         index.add(as_request(fake), 4)
         assert index.alike(as_request(fake), 0)
-    assert {fake.looks for fake in held} == {2}  # one of them to ask for itself
+    assert {fake.looks for fake in held} == {2}  # once in the index, and once as the request that asks
 
 
 @given(one=TOKENS, other=TOKENS, same=TOKENS)

@@ -97,7 +97,7 @@ def test_a_worker_that_reports_only_its_step_is_not_lost_for_it(system: LocalSys
     assert not beat(system, end, 60.0, Heartbeat())
 
 
-def test_a_step_that_is_done_has_a_result(system: LocalSystem, client: Client) -> None:
+def test_a_heartbeat_after_a_step_without_a_result_is_a_protocol_error(system: LocalSystem, client: Client) -> None:
     end = with_a_plan(system, toy())
     with pytest.raises(ProtocolError, match="after step 1, which has no result"):
         system.scheduler.worker_heartbeat(end.id, Heartbeat(step=1, received=1))
@@ -125,7 +125,7 @@ def test_a_hang_is_noticed_in_time(allowed_s: float, step: int) -> None:
     assert bound_s < age_s <= bound_s + 3 * HEARTBEAT_S
 
 
-def test_the_heartbeat_that_finds_a_step_is_not_counted() -> None:
+def test_the_first_heartbeat_of_a_step_does_not_count() -> None:
     progress = WorkerProgress()
     heartbeat = Heartbeat(received=1)
     wrong = [progress.told(heartbeat, 1, 4 * HEARTBEAT_S) for _ in range(6)]

@@ -69,7 +69,7 @@ def finish(system: LocalSystem, but: int = 0) -> Client:
 
 
 def exchange(system: LocalSystem, tamper: Callable[[CacheServiceLinkRequest], None]) -> None:
-    """The cache executes another operation than the scheduler has sent."""
+    """The cache executes another operation than the scheduler sent."""
     request = system.to_cache.popleft()
     tamper(request)
     system.from_cache.append(system.cache.exchange(request))
@@ -278,7 +278,7 @@ def test_a_restored_search_keeps_the_blocks_that_beams_fork_from() -> None:
 
 
 def test_a_restored_search_with_longer_beams_keeps_the_blocks_that_beams_fork_from() -> None:
-    """Their prompt came in chunks, with blocks for each."""
+    """The prompt was computed in chunks, and each chunk got its blocks."""
     sampling, beam = SamplingParams(top_p=1, max_tokens=4, ignore_eos=True), BeamOptions(width=3, num_return=3)
     prompt = list(range(100, 140))
     right = expected_hypotheses(prompt, make_search(beam, sampling, [EOS]))
@@ -367,7 +367,7 @@ def test_another_scheduler_reuses_the_kv_of_the_worker() -> None:
     worker.registration.kept.extend(worker.kept())
     after = make()
     after.attach(worker, keeps_blocks=True)
-    assert not worker.registration.kept, "they are of use once"
+    assert not worker.registration.kept, "kept sequences are used only once"
     for handle, prompt in PROMPTS.items():
         after.submit("s", handle, prompt, SAMPLING, output_token_ids=pack(delivered[handle]), accepted_before=True)
     after.run()

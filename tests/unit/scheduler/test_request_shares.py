@@ -20,7 +20,7 @@ from simulator.toy_worker import ToyWorker
 
 SLOTS = 16
 SHORT = SamplingParams(top_p=1.0, max_tokens=4, ignore_eos=True)
-# What `paceline` was: the same but for the fairness.
+# The preset `paceline` without its fairness.
 FIRST_COME: dict[str, Any] = {"order": "fcfs", "preemption": "last-in"}
 
 
@@ -117,7 +117,7 @@ def test_searches_let_other_requests_in_between_their_steps(num_blocks: int) -> 
     system.assert_at_rest()
 
 
-def test_a_preempted_sequence_says_so_and_is_not_computed_again() -> None:
+def test_a_preemption_is_in_the_timeline_and_the_sequence_is_not_computed_again() -> None:
     system, _ = start(4000)
     submit_samples(system, 1, 16, 200)
     system.run_for(60)
@@ -129,7 +129,8 @@ def test_a_preempted_sequence_says_so_and_is_not_computed_again() -> None:
 
 
 def test_the_largest_share_of_running_sequences_is_preempted() -> None:
-    """For blocks: of the tenant that holds most, of the request with most samples; the other tenant's runs on."""
+    """When blocks are missing, the sequences of the tenant that holds most are preempted, first those of its request
+    with most samples. The other tenant's request runs on."""
     system, _ = start(120)
     submit_samples(system, 1, 8, 100, tenant="flood")
     system.submit("s", 50, [3] * 9, SamplingParams(top_p=1.0, max_tokens=100, ignore_eos=True), tenant="flood")
@@ -182,7 +183,7 @@ def plans(overrides: dict[str, str], seed: int, tenant: str) -> list[list[bytes]
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("tenant", ["", "one"])
-def test_one_tenant_alone_gets_every_plan_that_first_come_first_served_gives(seed: int, tenant: str) -> None:
+def test_for_one_tenant_the_default_makes_the_same_plans_as_first_come_first_served(seed: int, tenant: str) -> None:
     assert plans({}, seed, tenant) == plans(FIRST_COME, seed, tenant)
 
 
@@ -206,8 +207,8 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another() -> None:
 
 
 @pytest.mark.parametrize("order", ["fair", "fcfs", "priority", "lpm", "hrrn"])
-def test_no_sequence_is_preempted_that_the_order_admits_again_first(order: str) -> None:
-    """The tenant that waits was served more; or the samples came first. Then their slots stay with them."""
+def test_no_sequence_is_preempted_if_the_order_would_admit_it_again_first(order: str) -> None:
+    """The waiting tenant was served more (`fair`), or the samples came first. So the samples keep their slots."""
     system, client = start(4000, overrides={"order": order, "preemption": "largest-share"})
     submit_samples(system, 1, 16, 300, tenant="samples")
     system.run_for(60)

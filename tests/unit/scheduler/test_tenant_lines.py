@@ -50,7 +50,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(2, 24), st.inte
 
 
 @given(events=EVENTS, seed=st.integers(0, 99))
-def test_the_first_that_fit_and_one_more(events: list[tuple[str, int, int]], seed: int) -> None:
+def test_the_order_sees_the_first_requests_that_fit_and_one_more(events: list[tuple[str, int, int]], seed: int) -> None:
     rng, running, waiting, shown = random.Random(seed), Counter[str](), dict[int, tuple[Request, int]](), set[int]()
     lines = TenantLines(lambda tenant: LIMIT - running[tenant])
     for number, (tenant, tokens, rank) in enumerate(events):
@@ -146,7 +146,7 @@ def settle(system: LocalSystem) -> None:
 
 
 @pytest.mark.parametrize(("order", "seed"), [("priority", 0), *(("random", seed) for seed in range(20))])
-def test_samples_do_not_hide_the_one_that_they_wait_for(order: str, seed: int) -> None:
+def test_samples_do_not_hide_the_first_sample_that_they_wait_for(order: str, seed: int) -> None:
     options = {"seed": seed} if order == "random" else {}
     system, _, client = limited_system(overrides={"order": order}, **options)
     sampling = SamplingParams(top_p=1.0, max_tokens=4, ignore_eos=True)

@@ -34,7 +34,7 @@ def test_a_refusal_holds_until_a_sequence_leaves() -> None:
 
 
 def test_a_sequence_with_all_its_blocks_takes_no_more() -> None:
-    """One of two blocks for a prompt of 5 tokens and 3 more; the last token is never computed, but has its room."""
+    """A prompt of 5 tokens and 7 output tokens need 3 blocks: 1 is promised while the sequence holds 2, none later."""
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
     system.submit("s", 1, [1, 2, 3, 4, 5], SamplingParams(top_p=1.0, max_tokens=7, seed=1, ignore_eos=True))

@@ -186,7 +186,7 @@ def test_a_failure_that_the_worker_reports_always_counts(system: LocalSystem, cl
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_step_that_hangs_stands_and_a_plan_that_never_arrived_does_not(
+def test_the_blame_for_a_hanging_step_stays_and_for_a_plan_that_never_arrived_is_withdrawn(
     system: LocalSystem, client: Client, arrived: bool
 ) -> None:
     """The scheduler noticed both failures. The blame stays only if the plan had arrived."""
@@ -240,7 +240,7 @@ def test_only_the_blame_of_that_worker_is_withdrawn() -> None:
     assert 7 not in suspects
 
 
-def test_a_worker_that_is_back_late_is_late_only_for_a_verdict() -> None:
+def test_a_worker_may_come_back_late_while_no_request_awaits_a_verdict() -> None:
     """While no request awaits a verdict, a worker may come back at any time and its blame is withdrawn."""
     suspects = Suspects(2)
     suspects.blame([7], 1, Absence("a", Loss.LINK, 0.0))

@@ -57,7 +57,7 @@ def test_prefix_hit(family: str, block_size: int, reference: References, build: 
 
 
 def test_slots_and_blocks_are_used_again(reference: References, build: Build) -> None:
-    """Three waves through three slots, each freed and taken in one plan, and a pool that just holds one of them."""
+    """Three waves use three slots. One plan frees a slot and fills it again. The pool just holds one wave."""
     checkpoint = reference("llama-tied")
     driver = Driver(build(checkpoint.folder, block_size=8, max_num_seqs=3, num_blocks=34).runner, 64)
     for wave in ([3, 4, 1], [5, 0, 2], [4, 3, 2]):

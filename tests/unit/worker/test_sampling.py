@@ -99,7 +99,7 @@ def test_filters_are_those_of_transformers(temperature: float, top_k: int, top_p
 
 
 def test_top_p_alone_over_a_flat_row_needs_the_whole_row() -> None:
-    """More tokens stay than the filter looks at first."""
+    """More tokens stay than the filter looks at in its first pass."""
     logits = 0.1 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = 20.0
     expected = TopPLogitsWarper(0.9)(torch.zeros(4, 1, dtype=torch.int64), logits.clone())
@@ -135,10 +135,10 @@ def test_a_small_temperature_does_not_decide_between_equals() -> None:
 
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
-def test_the_smallest_share_keeps_one_token(
+def test_the_smallest_top_p_or_typical_p_keeps_one_token(
     name: str, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
-    """As it comes out of a message, in 32 bits; for typical_p the token is not always the likeliest."""
+    """2^-149 is the smallest float32, the type in messages. For typical_p the token is not always the likeliest."""
     outputs = []
     for seed in (1, 2):
         driver = Driver(build(reference("qwen2").folder).runner)
@@ -225,7 +225,7 @@ def test_seeded_tokens_are_the_same_alone_in_a_crowd_and_after_a_resume(
 def test_min_tokens_in_the_runner(
     ignore_eos: bool, extra: list[int], reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
-    """The greedy tokens of an undisturbed run are declared stop tokens: they must not come before min_tokens."""
+    """The first greedy token of an undisturbed run is a stop token here: it must not come before min_tokens."""
     checkpoint = reference("qwen2")
     prompt = list(range(30))
     plain = checkpoint.greedy(prompt, 12)
@@ -240,8 +240,8 @@ def test_min_tokens_in_the_runner(
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens_bans_the_ends_of_sequences(ignore_eos: bool) -> None:
-    """Also where they end nothing, as vLLM does."""
+def test_min_tokens_bans_eos_and_stop_tokens(ignore_eos: bool) -> None:
+    """As in vLLM, EOS tokens are banned also with `ignore_eos`, where they end nothing."""
     table = SlotBuffers(SlotLimits(4, 64, 64, 16, 1, 1000, (7, 9)))
     sampling = SamplingParams(top_p=1, max_tokens=8, min_tokens=3, ignore_eos=ignore_eos, stop_token_ids=[30])
     sequence = NewSequence(slot=2, token_ids=np.array([1, 2], "<i4").tobytes(), num_prompt_tokens=2, sampling=sampling)
@@ -301,7 +301,7 @@ def test_log_probabilities_are_those_of_the_model_itself() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 40_000])
 def test_equally_likely_tokens_are_reported_by_lower_id_in_any_batch(vocab: int) -> None:
-    """bf16 has few values, so many tokens are equal; zeros of either sign are."""
+    """bf16 has few values, so many tokens are equal. +0 and -0 are equal too."""
     generator = torch.Generator().manual_seed(vocab)
     logprobs = torch.randn(64, vocab, generator=generator).mul(3).bfloat16().float()
     logprobs[:8] = -torch.inf

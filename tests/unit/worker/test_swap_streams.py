@@ -1,5 +1,5 @@
-"""Swaps beside the computation: whatever order two streams run in that the events allow, it comes out as one after the
-other."""
+"""Swaps run on a stream beside the computation. In any order that the events allow, the result is the same as one after
+the other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def new_pool() -> KvPool:
 
 @settings(max_examples=150, deadline=None)
 @given(todo=commands(), seed=st.integers(0, 2**31))
-def test_any_order_that_the_events_allow(todo: list[tuple[str, tuple[np.ndarray, ...]]], seed: int) -> None:
+def test_any_order_that_the_events_allow_gives_the_same_blocks(
+    todo: list[tuple[str, tuple[np.ndarray, ...]]], seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "SWAP_BATCH_BLOCKS", 2)
         expected = new_pool()

@@ -128,7 +128,7 @@ def test_a_prompt_has_about_as_many_tokens_as_wanted(tokens: int, per_word: floa
     assert prompt == PromptWriter(seed, "completion", Calibration(per_word)).body(session, 0, [])["prompt"]
 
 
-def test_the_template_is_taken_off_the_first_message() -> None:
+def test_the_tokens_of_the_template_are_subtracted_from_the_first_message() -> None:
     calibration = Calibration.of((16, 36), (144, 164))
     assert calibration == Calibration(1.0, 20.0)
     writer = PromptWriter(0, "chat", calibration)
