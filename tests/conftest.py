@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Commands find neither a server that the developer runs nor those of other test processes.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"paceline-state-{os.getpid()}")
 os.environ.pop("PACELINE_SERVER", None)
-# Nothing here speaks TLS, and a client that reads the world's certificates takes 40 ms for it: a folder with none.
+# Nothing here speaks TLS, and a client needs 40 ms to read the system's certificates. This folder has none.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,7 +34,8 @@ settings.load_profile("repeatable")
 # One file that `make test` spreads over its processes: 2,000 seeds, which are to take two minutes of two cores.
 SPREAD = "tests/simulation/test_world.py"
 
-# Of a test that starts processes, some of them several times; on two busy cores the start of one may take a minute.
+# The limit of a test that starts processes. On two busy cores the start of one process may take a minute, and a test
+# may start a process several times.
 PROCESSES_TIMEOUT_S = 600.0
 
 
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class AllButOneByFile(LoadFileScheduling):
-    """A file to a process, as `--dist loadfile` has it, but for SPREAD."""
+    """Like `--dist loadfile`, all tests of a file run in one process, except the tests of SPREAD."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)

@@ -39,7 +39,7 @@ class Client:
     """`key` names its script (ask_KEY) and its requirements; `title` is its name in the table.
 
     `peer` names the environment of tests/peer/env.sh that has the client, and `package` the client in its requirements.
-    `runtime`: smg stands between the client and the gateway, which it takes for an engine of this runtime.
+    `runtime`: smg stands between the client and the gateway. smg treats the gateway as an engine of this runtime.
     """
 
     key: str

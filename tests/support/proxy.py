@@ -111,11 +111,11 @@ class Proxy:
             await self._passing.wait()
             writer.write(data)
             await writer.drain()
-        await self._passing.wait()  # nor does an end pass
+        await self._passing.wait()  # the end of a stream has to wait, too
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Closed with RST: without lingering, and without what is still to be sent."""
+    """Closes with RST at once, and discards the data that is still to be sent."""
     end = writer.get_extra_info("socket")
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

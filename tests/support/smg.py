@@ -17,7 +17,7 @@ START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 20.0
 
 
 class Smg:
-    """smg in front of one gateway, which it takes for an engine of this runtime (`vllm` or `sglang`)."""
+    """smg in front of one gateway. smg treats the gateway as an engine of this runtime (`vllm` or `sglang`)."""
 
     def __init__(self, python: Path, grpc_port: int, runtime: str, log: Path) -> None:
         """`python`: of smg's environment. AssertionError if smg does not find the gateway healthy."""

@@ -33,7 +33,7 @@ class Stack:
     gateway_flags: list[str] = field(default_factory=list)
     cache_flags: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    # Others may have faults planted.
+    # Tests set other modules here to plant faults.
     module: str = "services.cli"
     worker_module: str = ""
     scheduler_module: str = ""
@@ -180,5 +180,5 @@ class Stack:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, ""
-        except (OSError, http.client.HTTPException):  # also one that ends in the middle of its answer
+        except (OSError, http.client.HTTPException):  # also if the service ends in the middle of its answer
             return 0, ""

@@ -1,7 +1,7 @@
 """A service that can have its event loop stuck, for tests: `python -m tests.support.stuck_service serve scheduler ...`.
 
-It is the service as it is, but SIGUSR1 has its event loop sleep for STUCK_S. All its other threads run on: gRPC answers
-pings and takes connections, the model computes. The server itself has no such door.
+It is the real service, but SIGUSR1 makes its event loop sleep for STUCK_S. All its other threads run on: gRPC answers
+pings and takes connections, the model computes. The real service has no such signal handler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An event loop with a virtual clock: it stops while a task can run, and jumps to the next timer when no task can."""
+"""An event loop with a virtual clock, which stops while a task can run, and else jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class _NoFiles(selectors.SelectSelector):
-    """Nothing ever happens outside; waiting is what makes time pass."""
+    """A selector without events. Instead of waiting, it moves the clock forward by the timeout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "everything waits for what never comes"
+        assert timeout is not None, "deadlock: no task can run, and there is no timer"
         self.now_s += max(timeout, 0.0)
         return []
 

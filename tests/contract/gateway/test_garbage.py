@@ -1,5 +1,5 @@
-"""What a request held is gone when the request is, without the garbage collector: that comes after so many objects,
-not after so many bytes, and an object may be a prompt of a million tokens."""
+"""The memory of a request is free when the request has ended, without the garbage collector. The collector runs after
+a number of new objects, not of bytes, and one object may be a prompt of a million tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NoneIsLeft = Callable[[Running], Awaitable[None]]
 
 @pytest.fixture
 def none_is_left() -> Iterator[NoneIsLeft]:
-    """Waits until no job is in memory that was made since."""
+    """Waits until memory has no job that the test has made."""
     gc.collect()
     gc.disable()
     before = jobs()  # of other tests

@@ -127,7 +127,7 @@ async def test_numbers_that_are_not_finite_are_refused_by_name(running: Running,
     assert running.scheduler.submissions == []
 
 
-async def test_a_call_without_a_prompt_and_a_session_are_refused(running: Running) -> None:
+async def test_session_calls_and_calls_without_a_prompt_are_refused(running: Running) -> None:
     async with grpc.aio.insecure_channel(running.addresses.grpc or "") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -179,10 +179,10 @@ async def test_a_cancelled_call_ends_at_the_scheduler(start: Start, how: str) ->
         ({"text": "x", "sampling": {"bad_word_ids": [{"ids": [1] * 65}]}}, "sampling.bad_word_ids"),
     ],
 )
-async def test_nothing_goes_through_lists_that_are_too_long(
+async def test_a_list_that_is_too_long_is_refused_before_its_items_are_read(
     running: Running, request_: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message has room for a million of them, and a million take half a minute in which no other call is served."""
+    """A message has room for a million items. To read them takes half a minute, in which no other call is served."""
     for nothing in (TextTokenizer.encode_chat, TextTokenizer.encode, RequestBuilder.check_token_ids):
         monkeypatch.setattr(f"{nothing.__module__}.{nothing.__qualname__}", None)
     monkeypatch.setattr(grpc_front, "_choices", None)

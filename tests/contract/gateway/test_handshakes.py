@@ -134,7 +134,7 @@ def test_connections_count_before_their_handshake(run: Run, folder: Path) -> Non
     run(body())
 
 
-def test_a_connection_without_a_handshake_is_closed_for_another_client(run: Run, folder: Path) -> None:
+def test_a_connection_without_a_handshake_makes_room_for_another_client(run: Run, folder: Path) -> None:
     async def body() -> None:
         async with serving(server_tls(folder), max_connections=3, max_per_client=3) as (server, port):
             silent = [dial(port, "127.0.0.2") for _ in range(3)]

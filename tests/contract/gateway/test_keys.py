@@ -163,7 +163,7 @@ async def test_the_load_of_other_keys_is_not_shown(start: Start, keys: Keys) -> 
     assert await loads() == [0, 0, 0, 0]
 
 
-async def test_browsers_ask_first_without_a_key(start: Start, keys: Keys) -> None:
+async def test_a_cors_preflight_needs_no_key(start: Start, keys: Keys) -> None:
     secret = keys.add("a")
     running = await launch(start, keys, {"allowed_origins": "http://page"})
     origin = {"origin": "http://page"}
@@ -214,7 +214,7 @@ async def test_grpc_refuses_a_wrong_key_before_the_request_is_here(start: Start,
 # ── tenants, priorities, quotas ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_tenant_is_the_keys(start: Start, keys: Keys) -> None:
+async def test_a_request_has_the_tenant_of_its_key(start: Start, keys: Keys) -> None:
     secret, router = keys.add("a", tenant="acme"), keys.add("r", any_tenant=True)
     running = await launch(start, keys)
     for body in ({}, {"tenant": "acme"}, {"user": "customer 7"}):
@@ -256,7 +256,7 @@ async def test_priorities_have_a_ceiling(start: Start, keys: Keys) -> None:
     assert (await over_grpc(running, bearer(secret), priority=3.0))[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
-async def test_a_goal_or_deadline_counts_for_the_queue_from_the_keys_limit_on(start: Start, keys: Keys) -> None:
+async def test_a_submission_has_the_min_slo_s_of_its_key(start: Start, keys: Keys) -> None:
     usual, strict, free = keys.add("a"), keys.add("b", min_slo_s=30.0), keys.add("c", min_slo_s=0.0)
     running = await launch(start, keys)
     for secret in (usual, strict, free):
@@ -269,7 +269,7 @@ async def test_a_goal_or_deadline_counts_for_the_queue_from_the_keys_limit_on(st
     assert {round(one.ttft_slo_s, 2) for one in submitted} == {0.01}, "whether the goal is met is measured as before"
 
 
-async def test_requests_at_a_time(start: Start, keys: Keys) -> None:
+async def test_max_requests_limits_the_requests_of_a_key_at_a_time(start: Start, keys: Keys) -> None:
     secret, other = keys.add("a", max_requests=1), keys.add("b", max_requests=1)
     running = await launch(start, keys)
     running.scheduler.paused = True
@@ -283,7 +283,7 @@ async def test_requests_at_a_time(start: Start, keys: Keys) -> None:
         with pytest.raises(Overloaded, match="max_requests") as over:
             await client.generate(token_ids=[7], max_tokens=3)
     assert over.value.retry_after_s == 1.0
-    second = asyncio.create_task(post(running, other))  # has its own
+    second = asyncio.create_task(post(running, other))  # this key has its own limit
     await until(lambda: running.scheduler.num_running == 2)
     running.scheduler.paused = False
     assert [(await task).status_code for task in (first, second)] == [200, 200]
@@ -321,8 +321,8 @@ async def test_a_client_that_disconnects_before_its_submission_frees_its_request
     assert len(running.scheduler.submissions) == 1
 
 
-async def test_brought_output_counts_as_prompt(start: Start, keys: Keys) -> None:
-    """Otherwise a client could bring its prompts as output, which the server computes as well."""
+async def test_output_that_a_client_sends_counts_as_prompt(start: Start, keys: Keys) -> None:
+    """Otherwise a client could send its prompt as output to resume after. The server computes both alike."""
     secret = keys.add("a", tokens_per_minute=600, max_tokens_in_flight=700)
     running = await launch(start, keys)
     sampling = inference_pb2.SamplingOptions(max_tokens=601, temperature=0, ignore_eos=True)
@@ -404,7 +404,7 @@ async def test_grpc_keys_belong_to_the_key_that_made_them(start: Start, keys: Ke
             got.append((await client.generate(token_ids=[7, 8], **options)).token_ids)
     assert got[0] == got[1] != got[2]
     assert len(running.scheduler.submissions) == 2
-    # Of their own request with this name, not of mine.
+    # The error is about their own request with this idempotency key, not about mine.
     status, said = await over_grpc(running, bearer(theirs), idempotency_key="k", resume_after=3)
     assert status is grpc.StatusCode.INVALID_ARGUMENT
     assert said.startswith("idempotency_key: this key was used for another request")
@@ -442,7 +442,7 @@ async def test_a_new_key_is_in_force_and_a_wrong_file_changes_nothing(start: Sta
 
     await eventually(served)
     keys.path.write_text("[keys.a]\nsha256 = 'x'\n")
-    await asyncio.sleep(1.5)  # three looks
+    await asyncio.sleep(1.5)  # the gateway looks at the file every 0.5 s
     assert [(await post(running, secret)).status_code for secret in (first, second)] == [200, 200]
 
 
@@ -456,7 +456,7 @@ def reaches(address: str, host: str) -> bool:
 
 
 async def test_without_keys_only_loopback_is_served(start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """127.0.0.2 stands for the machine's other addresses: it is another one than 127.0.0.1 to bind to."""
+    """127.0.0.2 stands for the machine's other addresses: a server bound to 127.0.0.1 cannot be reached there."""
     said: list[str] = []
     monkeypatch.setattr("services.gateway.server._log.warning", lambda message, **_: said.append(message))
     closed = await start(settings={"host": "0.0.0.0"})

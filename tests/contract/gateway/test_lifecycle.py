@@ -35,7 +35,7 @@ def expected_text(running: Running, prompt: list[int], num_tokens: int, *, tempe
 
 
 async def read_text(response: Any, parts: list[str]) -> str:
-    """Its pieces are in `parts` as soon as they are here."""
+    """The whole text. `parts` gets each piece when it arrives."""
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             data = json.loads(line[6:])
@@ -101,7 +101,7 @@ async def test_a_scheduler_that_dies_is_only_a_pause(start: Start, how: str) -> 
     streamed: list[list[str]] = [[] for _ in range(0, 20, 2)]
 
     async def one(i: int) -> str:
-        # No seed: the gateway gives one, once.
+        # No seed: the gateway chooses one, and keeps it when it submits the request again.
         request = body(prompt=[7, 8, 9 + i], max_tokens=num_tokens, stream=i % 2 == 0)
         del request["seed"]
         async with running.http.stream("POST", "/v1/completions", json=request) as response:
@@ -205,7 +205,7 @@ async def test_while_a_gateway_stops_open_connections_are_served_and_new_ones_re
         task = asyncio.create_task(http.post("/v1/completions", json=body(max_tokens=200)))
         await until(lambda: running.scheduler.num_running == 1)
         running.scheduler.paused = True  # so that it does not end before all this has happened
-        # Between the kernel's queue and us when the listening socket closes: it must not be reset.
+        # This connection may still be in the kernel's accept queue when the socket closes: it must not be reset.
         reader, writer = await asyncio.open_connection(running.http.base_url.host, running.http.base_url.port)
         running.stop.set()
         served = await http.get("/ready")  # on the connection that is left
@@ -258,7 +258,7 @@ async def test_a_port_that_is_taken(start: Start) -> None:
 async def test_a_request_before_the_scheduler_gets_no_more_than_its_workers_can_hold(start: Start) -> None:
     model = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=100, eos_token_ids=[5, 1])
     running = await start(scheduler_up=False, model=model)
-    body = {"messages": [{"role": "user", "content": "one two three"}]}  # all that there is: the model's files say 2048
+    body = {"messages": [{"role": "user", "content": "one two three"}]}  # no max_tokens; the files say 2048
 
     async def over_grpc() -> Result:
         async with AsyncPacelineClient(running.addresses.grpc or "") as client:

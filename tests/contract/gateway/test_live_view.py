@@ -1,4 +1,4 @@
-"""GET /v1/live and GET /v1/requests/{id}/timeline: which caller sees what, and what it costs when nothing looks."""
+"""GET /v1/live and GET /v1/requests/{id}/timeline: which caller sees what, and what it costs without viewers."""
 
 from __future__ import annotations
 

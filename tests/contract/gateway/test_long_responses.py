@@ -216,7 +216,9 @@ async def _no_read(note: Callable[[str], None], *_: Any) -> None:
     note("read")
 
 
-async def test_an_error_never_has_a_smaller_number_than_the_client_has(start: Start, stored: dict[str, Any]) -> None:
+async def test_an_error_event_has_no_smaller_number_than_the_client_has_seen(
+    start: Start, stored: dict[str, Any]
+) -> None:
     """A client that goes on after the last number it saw would get events twice."""
     first = await start(settings=stored | {"drain_s": 0.0}, step_s=0.005)
     second = await start(settings=stored | {"drain_s": 0.0}, step_s=0.005)

@@ -57,7 +57,7 @@ async def refused(running: Running, headers: dict[str, str], **options: Any) -> 
 @pytest.mark.parametrize(("path", "n"), [(PATH, 1), (PATH, 3), ("/v1/chat/completions", 2)])
 async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n: int) -> None:
     first, second = await start(step_s=0.002), await start(step_s=0.001, tokens_per_step=3)
-    request = body(n=n, max_tokens=400)  # so that there is a rest, however many tokens come in one event
+    request = body(n=n, max_tokens=400)  # so that some tokens are left, however many come in one event
     if path != PATH:
         del request["prompt"]
         request["messages"] = [{"role": "user", "content": "hello"}]
@@ -90,7 +90,7 @@ async def test_a_resumed_stream_keeps_the_id_that_explain_takes(start: Start) ->
     assert len(shown) == 1
 
 
-async def test_the_same_gateway_does_not_run_it_again(start: Start) -> None:
+async def test_the_same_gateway_resumes_a_stream_without_a_second_run(start: Start) -> None:
     running, request = await start(step_s=0.003), body(max_tokens=400)
     got = await events(running, request, KEY, 5)
     running.scheduler.paused = True  # so that it does not end before all this has happened
@@ -140,7 +140,7 @@ async def test_a_whole_answer_is_given_again(start: Start) -> None:
     assert first.status_code == 200
     assert first.content == second.content
     assert len(running.scheduler.submissions) == 4
-    # Prompts that are alike have different samples.
+    # Each sample of each prompt has its own seed.
     assert len({submission.sampling.seed for submission in running.scheduler.submissions}) == 4
 
 
@@ -180,8 +180,8 @@ async def test_a_key_of_another_request(start: Start) -> None:
     assert (await refused(running, KEY, max_tokens=61, user="t"))[0] == 422
 
 
-async def test_a_body_that_is_read_but_not_written(start: Start) -> None:
-    """Deep in a field that is not read."""
+async def test_a_body_that_is_nested_too_deep_for_its_fingerprint_is_refused_with_a_key(start: Start) -> None:
+    """orjson reads more levels than it writes. Without a key, the gateway only reads the body."""
     running = await start()
     content = json.dumps(body())[:-1] + ', "metadata": {"x": ' + "[" * 400 + "]" * 400 + "}}"
     headers = {"content-type": "application/json"}
@@ -191,7 +191,7 @@ async def test_a_body_that_is_read_but_not_written(start: Start) -> None:
     assert "nested" in answer.json()["error"]["message"]
 
 
-async def test_bad_headers_name_themselves(start: Start) -> None:
+async def test_an_error_names_the_bad_header(start: Start) -> None:
     running = await start(next_token=hash_token(6, 200))
     for key in ("", "x" * 256, "a\tb"):
         status, param, message = await refused(running, {"Idempotency-Key": key})
@@ -216,7 +216,7 @@ async def test_bad_headers_name_themselves(start: Start) -> None:
     await until(lambda: running.scheduler.num_running == 0)
 
 
-async def test_without_a_key_what_is_seeded_or_greedy_can_be_resumed(start: Start) -> None:
+async def test_seeded_and_greedy_streams_can_be_resumed_without_a_key(start: Start) -> None:
     running = await start(step_s=0.002)
     for options in ({"seed": 5}, {"temperature": 0}):
         request = body(max_tokens=300, **options)

@@ -73,7 +73,7 @@ async def test_nothing_is_generated_if_only_the_end_of_an_answer_is_missing(star
     assert len(running.scheduler.submissions) == num_submitted
 
 
-async def test_an_answer_that_is_here_is_compared(start: Start) -> None:
+async def test_resume_tokens_are_compared_with_an_answer_that_the_gateway_has(start: Start) -> None:
     running = await start(step_s=0.001)
     whole = result_from(await ask(running, [], idempotency_key="k"))
     rest = await ask(running, whole.token_ids[:7], idempotency_key="k")
@@ -88,7 +88,7 @@ async def test_a_client_with_fewer_tokens_gets_none_that_another_client_has_brou
     running = await start(step_s=0.001)
     whole = result_from(await ask(running, []))
     await ask(running, whole.token_ids[:7], idempotency_key="k")
-    again = result_from(await ask(running, [], idempotency_key="k"))  # it has lost what it had
+    again = result_from(await ask(running, [], idempotency_key="k"))  # this client has lost its tokens
     assert (again.token_ids, again.logprobs) == (whole.token_ids, whole.logprobs)
     await ask(running, [whole.token_ids[0] ^ 1], idempotency_key="made up")
     assert result_from(await ask(running, [], idempotency_key="made up")).token_ids == whole.token_ids
@@ -125,7 +125,7 @@ async def test_the_client_goes_on_at_the_next_gateway(start: Start, key: str) ->
     """The first one is stopped in the middle; nothing is lost, doubled, or generated again."""
     gateways = [await start(step_s=0.003, settings={"drain_s": 0.0}), await start(tokens_per_step=3)]
     targets = [running.addresses.grpc or "" for running in gateways]
-    # So many that there is a rest, however many of them come in one piece.
+    # So many tokens that some are left, however many come in one piece.
     options: Options = {"max_tokens": 600, "ignore_eos": True, "idempotency_key": key}
     pieces: list[Piece] = []
     async with AsyncPacelineClient(targets) as client:

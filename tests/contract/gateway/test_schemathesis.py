@@ -71,7 +71,7 @@ def try_cases(cases: Any, base_url: str, num_examples: int, seen: list[int]) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stored", [False, True])
 async def test_requests_made_from_the_gateways_document(running: Running, stored: bool) -> None:
-    """`stored`: the paths of files and batches. Apart from the others, because they take as long."""
+    """`stored`: the paths of files and batches. They run apart: they take as long as all other paths together."""
     api = (await running.http.get("/openapi.json")).json()
     is_stored = [path for path in api["paths"] if path.startswith(STORED)]
     api["paths"] = {path: each for path, each in api["paths"].items() if (path in is_stored) == stored}

@@ -71,7 +71,7 @@ async def test_samples_share_the_prompt_and_add_their_output(running: Running) -
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("usage", [False, True])
-async def test_the_last_event_of_a_stream_has_them(running: Running, n: int, usage: bool) -> None:
+async def test_the_last_event_of_a_stream_has_the_timings(running: Running, n: int, usage: bool) -> None:
     for path, prompt in ((COMPLETIONS, {"prompt": "x y z"}), (CHATS, {"messages": CHAT})):
         options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage else {}
         found = await events(running, path, max_tokens=4, n=n, **options, **prompt)
@@ -98,7 +98,7 @@ OTHER_APIS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), OTHER_APIS)
-async def test_answers_of_the_other_apis_have_them(running: Running, path: str, body: dict[str, Any]) -> None:
+async def test_answers_of_the_other_apis_have_timings(running: Running, path: str, body: dict[str, Any]) -> None:
     answer = await running.http.post(path, json=body)
     took = answer.json()["timings"]
     assert took.keys() == LLAMA_CPP | OURS
@@ -110,7 +110,9 @@ async def test_answers_of_the_other_apis_have_them(running: Running, path: str, 
 
 
 @pytest.mark.parametrize(("path", "body"), OTHER_APIS)
-async def test_the_end_of_their_streams_has_them(running: Running, path: str, body: dict[str, Any]) -> None:
+async def test_the_end_of_streams_of_the_other_apis_has_timings(
+    running: Running, path: str, body: dict[str, Any]
+) -> None:
     answer = await running.http.post(path, json=body | {"stream": True})
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
     found = [json.loads(line.removeprefix("data: ")) for line in lines]

@@ -70,7 +70,7 @@ class FakeScheduler(WorkerServiceServicer):
         self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
         self.reading = asyncio.Event()
         self.reading.set()
-        # Of those that the kernel gives to no other process while this is stopped.
+        # The kernel gives this port to no other process while this scheduler is stopped.
         self.port = free_port()
         self.fence = 0
         self._epoch = 0

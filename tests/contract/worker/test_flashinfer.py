@@ -107,7 +107,7 @@ def test_the_kernels_get_bf16(flashinfer: Any, reference: Callable[[str], Refere
     assert all(0 <= token < VOCAB for s in sequences for token in s.output)
 
 
-def test_the_step_that_memory_is_measured_with_runs(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
+def test_the_trial_step_of_the_memory_measurement_runs(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
     """The trial step writes only to the dummy block."""
     runner = twin(flashinfer, reference("mistral").folder, num_blocks=1)
     runner.try_largest_step()

@@ -1,4 +1,4 @@
-"""Where the device computes by itself: the next plan is launched while a step runs, and results come in order."""
+"""The model thread of an asynchronous device: it launches the next plan while a step runs. Results come in order."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ async def test_a_step_that_fails_on_the_device_is_reported_once(rig: Rig) -> Non
 
 
 async def test_a_launch_that_fails_ends_the_link_at_once(rig: Rig) -> None:
-    """Without waiting for the step in flight: what it would have said is computed again."""
+    """The thread does not wait for the step in flight: the tokens of that step are computed again."""
     rig.device.fails_at_launch = {2: MemoryError("no more")}
     rig.submit(1, 2)
     await rig.until(lambda: rig.failures)

@@ -130,7 +130,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     monkeypatch.setattr(ModelRunner, "launch", slow)
 
 
-async def test_registers_runs_plans_and_is_released(rig: Rig) -> None:
+async def test_a_worker_registers_runs_plans_and_is_released(rig: Rig) -> None:
     link = await rig.accept()
     registration = link.registration
     assert (registration.name, registration.block_size, registration.num_blocks) == ("w", 16, 50)
@@ -151,7 +151,7 @@ async def test_registers_runs_plans_and_is_released(rig: Rig) -> None:
     rig.stop.set()
     while (await link.next()).WhichOneof("message") != "drain":
         pass
-    # Still serving until it is let go.
+    # The worker runs plans until its release.
     await link.plan(6)
     assert (await link.result()).step == 6
     await link.release()
@@ -193,15 +193,15 @@ async def test_the_next_step_starts_while_the_last_result_is_still_unread(
     await link.plan(2)
     await link.plan(3)
     async with asyncio.timeout(20):
-        while done != [1, 2, 3]:  # noqa: ASYNC110 - another thread's
+        while done != [1, 2, 3]:  # noqa: ASYNC110 - another thread makes it true
             await asyncio.sleep(0.01)
-    # Heartbeats of before may lie in the inbox; no result does.
+    # The inbox may have earlier heartbeats, but no result.
     rig.scheduler.reading.set()
     second, third = await link.result(), await link.result()
     assert second.finished_us <= third.started_us
 
 
-async def test_a_long_step_does_not_stop_the_heart(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_go_on_during_a_long_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, goes_on = Decoder.forward, threading.Event()
 
     def waits(self: Decoder, *arguments: Any) -> Tensor:
@@ -211,13 +211,13 @@ async def test_a_long_step_does_not_stop_the_heart(rig: Rig, monkeypatch: pytest
     monkeypatch.setattr(Decoder, "forward", waits)
     link = await rig.accept()
     await link.plan(1, **first_plan())
-    for _ in range(4):  # the first one may be of before
+    for _ in range(4):  # the first one may be older than the step
         assert (await link.next()).WhichOneof("message") == "heartbeat"
     goes_on.set()
     assert (await link.result()).step == 1
 
 
-async def test_a_cut_link_is_made_anew_with_empty_slots_and_what_is_in_the_blocks(rig: Rig) -> None:
+async def test_after_a_cut_link_a_worker_registers_with_empty_slots_and_its_kept_blocks(rig: Rig) -> None:
     link = await rig.accept()
     await link.plan(1, **first_plan())
     first = await link.result()
@@ -229,8 +229,8 @@ async def test_a_cut_link_is_made_anew_with_empty_slots_and_what_is_in_the_block
     assert (kept.num_computed_tokens, kept.block_table) == (len(new.token_ids) // 4, new.block_table)
     again.registration.ClearField("kept")
     assert again.registration == link.registration
-    assert link.registration.incarnation, "by which the scheduler knows it again"
-    # Slot 0 is free again and steps count from 1: were it not so, this would break the link.
+    assert link.registration.incarnation, "by which the scheduler recognizes the worker"
+    # Slot 0 is free again, and steps count from 1. Otherwise this plan would break the link.
     await again.plan(1, **first_plan())
     assert (await again.result()).token_ids == first.token_ids
 
@@ -384,7 +384,7 @@ async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(
     assert ended == [exit_status.RESTART]
 
 
-async def test_a_scheduler_that_has_been_succeeded_gets_no_step_run(rig: Rig) -> None:
+async def test_a_scheduler_with_an_older_fence_gets_no_step_run(rig: Rig) -> None:
     rig.scheduler.fence = 7
     link = await rig.accept()
     await link.plan(1, **first_plan())
@@ -398,7 +398,7 @@ async def test_a_scheduler_that_has_been_succeeded_gets_no_step_run(rig: Rig) ->
     while not zombie.inbox.empty():
         assert (await zombie.next()).WhichOneof("message") == "heartbeat"
     rig.scheduler.fence = 8
-    while (link := await rig.accept()).fence != 8:  # a plan that was in transit
+    while (link := await rig.accept()).fence != 8:  # a link from before the new fence
         pass
     assert [len(kept.token_ids) for kept in link.registration.kept] == [4 * 4]
     await link.plan(1, **first_plan())

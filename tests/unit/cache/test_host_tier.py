@@ -126,7 +126,7 @@ def test_the_least_recently_used_makes_room() -> None:
         cache.run(number, tokens)
     cache.run(4, [*A[:5], 5])  # a hit of A's first block, for which the last of C go
     assert (tiers(cache, A), tiers(cache, B)) == ((4, 8), (0, 16))
-    cache.run(5, FILL[:16])  # the first of A is on the host and stays; the rest of C takes the rest of A, then come B's
+    cache.run(5, FILL[:16])  # C replaces A's blocks on the host, except the first; B's blocks would be next
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 4), (0, 16), (0, 12))
 
 

@@ -36,7 +36,7 @@ def test_blocks_of_one_token_have_no_partial_blocks() -> None:
     assert admitted(cache, 2, A[:3]) == (2, [1, 2, 4], 0)
 
 
-def test_shorter_than_a_block() -> None:
+def test_a_sequence_that_is_shorter_than_a_block_is_found_again() -> None:
     cache = link()
     cache.run(1, [1, 2, 3])
     assert counts(cache) == (15, 1, 0)
@@ -96,7 +96,7 @@ def test_a_partial_block_that_is_stored_again_counts_as_recently_used() -> None:
     assert [cache.match(10 + i, [i, i, 9]) for i in (1, 2, 3)] == [{0: (2, 0)}, {}, {0: (2, 0)}]
 
 
-def test_a_partial_block_goes_before_its_parent() -> None:
+def test_a_partial_block_is_evicted_before_its_parent() -> None:
     for eviction in STRATEGIES:
         cache = link(num_blocks=4, eviction=eviction)
         cache.run(1, [*A[:4], 1])

@@ -45,7 +45,7 @@ def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one() -> None
     assert (cached, len(pairs)) == (17, 2)
 
 
-def test_the_beginning_of_a_whole_block() -> None:
+def test_a_match_may_end_within_a_whole_host_block() -> None:
     cache = demoted(A[:8])
     assert admitted(cache, 1, [*A[:6], 5, 5])[0] == 6
     cache.free(1)
@@ -102,7 +102,7 @@ def test_a_partial_block_is_dropped_when_a_block_that_covers_it_comes() -> None:
 
 
 def test_the_source_of_a_partial_copy_is_no_target_in_the_same_exchange() -> None:
-    """The host is full, so what the admission evicts would be copied to where it is copied from."""
+    """The host is full, so an evicted block would be copied into a host block that the admission reads."""
     cache = host(num_host=2, num_blocks=3)
     cache.run(1, A[:6])
     cache.run(2, [7] * 12)  # evicts both
@@ -112,7 +112,7 @@ def test_the_source_of_a_partial_copy_is_no_target_in_the_same_exchange() -> Non
     assert not sources & {target for _, target in cache.demotions[-len(table) :]}
 
 
-def test_without_room_for_the_copy_it_does_without() -> None:
+def test_without_room_for_the_copy_an_admission_uses_the_device_blocks_alone() -> None:
     cache = host(num_blocks=4)
     cache.run(1, A[:6])
     cache.run(2, [7] * 12)
@@ -133,7 +133,7 @@ def test_a_longer_partial_block_replaces_a_shorter_one() -> None:
     assert cache.cached_host[0] == 2 + 8  # of A and FILL
 
 
-def test_without_room_for_the_copy_it_does_with_the_whole_blocks_of_the_host() -> None:
+def test_without_room_for_the_copy_an_admission_uses_the_whole_host_blocks() -> None:
     cache = host(num_blocks=3)
     cache.run(1, A[:10])
     cache.run(2, [7] * 12)

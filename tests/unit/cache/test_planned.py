@@ -62,7 +62,7 @@ def test_blocks_of_an_unsent_step_are_forgotten_with_their_last_user() -> None:
     assert cache.probe([*A, 9]) == {}
 
 
-def test_a_confirmed_one_keeps_what_the_other_was_to_write_for_both() -> None:
+def test_a_confirmed_sequence_keeps_the_blocks_that_a_freed_sequence_was_to_write() -> None:
     cache = link()
     both(cache)
     confirm(cache, (2, 18))
@@ -93,7 +93,7 @@ def test_a_running_sequence_can_have_planned_tokens() -> None:
     assert (results[1].admit.num_cached_tokens, results[1].admit.shares_planned) == (12, True)
 
 
-def test_equal_blocks_of_two_that_are_both_planned_stay_apart() -> None:
+def test_equal_blocks_of_two_planned_sequences_stay_apart() -> None:
     """If one of them is taken out of the step, the other one still has its own blocks."""
     for dropped, kept in ((1, 2), (2, 1)):
         cache = link()
@@ -109,7 +109,7 @@ def test_equal_blocks_of_two_that_are_both_planned_stay_apart() -> None:
         assert cache.pools[0][:3] == (12, 4, 0)
 
 
-def test_a_refused_extension_leaves_no_step_to_be_in() -> None:
+def test_a_refused_extension_aborts_the_planned_tokens_of_its_exchange() -> None:
     cache = link(num_blocks=3)
     cache.match(1, A[:8])
     cache.one(d.admit_op(1, 0))
@@ -119,7 +119,7 @@ def test_a_refused_extension_leaves_no_step_to_be_in() -> None:
     ).results
     codes = [result.error.code for result in results]
     assert codes == [Code.RESOURCE_EXHAUSTED, Code.ABORTED, Code.ABORTED]
-    cache.admit(2, 0)  # in the next exchange it may be
+    cache.admit(2, 0)  # the next exchange may admit it
 
 
 @pytest.mark.parametrize("planned", [2, 5])

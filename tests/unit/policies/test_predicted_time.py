@@ -108,7 +108,7 @@ def test_a_faster_worker_gets_more_until_it_is_no_faster() -> None:
     assert quick.num_rows > 1.3 * slow.num_rows > 0
 
 
-def test_a_short_answer_goes_where_it_begins_and_a_long_one_where_it_runs() -> None:
+def test_a_short_answer_goes_where_it_begins_sooner_and_a_long_one_where_it_runs_faster() -> None:
     """Worker 1 has a long prompt ahead and few rows, worker 2 the other way round."""
     workers = FakeWorker(1, queued_prefill_tokens=4000), FakeWorker(2, num_rows=40)
     assert Rounds(*workers).place(max_new_tokens=1, num_tokens=16) == 2
@@ -151,8 +151,8 @@ def test_a_worker_without_rows_copies_a_prefix_earlier_than_a_worker_with_rows()
     assert 18 <= requests_before_the_copy(1) <= 22
 
 
-def test_another_prefix_has_a_sum_of_its_own() -> None:
-    """As a conversation has: each turn follows a longer prefix, which no other request follows."""
+def test_each_prefix_has_its_own_sum_of_lost_time() -> None:
+    """For example, each turn of a conversation has a longer prefix, which no other request has."""
     warm, cold = FakeWorker(1, cached=SHARED, num_rows=1), FakeWorker(2)
     rounds = Rounds(warm, cold)
     for turn in range(40):

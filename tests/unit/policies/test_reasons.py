@@ -50,7 +50,9 @@ WAITS = {"batch_wait_iters": 5, "batch_wait_max_tokens_ratio": 1.0}
         ),
     ],
 )
-def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests: list[dict[str, Any]]) -> None:
+def test_explain_tells_why_a_request_waits(
+    reason: str, preset: str, fields: dict[str, Any], requests: list[dict[str, Any]]
+) -> None:
     given: dict[str, Any] = {
         "block_size": 10,
         "num_blocks": 50,
@@ -70,7 +72,7 @@ def test_why_it_waits(reason: str, preset: str, fields: dict[str, Any], requests
     assert any(r == reason or detail.endswith(f"waits for {reason}") for r, detail in late)
 
 
-def test_a_prompt_that_is_cut_leaves_no_budget_reason_for_others() -> None:
+def test_a_prompt_that_is_cut_does_not_make_the_batch_full() -> None:
     """The chunk takes the rest of the budget, but the worker has slots for other requests."""
     file = Scenario(
         block_size=10,
@@ -90,8 +92,8 @@ def test_a_prompt_that_is_cut_leaves_no_budget_reason_for_others() -> None:
     assert not [span for span in spans if "full" in (span.reason, span.detail.rpartition(" ")[2])]
 
 
-def test_a_closed_queue_is_not_looked_at() -> None:
-    """Not in every decode step, because some orders sort all waiting requests at each call."""
+def test_a_full_batch_does_not_ask_for_the_order_in_every_step() -> None:
+    """Some orders sort all waiting requests at each call."""
     policies, times = build(choose("sglang")), 0
     ordered = policies.order.ordered
 
@@ -115,7 +117,7 @@ def test_a_closed_queue_is_not_looked_at() -> None:
     assert "full" in {span.reason for span in spans}
 
 
-def test_why_a_search_waits() -> None:
+def test_explain_tells_why_a_beam_search_waits() -> None:
     """Its beams are requests of their own, and their ids come from no client."""
     system = LocalSystem()
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))

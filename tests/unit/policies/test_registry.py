@@ -153,12 +153,12 @@ def test_an_error_names_the_wrong_policy_or_option(
         build(choose("", overrides, options))
 
 
-def test_a_declared_attribute_may_be_in_slots() -> None:
+def test_a_policy_class_may_have_a_declared_attribute_in_python_slots() -> None:
     assert build(choose("", {"capacity": own("Slotted")})).capacity.reserves_prompt
 
 
 def test_a_given_option_must_belong_to_a_chosen_policy() -> None:
-    """A scenario may bring options of another preset; a server's settings say what is meant for it."""
+    """A scenario may have options of another preset. The settings of a server must be for its own policies."""
     given = {"watermark": 0.5, "chunked_prefill": True}
     choice = choose("sglang", options=given)
     assert build(choice), "left out"

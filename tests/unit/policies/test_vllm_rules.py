@@ -36,7 +36,7 @@ def test_long_prefill_threshold_spares_a_lone_request() -> None:
     assert tokens(late, 2) == {"0": 26}, "alone again"
 
 
-def test_a_victims_own_demand_goes_with_it() -> None:
+def test_a_preempted_request_needs_no_block_for_its_own_next_token() -> None:
     # All three requests need a block for their second decode. Preempting the last one frees a block and ends its need.
     outcome = run([{"prompt_len": 3, "max_new_tokens": 8}] * 3, num_blocks=4)
     crossing = outcome.steps[2]

@@ -26,7 +26,7 @@ def test_without_control_groups_the_limit_is_the_machines_memory(tmp_path: Path)
     assert available_memory(system(tmp_path, MEMINFO)) == AvailableMemory(20 * GIB, "the machine's memory")
 
 
-def test_a_system_that_says_nothing_is_not_guessed_at(tmp_path: Path) -> None:
+def test_the_memory_of_a_system_without_such_files_is_unknown(tmp_path: Path) -> None:
     assert available_memory(tmp_path) is None
     assert oom_kills(tmp_path) is None
 
@@ -64,7 +64,7 @@ def test_version_1_limits_count(tmp_path: Path) -> None:
     assert oom_kills(root) == 1
 
 
-def test_a_cgroup_v1_without_a_limit_gives_none(tmp_path: Path) -> None:
+def test_a_cgroup_v1_without_a_limit_does_not_count(tmp_path: Path) -> None:
     files = {
         **MEMINFO,
         "proc/self/cgroup": "4:memory:/\n",

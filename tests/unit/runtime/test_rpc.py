@@ -85,7 +85,7 @@ async def test_health_follows_set_serving(echo: tuple[GrpcServer, Echo, grpc.aio
         assert await health(channel, name) == NOT_SERVING
 
 
-async def test_nothing_is_serving_before_it_says_so() -> None:
+async def test_a_server_is_not_serving_before_set_serving() -> None:
     server = GrpcServer("127.0.0.1", 0)
     port = await server.start()
     try:
@@ -130,7 +130,7 @@ async def test_reflection_of_v1_describes_itself(echo: tuple[GrpcServer, Echo, g
 
 
 @pytest.mark.parametrize("kind", ["watch", "reflection"])
-async def test_streams_that_everyone_may_open_are_limited(
+async def test_streams_that_any_client_may_open_are_limited(
     echo: tuple[GrpcServer, Echo, grpc.aio.Channel], kind: str
 ) -> None:
     """Also on one connection."""
@@ -223,7 +223,7 @@ async def test_calls_are_counted_by_code(echo: tuple[GrpcServer, Echo, grpc.aio.
     await call.read()
     call.cancel()
     for pair in wanted:
-        # More, where a call of the test before is counted late.
+        # Possibly by more than 1: a call of an earlier test may be counted late.
         await eventually(lambda pair=pair: handled(*pair) > before[pair])  # type: ignore[misc]
     seconds = REGISTRY.get_sample_value("grpc_server_handling_seconds_count", {"grpc_method": f"/{NAME}/Say"})
     assert seconds is not None

@@ -1,4 +1,4 @@
-"""The function that runs a service's main coroutine."""
+"""A service raises its limit of open files when it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-def test_connections_are_not_limited_by_a_shells_habit() -> None:
+def test_the_soft_limit_of_open_files_is_raised_to_65536_or_the_hard_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for limit in (200, hard):
         run = [sys.executable, "-c", CODE.format(hard=limit)]

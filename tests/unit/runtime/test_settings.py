@@ -186,7 +186,7 @@ def test_explicit_fields_are_known_as_such() -> None:
     [
         ("host:1", ["host:1"]),
         ("host:1, [::1]:2,10.0.0.1:3", ["host:1", "[::1]:2", "10.0.0.1:3"]),
-        ("ipv4:10.0.0.1:1,10.0.0.2:1", ["ipv4:10.0.0.1:1,10.0.0.2:1"]),  # one name of gRPC's
+        ("ipv4:10.0.0.1:1,10.0.0.2:1", ["ipv4:10.0.0.1:1,10.0.0.2:1"]),  # one gRPC target with two addresses
     ],
 )
 def test_several_addresses(peers: str, addresses: list[str]) -> None:

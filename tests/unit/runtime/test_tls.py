@@ -118,7 +118,7 @@ def test_a_renewal_in_two_steps_keeps_the_earlier_pair_in_between(
 
 
 def test_a_renewal_through_a_symbolic_link_is_noticed(folder: Path, tmp_path: Path) -> None:
-    """As Kubernetes renews the files of a secret: it turns the link of their folder to another one."""
+    """Kubernetes renews the files of a secret like this: it points the link of their folder to another folder."""
     link = tmp_path / "..data"
     link.symlink_to(folder / "cache")
     files = TlsFiles(TlsPaths.of(link, "cache"))

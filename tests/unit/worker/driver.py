@@ -46,7 +46,7 @@ class Sequence:
 
 @dataclass
 class Driver:
-    """Blocks are handed out in random order, so that nothing works by luck of adjacency."""
+    """Blocks are handed out in random order, so that no test passes only because blocks are adjacent."""
 
     runner: ModelRunner
     chunk_tokens: int = 64
@@ -96,7 +96,7 @@ class Driver:
         return sequence
 
     def prepare(self, grammar: str) -> str:
-        """As a worker's compiler does; returns why it is refused."""
+        """Compiles a grammar as a worker does. Returns why the grammar is refused, "" if it is accepted."""
         prepared = self.runner._grammars._prepared
         known = prepared.get(grammar)
         return "" if known else prepared.prepare(self.runner.tokenizer, 1, grammar)

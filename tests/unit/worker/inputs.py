@@ -22,11 +22,14 @@ class Inputs:
         self._next_block = 1
 
     def run(self, inputs: list[list[int]], cached: int = 0, blocks: bytes = b"") -> dict[int, Any]:
-        """Until all have vectors, by index. `cached`: tokens with KV that is in the first of `blocks`."""
+        """Runs steps until all inputs have vectors, and returns these by index.
+
+        `cached`: tokens with KV that is in the first of `blocks`.
+        """
         return self.finish(self.begin(inputs, cached, blocks))
 
     def begin(self, inputs: list[list[int]], cached: int = 0, blocks: bytes = b"") -> dict[int, list[int]]:
-        """The new sequences of the next step, by slot: tokens computed, and all."""
+        """Makes the new sequences of the next step. Returns by slot: [computed tokens, all tokens]."""
         self._arrivals = []
         for slot, tokens in enumerate(inputs):
             table = blocks or pack([self._block() for _ in range(-(-len(tokens) // self.runner.limits.block_size))])

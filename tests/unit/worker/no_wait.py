@@ -1,6 +1,6 @@
-"""A stand-in for a GPU that knows when the host would have to wait for it: tensors on torch's `meta` device have shapes
-and no contents, so whatever asks for a value fails there; and what would not fail there, though a GPU waits, is told by
-the operation."""
+"""A stand-in for a GPU that knows when the host would have to wait for it. Tensors on torch's `meta` device have shapes
+and no contents, so an operation that reads a value fails there. NoWaiting finds the other operations that wait on a GPU
+by their names and arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
-# Their result's shape, or the result itself, hangs on values.
+# The shape of their result, or the result itself, depends on values.
 _WAITS = (
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere", "masked_select",
     "masked_scatter", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
@@ -56,7 +56,7 @@ class NoWaiting(TorchDispatchMode):
         if on_device and name in _WAITS:
             raise HostWaits(f"{func} waits for its result")
         if name in _INDEXES and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-            raise HostWaits(f"{func} with a mask waits for the number of places in it")
+            raise HostWaits(f"{func} with a mask waits for the number of true entries")
         moved = _moved(name, args, kwargs)
         if moved is not None:
             source, target, in_background = moved

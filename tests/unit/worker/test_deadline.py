@@ -1,4 +1,4 @@
-"""When the worker takes a step for hung."""
+"""When the worker considers a step hung."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_idle_worker_is_never_late() -> None:
     assert passed(watch, 2.9) is None
 
 
-def test_time_in_which_the_process_was_stopped_is_not_the_steps() -> None:
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     watch = StepWatch(allowance())
     watch.begun(plan(2))
     assert watch.passed(1000.0) is None
@@ -109,7 +109,7 @@ class Steps:
         return seconds
 
 
-def test_a_worker_that_knows_its_pace_takes_a_step_for_hung_in_less_than_two_seconds() -> None:
+def test_a_worker_that_knows_its_pace_finds_a_hung_step_in_less_than_two_seconds() -> None:
     steps = Steps().known()
     steps.begin()
     assert steps.overdue_after_s() == 1.5
@@ -151,7 +151,7 @@ def test_the_cost_of_a_cached_prefix_is_not_counted_twice() -> None:
     for times, most_s, took_s in (
         (10, 11 * 0.1, 1.0),
         (5, 1.0, 0.5),
-    ):  # as computed from a step behind nothing; as measured behind more
+    ):  # first computed from a step without a prefix, then measured after a longer prefix
         steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times))
         assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * ((times + 1) * 0.01 + most_s), abs=0.3)
         steps.watch.finished(took_s)
@@ -169,7 +169,7 @@ def test_a_step_with_few_tokens_after_a_prefix_does_not_set_the_cost_of_many() -
     assert steps.overdue_after_s() > HANG_S + 10 * 31 / 1.31 * 0.1
 
 
-def test_a_prefix_that_one_has_found_gives_others_no_time() -> None:
+def test_the_cached_prefix_of_one_sequence_gives_others_no_time() -> None:
     steps = Steps().known()
     steps.begin(100, prefill_slots=slots(3), new_sequences=found(3, times=10))
     steps.watch.finished(0.1)
@@ -182,7 +182,7 @@ def test_a_prefix_that_one_has_found_gives_others_no_time() -> None:
 
 def test_the_configured_deadlines_hold_until_the_pace_is_known() -> None:
     steps = Steps()
-    steps.run(NUM_REMEMBERED, 0.01)  # and the first step of a link counts for nothing
+    steps.run(NUM_REMEMBERED, 0.01)  # the first step of a link does not count
     steps.begin()
     assert steps.overdue_after_s() > 60
 
@@ -194,7 +194,7 @@ def test_the_cost_of_a_prompt_token_needs_its_own_measurement() -> None:
     assert steps.overdue_after_s() > 60
 
 
-def test_the_slowest_of_late_counts_and_is_forgotten_in_time() -> None:
+def test_the_slowest_recent_step_counts_until_it_is_forgotten() -> None:
     steps = Steps().known()
     steps.run(1, 1.0)  # a machine with too much to do
     steps.begin()

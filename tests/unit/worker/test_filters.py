@@ -33,7 +33,7 @@ def any_row(vocab: int) -> st.SearchStrategy[list[float]]:
 
 @given(rows=st.lists(any_row(80), min_size=1, max_size=3), share=st.sampled_from(SHARES))
 @settings(max_examples=80, deadline=None)
-def test_both_ways_are_the_definition(rows: list[list[float]], share: float) -> None:
+def test_both_ways_follow_the_definition(rows: list[list[float]], share: float) -> None:
     values = torch.tensor(rows)
     weights = whole_weights(values)
     wanted = torch.full((len(rows), 1), share, dtype=torch.float32).double() * weights.double().sum(-1, keepdim=True)
@@ -59,7 +59,7 @@ def test_both_ways_give_equal_results_on_large_rows(vocab: int, spread: float) -
 
 @pytest.mark.parametrize("top_p", [0.0, 0.2, 0.7, 0.95, 0.999])
 @pytest.mark.parametrize("by_radix", [False, True])
-def test_both_ways_are_transformers(top_p: float, by_radix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_equal_transformers(top_p: float, by_radix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_radix:  # as on a GPU
         monkeypatch.setattr(filters, "beyond_by_sorting", beyond_by_radix)
     ids = torch.zeros(6, 1, dtype=torch.int64)
@@ -72,8 +72,8 @@ def test_both_ways_are_transformers(top_p: float, by_radix: bool, monkeypatch: p
 
 
 @pytest.mark.parametrize("vocab", [2, 50, 1000, 128_256, 2**18])
-def test_sums_of_weights_do_not_hang_on_their_order(vocab: int) -> None:
-    """Flat rows are the heaviest."""
+def test_sums_of_weights_do_not_depend_on_their_order(vocab: int) -> None:
+    """Rows of equal logits have the largest sums."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.stack((torch.zeros(vocab), torch.randn(vocab, generator=generator)))
     weights = whole_weights(logits)

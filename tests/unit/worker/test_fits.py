@@ -48,7 +48,7 @@ def settings(**chosen: Any) -> WorkerSettings:
 
 @pytest.fixture(autouse=True)
 def own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is claimed here is not to be left by the workers of other tests."""
+    """Each test has its own folder of claims, without claims of the workers of other tests."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -155,7 +155,7 @@ def test_a_pool_on_a_cpu_leaves_the_memory_that_other_workers_claimed(has: Any) 
     assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == int(8 * GIB) // one_block
     with another_worker(5 * GIB):
         assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == int(0.9 * 5 * GIB) // one_block
-    with another_worker(10 * GIB):  # never less than was checked to be useful, before the weights
+    with another_worker(10 * GIB):  # never fewer than check_fits asks for
         smallest = memory_need(wanted, CONFIG_70B, torch.bfloat16).pool_bytes // one_block
         assert cpu_blocks(wanted, CONFIG_70B, torch.bfloat16, 131072) == smallest
 
@@ -236,7 +236,7 @@ def test_a_system_that_does_not_tell_its_memory_refuses_nothing(monkeypatch: pyt
 
 
 def test_nothing_is_fetched_of_a_model_that_is_too_large(tmp_path: Path, has: Any) -> None:
-    """The folder has no weights at all: it is refused for its size, not for these."""
+    """The folder has no weights: the model is refused for its size, not for missing weights."""
     has(24)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     with pytest.raises(ModelTooLarge):

@@ -60,7 +60,7 @@ def test_the_message_says_where_the_memory_went() -> None:
     length=st.integers(2, 100),
     block_size=st.sampled_from([1, 7, 16]),
 )
-def test_the_largest_step_is_one_that_could_be(seqs: int, batched: int, length: int, block_size: int) -> None:
+def test_the_largest_step_is_a_possible_step(seqs: int, batched: int, length: int, block_size: int) -> None:
     limits = SlotLimits(seqs, batched, length, block_size, 10, 50, ())
     arrays = largest_step(limits)
     lengths = np.diff(arrays.qo_indptr)
@@ -95,7 +95,7 @@ def test_a_model_that_flashinfer_cannot_serve_runs_on_torch_and_one_line_says_so
     assert [(line["model"], reason in line["reason"]) for line in lines] == [("m", True)]
 
 
-def test_torch_that_was_asked_for_needs_no_line() -> None:
+def test_the_choice_of_torch_attention_is_not_logged() -> None:
     settings = WorkerSettings(attention_backend="torch")
     with structlog.testing.capture_logs() as lines:
         assert build_module._flashinfer(settings, _model(16, torch.float32), torch.device("cuda")) is None
@@ -154,7 +154,7 @@ def trial(device: TrialDevice) -> Callable[[], Any]:
 def test_the_memory_of_steps_is_measured_by_a_trial(
     sizes: list[int], graphs_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest graph, and for each of the others what the second one takes."""
+    """The largest graph counts as measured. Each other graph counts as much as the second one takes."""
     device = TrialDevice(monkeypatch)
     needed = memory.bytes_for_steps(trial(device), sizes, torch.device("cpu"))
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
@@ -177,7 +177,7 @@ def test_a_graph_counts_even_if_the_allocator_had_room_for_it(monkeypatch: pytes
 
 
 def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of logits, if a step has that many rows, and one sequence."""
+    """The step has one sequence, and enough rows to fill a slice of logits."""
     device = TrialDevice(monkeypatch)
 
     def make_runner() -> Any:

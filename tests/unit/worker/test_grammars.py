@@ -184,7 +184,7 @@ def test_a_grammar_is_forgotten_by_its_number() -> None:
 def test_a_grammar_with_slow_masks_fails_alone(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch, few_rows: int
 ) -> None:
-    """By the time that each takes, on a clock of the test's: with few rows, and after a slow step with many."""
+    """The test's clock tells the time of each mask: with few rows, and with many rows after a slow step."""
     slow_rows, clock = [JSON], [0.0]
     fill = fill_next_token_bitmask
 

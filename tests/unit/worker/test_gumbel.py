@@ -1,4 +1,4 @@
-"""The draw: it follows the distribution, hangs on seed, position and token alone, and takes noise in its logits."""
+"""The draw follows the distribution, depends on seed, position and token alone, and tolerates noise in the logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keys_of(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> Tensor:
 
 @pytest.mark.parametrize(("seeds", "positions"), [(3, range(40_000)), (range(40_000), 3)])
 def test_shares_are_probabilities(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> None:
-    """By chi square over a whole vocabulary: of one sequence, and of as many."""
+    """By chi square over a whole vocabulary: 40,000 draws of one sequence, and one of each of 40,000 sequences."""
     logits = 2 * torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
     tokens = draw(logits.expand(40_000, -1), keys_of(seeds, positions))
     expected = 40_000 * logits.softmax(-1)[0]
@@ -39,7 +39,7 @@ def test_the_noise_depends_only_on_seed_position_and_token() -> None:
 
 
 def test_the_noise_looks_random() -> None:
-    """Of neighbouring positions, seeds and tokens: no more alike than chance has it."""
+    """Neighbouring positions, seeds and tokens have noise that is not more correlated than by chance."""
     for keys in (keys_of(7, np.arange(4000)), keys_of(np.arange(4000), 7)):
         values = noise_bits(keys, 200).numpy().view(np.uint32) / 2.0**32
         assert abs(values.mean() - 0.5) < 0.002
@@ -70,8 +70,8 @@ def test_the_only_token_that_is_left_is_drawn(bits: int, monkeypatch: pytest.Mon
     assert draw(logits, keys_of(1, [1])).tolist() == [5]
 
 
-def test_noise_in_the_logits_decides_next_to_nothing() -> None:
-    """Where a number falls among the sums of probabilities, this noise decides one draw in 1,500 or so."""
+def test_noise_in_the_logits_changes_almost_no_draw() -> None:
+    """A draw by cumulative probabilities would change with this noise in about one of 1,500 cases."""
     generator = torch.Generator().manual_seed(0)
     differ = 0
     for start in range(0, 20_000, 1000):

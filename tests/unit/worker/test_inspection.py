@@ -55,7 +55,7 @@ def test_a_model_that_a_worker_refuses_is_refused(monkeypatch: pytest.MonkeyPatc
         inspect_model(settings())
 
 
-def test_a_pool_that_memory_cuts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_memory_limits_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, 8)
     whole = inspect_model(settings(kv_cache_gib=1))
     assert whole.pool_bytes == whole.wanted_pool_bytes == pytest.approx(GIB, rel=0.01)
