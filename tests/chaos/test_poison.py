@@ -64,7 +64,8 @@ async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack
         assert why in error, fault
         assert what in error, fault
     assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3
-    # Once in the crowd, and six times alone (more where a machine is so slow that a step is taken for hung).
+    # One failure of all requests together, and two of each poisoned request alone. A slow machine adds failures: there
+    # a slow step may be taken for hung.
     assert (stack.metric("paceline_scheduler_step_failures_total") or 0) >= 7
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)

@@ -29,7 +29,8 @@ async def test_the_next_scheduler_finds_what_the_worker_has_computed(stack: Stac
         await asyncio.to_thread(stack.start, "scheduler")
         await asyncio.to_thread(stack.wait_metric, RUNNING, len(right))
     assert await serving == right
-    # Each computes the token that it got last, and no other: 32 in all, where without it would be 573.
+    # After a restart each request recomputes only its last token: 32 tokens in all. Without the KV that the worker has
+    # kept it would be 573.
     assert (stack.metric(PREFILLED, "worker-1") or 0) - before <= 4 * len(right) < prefilled
     await asyncio.to_thread(stack.wait_metric, RUNNING, 0)
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_kv_cache_usage_ratio", 0)
@@ -47,7 +48,7 @@ async def test_streams_go_on_with_several_workers(stack: Stack) -> None:
 
 
 async def test_streams_of_direct_grpc_clients_go_on(stack: Stack) -> None:
-    """They submit what is unfinished themselves, with the tokens that they have."""
+    """The clients themselves resubmit unfinished requests, with the tokens that they have."""
     await asyncio.to_thread(stack.up)
     prompts = load.random_prompts(6, 3, 900)
 

@@ -23,12 +23,12 @@ from tests.support.etcd import needs_etcd
 from tests.support.pair import EPOCH, IS_MASTER, SCHEDULERS, Pair
 
 VOCAB, NUM_WORKERS = 900, 2
-# Few tokens take little time. Many take longer than a leader that is cut off continues (4.2 s).
+# A stream of many tokens lasts longer than a leader continues without etcd (4.2 s).
 FEW_TOKENS, MANY_TOKENS = 300, 1400
 RUNNING, WORKERS = "paceline_scheduler_num_requests_running", "paceline_scheduler_num_workers"
 Fault = Callable[[Pair, str, str], Coroutine[Any, Any, None]]
 
-# For busy machines: then each fault takes a minute.
+# On a busy machine each fault takes a minute.
 pytestmark = [needs_etcd, pytest.mark.timeout(900)]
 
 

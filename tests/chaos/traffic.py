@@ -33,7 +33,7 @@ class Seen:
     problem: str
 
     def longest_pause_s(self, begin_s: float, end_s: float) -> float:
-        """Without anything from the server, within these moments."""
+        """The longest time without a message from the server, between these two times."""
         inside = [time for time in (self.began_s, *self.times, self.ended_s) if begin_s < time < end_s]
         times = [max(begin_s, self.began_s), *inside, min(end_s, self.ended_s)]
         return max(after - before for before, after in itertools.pairwise(times))
@@ -45,7 +45,7 @@ def _questions(rng: random.Random) -> Iterator[Question]:
     def prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(8, VOCAB) for _ in range(num_tokens)]
 
-    system = prompt(100)  # which several begin with
+    system = prompt(100)  # several prompts begin with it
     for i in range(4):
         yield completion("short", prompt(12), 40)
         yield completion("long", [*system, *prompt(20)], 250)

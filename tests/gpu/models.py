@@ -53,8 +53,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 64, "tie_word_embeddings": True}),
 }
-# bf16 against fp32 arithmetic on the same bf16 weights: where the tokens part, the reference must hold ours to be as
-# good as its own up to this share of the range of its logits.
+# bf16 against fp32 arithmetic on the same bf16 weights. Where the tokens differ, the reference's logit of our token may
+# be below its best logit by at most this share of the range of its logits.
 BF16_TOLERANCE = 0.04
 
 

@@ -102,7 +102,7 @@ def logits_of_steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to 1 % in norm: a step that is filled up is a product of another shape."""
+    """Up to 1 % in norm: a padded step is a matrix product of another shape."""
     folder = checkpoint("qwen3").folder
     seen = []
     for graph_max_seqs in (0, 40):

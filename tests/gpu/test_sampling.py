@@ -1,4 +1,4 @@
-"""Sampling on a GPU: nothing waits for it, and what comes out is what a CPU gives."""
+"""Sampling on a GPU: the host does not wait for the GPU, and the results are those of a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The real scheduler and cache cores over a worker on a GPU, steps in flight: what their plans move between blocks.
+"""The real scheduler and cache cores over a worker on a GPU, with steps in flight: swaps, copies and forks.
 
-A pool of a few sequences' blocks and a host tier, so that sequences are preempted to host memory and come back, evicted
-prefixes are promoted, samples fork, and blocks are copied on write, all beside steps that the device has not done yet.
+The pool has blocks for a few sequences, and there is a host tier. So sequences are preempted to host memory and come
+back, evicted prefixes are promoted, samples fork, and blocks are copied on write. All of this happens beside steps that
+the device has not finished.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ REQUEST: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 @st.composite
 def scenarios(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.sampled_from([1, 4, 16]))
-    budget = draw(st.sampled_from([4, 16, 64, 256]))  # also below a prompt, and below what a preempted one has grown to
+    budget = draw(st.sampled_from([4, 16, 64, 256]))  # some prompts and preempted requests are longer
     requests = []
     for i, fields in enumerate(draw(st.lists(REQUEST, min_size=1, max_size=12))):
         shared, family = min(fields.pop("shared"), fields["prompt_len"]), fields.pop("family")
@@ -51,7 +51,7 @@ def scenarios(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class ChangingRun(ScenarioRun):
-    """Other presets are put in force in the middle, each before the step that is its key."""
+    """Changes the preset during the run. A key of `changes` is the step before which its preset comes into force."""
 
     def __init__(self, scenario: Scenario, changes: dict[int, str]) -> None:
         super().__init__(scenario, scenario.policies())

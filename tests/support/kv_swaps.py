@@ -14,7 +14,7 @@ NUM_BLOCKS = 3 * SWAP_BATCH_BLOCKS
 
 
 def check_swaps(device: torch.device) -> None:
-    """More blocks than go at once, in no order, there and back to other places; the rest stays as it is."""
+    """Swaps more blocks than a batch holds, in random order, to host memory and back into other blocks."""
     pool = allocate_pool(NUM_BLOCKS, 4, 3, 2, 8, torch.float32, device, NUM_BLOCKS)
     assert (pool.num_blocks, pool.num_host_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
     pool.storage.normal_(generator=torch.Generator(device).manual_seed(1))
@@ -24,7 +24,7 @@ def check_swaps(device: torch.device) -> None:
     count = 2 * SWAP_BATCH_BLOCKS + 5
     sources, hosts, targets = (np.array(rng.sample(ids, count), np.int32) for _ in range(3))
     pool.swap_out(sources, hosts)
-    pool.clear(np.array(ids, np.int32))  # what follows in the same plan must not be what is swapped out
+    pool.clear(np.array(ids, np.int32))  # a later write in the same plan must not reach host memory
     pool.swap_in(hosts, targets)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
         assert torch.equal(pool.storage[:, :, target], before[:, :, source])

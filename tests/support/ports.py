@@ -11,8 +11,8 @@ from pathlib import Path
 # Below the range from which the kernel takes ports for `bind(0)` and for outgoing connections: a port that is found
 # free here stays free until its service binds it, also across a kill and a restart.
 _PORTS = iter(range(20_000 + os.getpid() * 97 % 8_000, 32_000))
-# One locked file for each port that was given away, until this process ends: another one that runs tests would find
-# a port free that is not bound yet, or that a service is about to bind again.
+# This process locks one file for each port that it gave away, until it ends. Without the lock another test process
+# would find a port free that is not bound yet, or that a service is about to bind again.
 _FOLDER = Path(tempfile.gettempdir()) / f"paceline-ports-{os.getuid()}"
 _LOCKS: list[int] = []
 

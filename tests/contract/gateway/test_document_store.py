@@ -110,7 +110,7 @@ async def test_a_piece_never_changes(stores: Stores, one: Document) -> None:
     assert await second.pieces(one.name, [1]) == []
 
 
-async def test_pages_go_by_time(stores: Stores, one: Document, owner: str, clock: Clock) -> None:
+async def test_pages_are_ordered_by_time(stores: Stores, one: Document, owner: str, clock: Clock) -> None:
     first, second = stores
     made = [
         Document(DocumentName("file", owner, f"file-{i}"), "ab"[i % 2], 100.0 + i // 2, 2000.0 + i, i, b"{}")
@@ -182,7 +182,7 @@ async def test_the_longest_waiting_work_of_each_owner_is_next(stores: Stores, on
     assert await second.claim(names[0], LEASE_S)
     assert await first.waiting(kind, one.label, 9) == [names[1], names[2]]
     await second.renew([names[0]], 0.0)
-    assert await first.waiting(kind, one.label, 9) == [names[1], names[2]], "the first one waits anew"
+    assert await first.waiting(kind, one.label, 9) == [names[1], names[2]], "the first one is now last of its owner"
     await first.delete(names[1])
     assert await second.waiting(kind, one.label, 9) == [names[2], names[3]]
 
@@ -216,7 +216,7 @@ async def test_names_of_expired_documents_leave_redis(
     assert await store.replace(replace(found, expires_s=clock.now_s + 120.0))
     assert all(110 <= each <= 120 for each in await last_s())
     await store.put(replace(one, expires_s=clock.now_s + 5.0), has_work=True)
-    assert all(110 <= each <= 120 for each in await last_s()), "as long as the last document"
+    assert all(110 <= each <= 120 for each in await last_s()), "the last document decides"
     await link.close()
 
 

@@ -1,4 +1,4 @@
-"""`echo` of completions: the prompt before its continuation, scored if that is, as evaluation harnesses ask for it."""
+"""`echo` of completions: the answer begins with the prompt. The prompt has log probabilities if the output has them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nothing_but_the_prompt(running: Running, stream: bool) -> None:
+async def test_an_echo_with_max_tokens_0_gives_the_prompt_alone(running: Running, stream: bool) -> None:
     """Harnesses that compare answers ask for no token at all."""
     options: dict[str, Any] = {"prompt": [FOX, IDS], "max_tokens": 0, "echo": True, "logprobs": 1}
     if not stream:
@@ -124,7 +124,7 @@ async def test_nothing_but_the_prompt(running: Running, stream: bool) -> None:
     assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, sum(counts))
 
 
-async def test_a_stream_shows_it_first(running: Running) -> None:
+async def test_a_stream_begins_with_the_prompt(running: Running) -> None:
     options = {"prompt": "a fox", "echo": True, "logprobs": 1, "n": 3, "seed": 4, "temperature": 1.0}
     whole = await completion(running, **options)
     shown = {"include_usage": True, "continuous_usage_stats": True, "include_event_ids": True}
@@ -140,7 +140,7 @@ async def test_a_stream_shows_it_first(running: Running) -> None:
     assert all(event.id for event in events)
 
 
-async def test_a_prompt_that_stands_alone_can_be_resumed_though_nothing_makes_it_reproducible(running: Running) -> None:
+async def test_an_echo_without_output_can_be_resumed_without_a_seed(running: Running) -> None:
     body = {"prompt": "a fox", "max_tokens": 0, "echo": True, "stream": True, "temperature": 1.0}
     body["stream_options"] = {"include_event_ids": True}
     first, *rest = parse_events((await running.http.post(COMPLETIONS, json=body)).text.splitlines())

@@ -83,7 +83,7 @@ async def test_every_method_wants_a_key(start: Start, keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("contract", ["vllm", "sglang", "kserve"])
-async def test_the_tenant_and_the_quotas_are_the_keys(start: Start, keys: Keys, contract: str) -> None:
+async def test_the_key_decides_the_tenant_and_the_quotas(start: Start, keys: Keys, contract: str) -> None:
     secret, other = keys.add("a", tenant="acme", max_requests=1), keys.add("b", max_requests=1)
     running = await launch(start, keys)
     assert await code(generate(contract, running, secret)) is grpc.StatusCode.OK

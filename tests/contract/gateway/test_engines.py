@@ -260,8 +260,8 @@ async def test_a_router_gets_health_and_model_info(start: Start) -> None:
     assert (await scheduler.GetServerInfo(sglang.GetServerInfoRequest())).server_args["max_running_requests"] == 8
 
 
-async def test_a_router_may_leave_the_rank_open(running: Running) -> None:
-    """Some write -1 for it."""
+async def test_a_data_parallel_rank_of_minus_1_is_accepted(running: Running) -> None:
+    """Some routers send -1 when they choose no rank."""
     for call in (
         stub(VllmEngineStub, running).Generate(vllm.GenerateRequest(text="x", data_parallel_rank=-1)),
         stub(SglangSchedulerStub, running).Generate(sglang_request(data_parallel_rank=-1)),

@@ -188,8 +188,8 @@ async def test_requests_that_are_not_http_are_refused(running: Running) -> None:
 
 
 @pytest.mark.parametrize("begin", [b"M-SEARCH / HTTP/1.1\r\na: ", b"PRI /"], ids=["M-SEARCH", "PRI"])
-async def test_no_method_passes_the_limit_of_a_head(running: Running, begin: bytes) -> None:
-    """uvicorn's parser accepts methods that are no word, and would hold a head without a limit."""
+async def test_the_limit_of_a_request_head_holds_for_any_method(running: Running, begin: bytes) -> None:
+    """uvicorn's parser accepts such methods, and would buffer their head without a limit."""
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
     writer.write(begin)
     await asyncio.sleep(0.05)
@@ -198,11 +198,11 @@ async def test_no_method_passes_the_limit_of_a_head(running: Running, begin: byt
     writer.close()
 
 
-async def test_a_method_that_no_path_has(running: Running) -> None:
+async def test_a_method_that_no_path_supports_is_refused(running: Running) -> None:
     assert (await running.http.request("M-SEARCH", "/health")).status_code == 405
 
 
-async def test_request_ids_are_echoed_clean(running: Running) -> None:
+async def test_request_ids_are_echoed_without_unsafe_characters(running: Running) -> None:
     async def echo(given: str | None) -> str:
         headers = {} if given is None else {b"X-Request-ID": given.encode("latin-1")}
         return (await running.http.get("/health", headers=headers)).headers["x-request-id"]
@@ -249,7 +249,7 @@ async def test_more_sequences_than_can_ever_be_in_flight(start: Start) -> None:
     running = await start(settings={"max_live_requests": 8})
     request = {"prompt": ["x", "y", "z"], "n": 3}
     response = await running.http.post("/v1/completions", json=request)
-    assert response.status_code == 400, "no 429, after which a client comes again and again"
+    assert response.status_code == 400, "not 429, because a client would retry for ever"
     assert check_shape(response.json())["param"] == "n"
     assert "9 sequences" in response.json()["error"]["message"]
     assert not running.scheduler.submissions
@@ -257,13 +257,13 @@ async def test_more_sequences_than_can_ever_be_in_flight(start: Start) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "x:1"])
-async def test_only_a_client_that_comes_back_passes_the_limit(start: Start, value: str) -> None:
+async def test_only_a_resumed_stream_passes_the_limit_of_live_requests(start: Start, value: str) -> None:
     running = await start(settings={"max_live_requests": 1})
     running.scheduler.paused = True
     task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"}))
     await until(lambda: running.scheduler.num_running == 1)
     response = await running.http.post("/v1/completions", content=b"no json", headers={"Last-Event-ID": value})
-    assert response.status_code == (400 if value else 429), "only a request that may be running already is read"
+    assert response.status_code == (400 if value else 429), "only a resumed stream is read"
     running.scheduler.paused = False
     assert (await task).status_code == 200
 
@@ -321,13 +321,13 @@ async def test_parts_of_all_messages_are_counted_together(running: Running) -> N
     assert "20000 parts" in error["message"]
 
 
-async def test_a_head_that_does_not_come_is_not_waited_for(start: Start) -> None:
+async def test_an_incomplete_request_head_times_out(start: Start) -> None:
     running = await start(settings={"head_timeout_s": 1.0})
     assert await raw(running, b"") == b"", "nothing was asked"
     answer = await raw(running, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-")
     assert answer.startswith(b"HTTP/1.1 408")
     assert check_shape(json.loads(answer.partition(b"\r\n\r\n")[2]))["reason"] == "request_timeout"
-    # The second one on a connection, too; and a connection between two requests may rest for longer.
+    # A later head on a connection times out, too. Between two requests a connection may be idle for longer.
     well = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     reader, writer = await asyncio.open_connection(*str(running.addresses.http).split(":"))
     for _ in range(2):
@@ -423,7 +423,7 @@ async def test_no_refusal_stands_in_the_middle_of_an_answer(start: Start, more: 
     writer.close()
 
 
-async def test_more_connections_than_there_may_be_are_refused(start: Start) -> None:
+async def test_connections_above_the_limit_are_refused(start: Start) -> None:
     running = await start(settings={"max_connections": 3})
     assert (await running.http.get("/health")).status_code == 200  # one of the three
     others = [await asyncio.open_connection(*str(running.addresses.http).split(":")) for _ in range(2)]

@@ -33,17 +33,17 @@ def test_a_refused_worker_stays_down_even_if_it_was_ready_before() -> None:
     assert Restarts(0.0, was_ready=True).after_exit(NO_MEMORY, 1.0) is not None
 
 
-def test_a_child_that_was_ready_is_started_for_ever_and_ever_less_often() -> None:
+def test_a_child_that_was_ready_is_always_restarted_with_growing_delays() -> None:
     restarts = Restarts(0.0, was_ready=True)
     waits = [restarts.after_exit(KILLED, 1.0) for _ in range(10)]
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0])
 
 
-def test_a_worker_that_wants_to_be_started_again_is() -> None:
+def test_a_worker_that_asks_for_a_restart_is_restarted() -> None:
     assert Restarts(0.0, was_ready=True).after_exit(RESTART, 1.0) == 0.1
 
 
-def test_a_long_life_forgives() -> None:
+def test_a_long_life_resets_the_delay_and_the_deaths() -> None:
     restarts = Restarts(0.0, was_ready=True)
     for _ in range(5):
         restarts.after_exit(KILLED, 1.0)
@@ -71,5 +71,5 @@ def test_the_message_names_the_cause_of_a_childs_end(
     assert describe_exit(status, last_lines, oom_kills, killed_here) == text
 
 
-def test_without_a_word_of_the_child_its_status_is_all_there_is_to_say() -> None:
+def test_without_an_error_line_of_the_child_the_message_names_its_status() -> None:
     assert describe_exit(1, ["Traceback", "KeyError: 3"], None, False) == "ended with status 1"

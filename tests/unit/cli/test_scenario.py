@@ -62,7 +62,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, *flag
     return captured.err
 
 
-def test_the_good_one_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_valid_scenario_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "scenario.json"
     path.write_text(json.dumps(scenario()))
     assert run(path, "--json") == 0
@@ -203,7 +203,7 @@ class ShortOnes(CapacityPolicy):
         return Verdict.ADMIT if request.num_tokens < 9 else Verdict.STOP
 
 
-def test_however_many_can_never_run_the_others_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_can_never_run_do_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     never = [{"id": f"n{i}", "prompt_len": 9, "max_new_tokens": 2} for i in range(4)]
     fits = {"id": "fits", "arrive": 1, "prompt_len": 3, "max_new_tokens": 2}
     preset = {"order": "fcfs", "capacity": f"{__name__}:ShortOnes", "batch": "decode-first", "preemption": "last-in"}

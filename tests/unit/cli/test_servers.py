@@ -136,7 +136,7 @@ def test_a_state_file_of_a_process_that_ended_is_ignored_and_removed_by_the_next
         assert sorted(path.name for path in folder.iterdir()) == ["8000.json", "8003.json", "8004.json"]
 
 
-def test_a_server_leaves_the_file_of_the_one_that_took_its_port(folder: Path) -> None:
+def test_a_server_does_not_remove_the_state_file_of_a_server_that_took_its_port(folder: Path) -> None:
     with announced(8000, "demo", "127.0.0.1:1", "127.0.0.1:2") as announcement:
         successor = replace(announcement.server, model="other")
         (folder / "8000.json").write_text(json.dumps(asdict(successor)))
@@ -237,7 +237,7 @@ def test_a_server_that_does_not_answer_is_one_line(
 
 
 @pytest.mark.parametrize("command", [["policy", "get"], ["explain", "r1"], ["cache", "stats"]])
-def test_an_address_that_cannot_be_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_address_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     flag = "--cache" if command[0] == "cache" else "--scheduler"
     assert main([*command, flag, "8000"]) == 2
     [line] = capsys.readouterr().err.splitlines()

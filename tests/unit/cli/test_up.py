@@ -233,7 +233,7 @@ async def test_services_write_json_without_a_terminal_or_on_demand(terminal: boo
     assert {flags(child)["--log-format"] for child in children} == {told}
 
 
-async def test_a_json_line_of_a_service_stays_one_that_a_program_can_read() -> None:
+async def test_a_json_line_of_a_service_stays_valid_json() -> None:
     running = Up("--port", "0")
     line = json.dumps(
         {"timestamp": "2026-01-02T03:04:05Z", "service": "cache", "message": "[red]a :x: " + "long " * 50}
@@ -288,7 +288,7 @@ def test_up_needs_a_certificate_for_its_own_health_checks(capsys: pytest.Capture
     assert "--tls-client-ca needs --tls-dir" in capsys.readouterr().err
 
 
-async def test_certificates_that_cannot_be_used_end_up_with_one_line(tmp_path: Path) -> None:
+async def test_up_ends_with_one_line_if_a_certificate_cannot_be_used(tmp_path: Path) -> None:
     settings = Up("--port", "0", "--tls-dir", str(tmp_path)).settings
     assert await run(settings, asyncio.Event(), Console(file=io.StringIO())) == (
         f"TLS: {tmp_path / 'cert.pem'}: No such file or directory"

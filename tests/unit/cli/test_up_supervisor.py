@@ -103,7 +103,7 @@ async def test_up_ends_with_the_reason_after_three_kills_of_an_unready_worker() 
     assert stack.said("out of memory; starts again in 0.1 s"), "the first death says it, too"
 
 
-async def test_a_model_that_does_not_fit_ends_it_all_at_the_first_try() -> None:
+async def test_up_ends_at_the_first_failure_if_the_model_does_not_fit() -> None:
     stack = ShellStack({"worker-1": TOO_LARGE}, 1, others_serve=False)
     assert await until_over(stack) == "worker-1 ended with status 4: m does not fit into memory"
     assert stack.shells["worker-1"].starts == 1

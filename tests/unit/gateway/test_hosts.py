@@ -14,12 +14,12 @@ def allows(hosts: AllowedHosts, *values: str) -> bool:
 
 
 @pytest.mark.parametrize("bound_to", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
-def test_on_loopback_only_loopbacks_names_are_answered(bound_to: str) -> None:
+def test_on_loopback_only_loopback_names_are_answered(bound_to: str) -> None:
     hosts = AllowedHosts([], bound_to)
     for name in ("localhost", "LOCALHOST", "localhost.", "app.localhost", "127.0.0.1", "127.1.2.3", "[::1]"):
         assert allows(hosts, name)
         assert allows(hosts, f"{name}:8000")
-    assert allows(hosts), "no browser leaves it out"
+    assert allows(hosts), "every browser sends a Host header"
     for name in (
         "evil.example",
         "localhost.evil.example",
@@ -30,7 +30,7 @@ def test_on_loopback_only_loopbacks_names_are_answered(bound_to: str) -> None:
     ):
         assert not allows(hosts, name)
         assert not allows(hosts, f"{name}:8000")
-        assert not allows(hosts, "localhost", name), "not one of several either"
+        assert not allows(hosts, "localhost", name), "each of several Host headers is checked"
     for value in ("", "localhost:80:80", "localhost@evil.example", "[::1", "local host", "[localhost]", "é"):
         assert not allows(hosts, value)
 
@@ -44,7 +44,7 @@ def test_elsewhere_every_name_is_answered_unless_the_operator_lists_them() -> No
     for name in ("www.example.com", "example.org", "evilexample.org", "localhost", "127.0.0.1"):
         assert not allows(hosts, name)
     assert allows(AllowedHosts(["*"], "127.0.0.1"), "anything.example")
-    assert not allows(AllowedHosts(["example.com"], "127.0.0.1"), "localhost"), "a list is the whole list"
+    assert not allows(AllowedHosts(["example.com"], "127.0.0.1"), "localhost"), "a list replaces the default names"
 
 
 def test_prometheus_may_use_any_address_but_no_other_name() -> None:

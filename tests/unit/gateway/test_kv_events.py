@@ -70,7 +70,7 @@ def test_an_empty_snapshot_clears_what_the_router_knows() -> None:
     assert (batch.sequence_number, batch.snapshot.index, batch.snapshot.count, batch.snapshot.blocks) == (100, 0, 1, 0)
 
 
-def test_the_numbers_of_a_long_snapshot_end_at_the_snapshots_number() -> None:
+def test_the_last_batch_of_a_long_snapshot_has_the_number_of_the_snapshot() -> None:
     _, batches = begun(1000, *(stored(1000, [i]) for i in range(1, 201)))
     assert [batch.sequence_number for batch in batches] == list(range(1000 - len(batches) + 1, 1001))
     assert [(batch.snapshot.index, batch.snapshot.count) for batch in batches] == [

@@ -190,7 +190,7 @@ def test_same_input_same_search(options: dict[str, Any], seed: int, coarse: bool
 
 @pytest.mark.parametrize("length_penalty", LENGTH_PENALTIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_wide_enough_it_finds_the_best_of_all(seed: int, length_penalty: float) -> None:
+def test_a_wide_enough_search_finds_the_best_sequence(seed: int, length_penalty: float) -> None:
     vocab, eos, limit = 3, 0, 4
     report = table_report(seed, vocab, vocab)
     scores: dict[tuple[int, ...], float] = {}
@@ -207,7 +207,7 @@ def test_wide_enough_it_finds_the_best_of_all(seed: int, length_penalty: float) 
 
 
 @pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
-def test_never_looks_as_far_as_a_longer_sequence_could_win(length_penalty: float) -> None:
+def test_early_stopping_never_goes_on_while_a_longer_sequence_could_win(length_penalty: float) -> None:
     """Token 0 ends at once with -0.5; the other way scores -0.4 after 5 tokens, and less with fewer."""
     logprob = -0.4 * 5**length_penalty
 
@@ -227,7 +227,7 @@ def test_never_looks_as_far_as_a_longer_sequence_could_win(length_penalty: float
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
-def test_only_early_stopping_is_content_with_enough_endings(early_stopping: Any) -> None:
+def test_only_early_stopping_true_ends_as_soon_as_enough_beams_have_ended(early_stopping: Any) -> None:
     """After two steps (0) and (1, 0) have ended with -3 and -4.1; (1, 1) could still do better, if it ends soon."""
     table = {
         (): [(1, -0.05), (0, -3.0), (2, -9.0)],
@@ -245,7 +245,7 @@ def test_only_early_stopping_is_content_with_enough_endings(early_stopping: Any)
         assert best.score == pytest.approx(-0.48)
 
 
-def test_equals_keep_the_order_of_beams_and_then_of_the_list() -> None:
+def test_equal_scores_keep_the_order_of_beams_and_then_of_the_list() -> None:
     search = BeamSearch(width=3, num_return=3, max_new_tokens=2, length_penalty=0.0)
     assert [beam.token for beam in search.advance([[(7, -1.0), (3, -1.0), (5, -1.0)]])] == [7, 3, 5]
     search.advance([[(2, -1.0), (1, -1.0)], [(4, -1.0)], [(0, -0.5)]])

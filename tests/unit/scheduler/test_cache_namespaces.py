@@ -79,7 +79,7 @@ def test_with_one_cache_for_all_tenants_the_number_is_rounded_down_to_blocks() -
 
 
 @pytest.mark.parametrize("scope", ["tenant", "server"])
-def test_the_model_sees_no_rounding(scope: Any) -> None:
+def test_rounding_of_cached_tokens_does_not_change_what_is_computed(scope: Any) -> None:
     """What a worker computes is what is not cached, in both scopes."""
     system = make(cache_scope=scope)
     worker = system.workers[0].worker

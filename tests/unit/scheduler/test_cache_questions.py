@@ -41,13 +41,13 @@ def exchanges(max_tokens: int) -> list[list[str]]:
     return seen[first:]
 
 
-def test_the_candidates_are_asked_for_after_an_exchange_that_admits_not_with_it() -> None:
+def test_candidates_are_matched_again_in_the_exchange_after_an_admission() -> None:
     """No request ends for a while, so the next step is scheduled with the answer to that exchange."""
     answered = ["commit", "rematch"]
     assert exchanges(max_tokens=64)[:4] == [["admit"], answered, ["extend", "admit"], answered]
 
 
-def test_commits_wait_for_the_question_that_an_ending_brings() -> None:
+def test_commits_wait_for_the_exchange_that_frees_an_ended_request() -> None:
     steps = [["admit"], ["commit", "free", "rematch"]] * 3
     assert exchanges(max_tokens=1)[:6] == steps
 
@@ -55,10 +55,10 @@ def test_commits_wait_for_the_question_that_an_ending_brings() -> None:
 def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
     ops = [op for ops in operations(4, 3, 64) for op in ops]
     frees = [len(op.free.sequences) for op in ops if op.HasField("free")]
-    assert frees == [1, 4]  # the first one: a name from before the model was known
+    assert frees == [1, 4]  # the first `free` is of a sequence name from before the model was known
 
 
-def test_no_more_candidates_are_asked_for_than_a_step_can_begin() -> None:
+def test_no_more_candidates_are_matched_again_than_a_step_can_begin() -> None:
     ops = [op for ops in operations(8, 8, 12) for op in ops]
     asked = [len(op.rematch.sequences) for op in ops if op.HasField("rematch")]
     assert set(asked) == {1}, "each request has as many tokens as a step"
@@ -79,7 +79,7 @@ def test_an_answered_request_does_not_wait_for_the_answers_of_later_ones() -> No
     assert {op.WhichOneof("op") for op in system.to_cache[0].ops} == {"match", "admit"}
 
 
-def test_a_worker_that_just_goes_on_does_not_wait_for_the_blocks_of_another() -> None:
+def test_a_worker_that_only_decodes_does_not_wait_for_the_blocks_of_another_worker() -> None:
     system = LocalSystem(SchedulerConfig(window=1))
     system.open("s")
     toys = [ToyWorker(block_size=32, num_blocks=8, max_num_seqs=8, max_batched_tokens=64) for _ in range(2)]

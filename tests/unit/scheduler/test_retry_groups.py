@@ -69,7 +69,7 @@ def test_only_the_rows_of_the_failed_step_are_suspects(system: LocalSystem, clie
     assert (system.scheduler.counters.failures, system.scheduler.counters.retried) == (1, 2)
 
 
-def test_a_trial_is_alone_in_flight_and_ends_two_tokens_further(system: LocalSystem, client: Client) -> None:
+def test_a_retry_is_alone_in_flight_and_ends_two_tokens_later(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     for handle in (1, 2):
         system.submit("s", handle, [9, 10 + handle], params())
@@ -106,7 +106,7 @@ def test_no_request_is_admitted_before_the_suspects(system: LocalSystem, client:
     assert client.tokens == {handle: expected_output([9, 10 + handle], params()) for handle in (1, 2)}
 
 
-def test_a_suspect_may_be_cancelled_while_it_waits_or_is_tried(system: LocalSystem, client: Client) -> None:
+def test_a_suspect_may_be_cancelled_while_it_waits_or_is_retried(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy())
     for handle in (1, 2, 3):
         system.submit("s", handle, [9, 10 + handle], params())

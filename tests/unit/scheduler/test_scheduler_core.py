@@ -387,7 +387,7 @@ def test_bad_submissions_are_refused_by_name(
 
 
 def test_a_prompt_that_is_scored_is_computed_even_if_it_is_cached(system: LocalSystem, client: Client) -> None:
-    """In chunks, twice (the second time for its KV), and what is scored is shared like all else."""
+    """In chunks, twice: the second time its KV is cached. The KV of a scored prompt is shared like any other KV."""
     system.attach(toy(max_batched_tokens=7))
     prompt = list(range(10, 30))
     right = {i: toy_logprob(prompt[: i + 1]) for i in range(1, 20)}
@@ -404,7 +404,7 @@ def test_a_prompt_that_is_scored_is_computed_even_if_it_is_cached(system: LocalS
 
 
 def test_a_fork_that_the_cache_refuses_is_computed_instead(system: LocalSystem, client: Client) -> None:
-    """Not asked for again and again."""
+    """The scheduler asks for the fork only once."""
     system.attach(toy())
     for handle in (1, 2):
         system.submit(
@@ -508,7 +508,7 @@ def test_a_resubmitted_request_waits_for_a_pool_that_can_hold_it(
     if not early:
         system.attach(toy(num_blocks=4))
     submit_raw(system, 1, prompt_token_ids=pack(*range(9, 39)), sampling=params(10), accepted_before=True)
-    if early:  # the scheduler has restarted, and of its workers the smallest comes first
+    if early:  # the scheduler has restarted, and the smallest worker registers first
         system.attach(toy(num_blocks=4))
     system.run()
     assert not client.endings

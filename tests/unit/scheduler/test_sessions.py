@@ -97,8 +97,8 @@ def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], l
 
 @pytest.mark.parametrize("gathered", [1, 2, MAX_STEPS, MAX_STEPS + 1, MAX_STEPS + 2, 2 * MAX_STEPS + 1])
 def test_handles_are_named_again_after_a_message_of_many_steps(gathered: int) -> None:
-    """`same_handles` refers to the last message. With one step more than a message holds, that message is of other rows
-    than the last step is."""
+    """`same_handles` refers to the handles of the last message. A message of many steps has other handles than its last
+    step."""
     session, reader = Session("s", 1, window=1), Reader()
     handles = np.array([1, 2])
     session.add_tokens(handles, np.array([0, 1], np.int32))
@@ -133,7 +133,7 @@ def test_the_largest_messages_can_be_sent() -> None:
 
 
 def test_tokens_of_one_session_are_not_sorted_by_session() -> None:
-    """The first index is that of the first session; which session each token is for, need not be given then."""
+    """The first argument is the index of the only session, so the second argument may be empty."""
     publisher = Publisher({})
     session = publisher.open("s", 8)
     publisher.tokens(session.index, np.zeros(0, np.int64), np.array([7]), np.array([70], np.int32))

@@ -122,7 +122,7 @@ def test_a_swapped_request_can_be_cancelled() -> None:
     finish(system, but=request.handle)
 
 
-def test_a_cancel_that_crosses_the_swap_on_its_way() -> None:
+def test_a_request_may_be_cancelled_while_its_swap_is_under_way() -> None:
     """Before the cache has answered or the copies are sent. No host block is lost, and none is written late."""
     for moves_before in range(60):
         system = make(window=1, prefix_caching=bool(moves_before % 2))
@@ -253,7 +253,7 @@ def test_without_host_blocks_a_request_is_recomputed(num_host_blocks: int) -> No
     assert system.scheduler.counters.preempted > 0 == system.scheduler.counters.swapped_out
 
 
-def test_a_cache_that_has_less_room_than_was_thought() -> None:
+def test_a_cache_may_have_fewer_host_blocks_than_the_scheduler_thinks() -> None:
     system = make()
     system.attach(toy(num_host_blocks=1))
     worker = only(system)
@@ -301,12 +301,12 @@ def test_samples_of_one_prompt_go_and_come_back_together() -> None:
     system.assert_at_rest()
 
 
-def test_in_mode_swap_each_goes_alone() -> None:
+def test_in_mode_swap_each_sample_is_swapped_out_alone() -> None:
     went, _ = all_in_step(groups_of_three("swap"))
     assert min(map(len, went)) == 1
 
 
-def test_samples_that_fit_together_no_more_come_back_one_by_one() -> None:
+def test_samples_that_no_longer_fit_together_come_back_one_by_one() -> None:
     """In host memory each sample has its own copy of the blocks that the samples shared."""
     system = make("vllm-v0", window=1, mode="auto")
     system.attach(toy(num_blocks=20))
@@ -323,7 +323,7 @@ def test_samples_that_fit_together_no_more_come_back_one_by_one() -> None:
     system.assert_at_rest()
 
 
-def test_the_last_sample_that_is_left_is_recomputed() -> None:
+def test_the_last_remaining_sample_of_a_prompt_is_recomputed() -> None:
     system = make("vllm-v0", mode="auto")
     system.attach(toy())
     short = SamplingParams(top_p=1.0, max_tokens=1, seed=1, ignore_eos=True)

@@ -208,7 +208,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, reference: Callable[[str], Ref
         load_model(str(folder), device=CPU)
 
 
-def test_a_tied_head_that_was_saved_all_the_same_is_left_alone(
+def test_a_saved_head_is_ignored_if_it_is_tied_to_the_embedding(
     checkpoint: Path, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     edit_tensors(checkpoint, lambda t: t.update({"lm_head.weight": torch.zeros_like(t["model.embed_tokens.weight"])}))
@@ -219,7 +219,7 @@ def test_a_tied_head_that_was_saved_all_the_same_is_left_alone(
 
 
 def test_half_precision_checkpoints_and_serving(tmp_path: Path, reference: Callable[[str], Reference]) -> None:
-    """fp16 on disk; every served type computes nearly the same logits' argmax on an easy prompt."""
+    """A checkpoint that is fp16 on disk is loaded as float32 on the CPU, unless another type is asked for."""
     model = reference("llama-tied").model
     transformers.AutoModelForCausalLM.from_pretrained(reference("llama-tied").folder).half().save_pretrained(tmp_path)
     assert model.dtype == torch.float32

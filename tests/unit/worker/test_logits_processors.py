@@ -222,7 +222,7 @@ def test_greedy_with_each_processor_equals_transformers(
     prompt = [5, 6, 7, 8] * 6 + [5, 6]
     plain = checkpoint.greedy(prompt, 30)
     asked = dict(ASKED)
-    # What it says without a ban: single tokens, and pairs and a triple that it would have said.
+    # Parts of the output without a ban: a token, a pair and a triple; and a triple that begins in the prompt.
     words = [[plain[2]], plain[4:6], plain[7:10], [*prompt[-2:], plain[0]]]
     asked["bad words"] = SamplingParams(top_p=1, max_tokens=30, bad_words=[pack(word) for word in words])
     expected = {name: generate(checkpoint, prompt, sampling) for name, sampling in asked.items()}

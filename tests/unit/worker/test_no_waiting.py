@@ -1,4 +1,4 @@
-"""Sampling on a device asks it nothing: the host tells it what to do and goes on. Without a GPU (see no_wait.py)."""
+"""Sampling never makes the host wait for the device. These tests need no GPU (see no_wait.py)."""
 
 from __future__ import annotations
 

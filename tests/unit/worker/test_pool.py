@@ -1,4 +1,4 @@
-"""What becomes of blocks in the pool, held against loops over layers and blocks."""
+"""Clearing, copying and swapping blocks of the pool, compared with loops over layers and blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYERS, BLOCKS, HOST_BLOCKS = 3, 11, 5
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> KvPool:
-    """Every number in it is another one."""
+    """No two numbers in the pool are equal."""
     monkeypatch.setattr(swap, "SWAP_BATCH_BLOCKS", 2)
     made = allocate_pool(BLOCKS, 4, LAYERS, 2, 8, torch.float32, torch.device("cpu"), HOST_BLOCKS)
     made.storage.copy_(torch.arange(made.storage.numel()).view(made.storage.shape))

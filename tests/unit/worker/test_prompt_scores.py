@@ -67,9 +67,7 @@ def test_every_position_of_a_prompt_is_scored_in_chunks_of_any_size(
     assert [sequence.output for sequence in plain] == [checkpoint.greedy(PROMPT[i:], 9) for i in (3, 40)]
 
 
-def test_output_of_before_is_not_scored(
-    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
-) -> None:
+def test_earlier_output_is_not_scored(reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]) -> None:
     checkpoint = reference("qwen2")
     driver = Driver(build(checkpoint.folder).runner, chunk_tokens=25)
     driver.add(PROMPT[:20], 9, SCORED, output=PROMPT[20:40])
