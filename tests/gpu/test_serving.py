@@ -54,7 +54,7 @@ def test_swaps_wait_for_the_steps_before_them_and_later_steps_wait_for_swaps() -
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1234)
 
 
-def test_a_seed_gives_its_tokens_in_any_company(checkpoint: Checkpoints) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(checkpoint: Checkpoints) -> None:
     """In float32 the rounding differs with the shape of the batch by too little to show."""
     runner = gpu_runner(checkpoint("llama3").folder, dtype="float32")
     rng = np.random.default_rng(0)

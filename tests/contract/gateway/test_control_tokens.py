@@ -43,4 +43,4 @@ async def test_control_tokens_of_a_plain_prompt_are_control_tokens(start: Start)
     answer = await running.http.post("/v1/completions", json={"model": MODEL, "max_tokens": 1, "prompt": ATTACK})
     assert answer.status_code == 200
     prompt = array("i", running.scheduler.submissions[-1].prompt_token_ids).tolist()
-    assert len([token for token in prompt if token < NUM_SPECIAL]) == 4, "and one that begins the text"
+    assert len([token for token in prompt if token < NUM_SPECIAL]) == 4, "one of them is the BOS token"

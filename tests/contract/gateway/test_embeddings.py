@@ -172,7 +172,7 @@ async def test_dimensions(start: Start, info: dict[str, Any], dimensions: int, s
     assert answer.json()["data"][0]["embedding"] == pytest.approx(wanted.tolist(), rel=1e-6)
 
 
-async def test_the_answer_has_the_shape_of_the_document(start: Start) -> None:
+async def test_the_answer_matches_the_openapi_document(start: Start) -> None:
     running = await embedder(start)
     operation = (api := await document(running))["paths"]["/v1/embeddings"]["post"]
     body_schema = operation["requestBody"]["content"]["application/json"]["schema"]

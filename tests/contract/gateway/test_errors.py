@@ -117,7 +117,7 @@ async def test_broken_json(running: Running, content: bytes) -> None:
         (b"[" * 60_000 + b"NaN", None),
     ],
 )
-async def test_a_number_that_is_none_is_named(running: Running, content: bytes, field: str | None) -> None:
+async def test_the_field_of_nan_or_infinity_is_named(running: Running, content: bytes, field: str | None) -> None:
     headers = {"content-type": "application/json"}
     status, error = await post(running, "/v1/completions", content=content, headers=headers)
     assert (status, error["param"], error["reason"]) == (400, field, "invalid_json")

@@ -43,7 +43,9 @@ async def test_a_scheduler_with_a_certificate_is_elected(process: EtcdProcess, c
     await client.close()
 
 
-async def test_others_get_no_answer(process: EtcdProcess, certificates: Path, tmp_path: Path) -> None:
+async def test_clients_without_a_certificate_of_the_ca_get_no_answer(
+    process: EtcdProcess, certificates: Path, tmp_path: Path
+) -> None:
     for folder in (None, stranger(tmp_path / "stranger", certificates)):
         client = etcd(process, folder)
         with pytest.raises(EtcdError):

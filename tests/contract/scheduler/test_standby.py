@@ -26,7 +26,7 @@ from tests.support.untyped_grpc import untyped
 from tests.unit.runtime.test_rpc import NOT_SERVING, SERVING, health
 
 TIMEOUT_S = 30.0
-NO_CACHE = "127.0.0.1:1"  # not the cache of a server that runs beside the tests: that would know of an election then
+NO_CACHE = "127.0.0.1:1"  # a cache of a server that runs beside the tests must not learn of this election
 INFERENCE, WORKER = "paceline.v1.InferenceService", "paceline.v1.WorkerService"
 pytestmark = needs_etcd
 

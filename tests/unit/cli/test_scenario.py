@@ -240,11 +240,13 @@ def test_a_missing_field_is_named(name: str, tmp_path: Path, capsys: pytest.Capt
         (json.dumps(scenario(**{"new\nline": 1})), "new line"),
     ],
 )
-def test_no_scenario_at_all(text: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_scenario_is_refused(
+    text: str, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert word in refused(tmp_path, capsys, text)
 
 
-def test_the_file_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "latin1.json").write_bytes(b'{"\xe9": 1}')
     for name, word in (("absent.json", "No such file"), (".", "directory"), ("latin1.json", "no JSON")):
         assert run(tmp_path / name) == 2

@@ -146,7 +146,9 @@ def searches(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(searches(), st.integers(0, 1 << 30), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_nothing_that_may_end_is_lost(options: dict[str, Any], seed: int, coarse: bool) -> None:
+def test_a_search_returns_the_best_endings_of_the_whole_vocabulary(
+    options: dict[str, Any], seed: int, coarse: bool
+) -> None:
     """Replays every step on the whole vocabulary, by plain sorting."""
     search, width = BeamSearch(**options), options["width"]
     everything, reported = (table_report(seed, 10, num, coarse) for num in (10, search.candidates_needed))

@@ -114,7 +114,7 @@ def test_neither_worker_nor_cache_learns_a_salt_or_a_tenant() -> None:
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=2, max_size=6, unique=True), st.binary(min_size=16, max_size=64))
-def test_names_are_as_different_as_tenants_and_salts(pairs: list[tuple[str, str]], secret: bytes) -> None:
+def test_each_pair_of_tenant_and_salt_has_its_own_name(pairs: list[tuple[str, str]], secret: bytes) -> None:
     namespaces = CacheNamespaces("tenant", secret)
     names = [namespaces.name(*pair) for pair in pairs]
     assert len(set(names)) == len(pairs)

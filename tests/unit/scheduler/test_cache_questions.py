@@ -110,8 +110,8 @@ def test_a_step_that_is_not_made_admits_no_request() -> None:
     assert worker.allocating_tokens == 0
 
 
-def test_an_exchange_that_is_just_full_takes_one_more_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So every exchange takes at least one. Each request has 12 tokens, 48 bytes."""
+def test_an_exchange_may_pass_its_limit_by_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an exchange takes a request of any size. Each request here has 12 tokens, 48 bytes."""
     monkeypatch.setattr(link, "MAX_EXCHANGE_BYTES", 96)
     seen = operations(8, 4, 96)
     assert max(sum(op.HasField("match") for op in ops) for ops in seen) == 3

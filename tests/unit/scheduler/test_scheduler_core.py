@@ -456,7 +456,7 @@ def test_scores_of_long_prompts_go_in_several_messages_before_the_tokens() -> No
 
 
 def test_a_sequence_may_fill_the_pool_to_the_last_block(system: LocalSystem, client: Client) -> None:
-    """Its last token is never computed and needs no room. If the prompt alone is too long, it is named."""
+    """The last token is never computed and needs no room. If the prompt alone is too long, the error says so."""
     system.attach(toy(num_blocks=3))
     for handle, (length, max_tokens) in enumerate([(12, 1), (11, 2), (12, 2), (13, 1)]):
         system.submit("s", handle, [9] * length, params(max_tokens))
@@ -598,7 +598,7 @@ def test_kv_of_a_failed_row_is_not_reused(system: LocalSystem, client: Client) -
     system.assert_at_rest()
 
 
-def test_sessions_learn_the_room_in_the_queue_and_the_submissions_that_it_counts(
+def test_sessions_learn_the_free_queue_places_and_the_number_of_counted_submissions(
     system: LocalSystem, client: Client
 ) -> None:
     def told(client: Client) -> tuple[int, int]:
@@ -609,9 +609,9 @@ def test_sessions_learn_the_room_in_the_queue_and_the_submissions_that_it_counts
     other = system.open("t")
     for handle in range(1, 5):
         system.submit("s", handle, [9], params())
-    assert (told(client), told(other)) == ((0, 4), (0, 0)), "with the news that it is full"
+    assert (told(client), told(other)) == ((0, 4), (0, 0)), "the message that the queue is full has the count"
     submit_raw(system, 5, prompt_token_ids=pack(9), sampling=params())
-    assert told(client) == (0, 5), "refused, and seen"
+    assert told(client) == (0, 5), "a refused submission counts"
     system.attach(toy())
     system.run()
     assert told(client) == (4, 5)

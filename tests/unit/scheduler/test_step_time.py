@@ -1,4 +1,4 @@
-"""The step-time model: what it learns from steps, what it ignores, and what it keeps when steps do not tell."""
+"""The step-time model: what it learns from steps, what it ignores, and what it keeps when steps give no information."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_the_cache_may_refuse_a_resuming_request(drains: bool, monkeypatch: pyte
         system.scheduler.worker_drain(end.id)
         system.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(system.cache, "check_invariants", lambda: None)  # which would miss what we have taken
+        patch.setattr(system.cache, "check_invariants", lambda: None)  # it would miss the blocks taken above
         system.move("exchange", None)
     device.pool.give_back(taken)
     system.move("answer", None)

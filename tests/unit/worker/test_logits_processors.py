@@ -240,7 +240,7 @@ def test_greedy_with_each_processor_equals_transformers(
     assert {name: sequence.output for name, sequence in resumed.items()} == expected
 
 
-def test_seeded_and_penalised_tokens_are_the_same_in_every_crowd(
+def test_seeded_and_penalised_tokens_are_the_same_in_every_batch(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     folder = reference("qwen2").folder

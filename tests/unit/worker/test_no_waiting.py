@@ -46,7 +46,7 @@ ASKED = {
 
 
 def rows_asking(names: tuple[str, ...], everyone: bool) -> dict[str, np.ndarray]:
-    """Logits of all rows, without a selection, or of some rows."""
+    """Parameters that every row asks for, so that no rows are selected, or that some rows ask for."""
     values = {name: PER_ROW[name] for name in names}
     return {name: np.repeat(value[-1:], ROWS) for name, value in values.items()} if everyone else values
 
@@ -65,7 +65,7 @@ def test_no_combination_of_filters_waits_for_the_device(everyone: bool, others: 
 
 @pytest.mark.parametrize("names", [n for count in (1, 2, 4) for n in itertools.combinations(ASKED, count)])
 def test_no_combination_of_logits_processors_waits_for_the_device(names: tuple[str, ...]) -> None:
-    """From the start in a slot to the record of the sampled tokens, among rows that ask for nothing."""
+    """From the start of a slot until the sampled tokens are recorded. Some rows of the batch use no processor."""
     sampling = SamplingParams()
     for name in names:
         sampling.MergeFrom(ASKED[name])

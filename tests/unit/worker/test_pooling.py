@@ -36,7 +36,9 @@ def test_vectors_are_those_of_transformers_in_any_batch_and_any_chunks(
         for slot, vector in Inputs(built.runner, chunk).run(INPUTS).items():
             assert np.abs(vector - wanted[slot]).max() < 1e-4, (chunk, slot)
         built.runner.reset()
-    assert max(np.abs(one - wanted[0]).max() for one in wanted[1:]) > 0.05, "the reference tells inputs apart"
+    assert max(np.abs(one - wanted[0]).max() for one in wanted[1:]) > 0.05, (
+        "the inputs have different reference vectors"
+    )
 
 
 def test_last_and_mean_pooling_differ(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_only_prompts_that_are_to_be_scored_have_scored_rows(table: SlotBuffers)
     )
     rows = table.prompt_rows(table.apply(plan))
     assert rows is not None
-    assert rows.rows.tolist() == [5, 6, 7], "behind one decode and the other prompt"
+    assert rows.rows.tolist() == [5, 6, 7], "its rows follow one decode and the other prompt"
     [chunk] = rows.chunks
     assert (chunk.slot, chunk.start, chunk.tokens.tolist(), chunk.num_top) == (3, 1, [2, 3, 4], 3)
 
