@@ -209,7 +209,7 @@ def test_a_wide_enough_search_finds_the_best_sequence(seed: int, length_penalty:
 
 
 @pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
-def test_early_stopping_never_goes_on_while_a_longer_sequence_could_win(length_penalty: float) -> None:
+def test_the_search_goes_on_while_a_longer_sequence_could_win_if_early_stopping_is_never(length_penalty: float) -> None:
     """Token 0 ends at once with -0.5; the other way scores -0.4 after 5 tokens, and less with fewer."""
     logprob = -0.4 * 5**length_penalty
 
