@@ -48,7 +48,7 @@ def _show(channel: grpc.Channel, request: ExplainRequest) -> None:
             console().print(f"{plain(request_id)}:")
         console().print(_table(explanations))
         if (prefix := prefixes.get(request_id)) is not None:
-            console().print(_reuse(prefix))
+            console().print(_reuse(prefix), soft_wrap=True)
     explained = len({one.request_id for one in answer.explanations})
     if several and explained < answer.num_sequences:
         console().print(f"{answer.num_sequences - explained} more sequences of this request are not shown")

@@ -21,6 +21,8 @@ const THEMES: [Theme, string][] = [
 export function App() {
   const route = useRoute();
   const [theme, setTheme] = useTheme();
+  const [hasPlayed, setHasPlayed] = useState(false);
+  useEffect(() => setHasPlayed((before) => before || route.view === "playground"), [route.view]);
   return (
     <>
       <a class="skip" href="#main" onClick={skip}>
@@ -57,9 +59,11 @@ export function App() {
         {route.view === "live" && <LiveView />}
         {route.view === "request" && <RequestLife id={route.id} />}
         {/* Stays mounted, so that a running answer survives a look at the live view. */}
-        <div hidden={route.view !== "playground"}>
-          <Playground />
-        </div>
+        {hasPlayed && (
+          <div hidden={route.view !== "playground"}>
+            <Playground />
+          </div>
+        )}
       </main>
     </>
   );
