@@ -15,8 +15,8 @@ HEALTH_PORTS = {"cache": 50052, "scheduler": 50051, "worker": 50053, "gateway": 
 
 
 def keys(stack: Stack, api: Api) -> str:
-    """The overlay with keys, then down. Returns a remark."""
-    stack.compose("down", "-v", "--remove-orphans")  # of two schedulers
+    """Checks the overlay with keys, then takes the project down. Returns a remark."""
+    stack.compose("down", "-v", "--remove-orphans")  # left by Checks.two_schedulers
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # the containers' user reads it
         secret = _new_key(folder, "app")
@@ -38,8 +38,8 @@ def keys(stack: Stack, api: Api) -> str:
 
 
 def public(stack: Stack) -> str:
-    """The overlay for clients on other machines, then down. Returns a remark."""
-    stack.compose("down", "-v", "--remove-orphans")  # of keys
+    """Checks the overlay for clients on other machines, then takes the project down. Returns a remark."""
+    stack.compose("down", "-v", "--remove-orphans")  # left by keys()
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # the containers' user reads it
         return _serve_publicly(stack, folder, _new_key(folder, "app"))
@@ -64,7 +64,7 @@ def _serve_publicly(stack: Stack, folder: str, secret: str) -> str:
     found = {key: api.get("/v1/models", key)[0] for key in ("", "wrong", secret)}
     assert found == {"": 401, "wrong": 401, secret: 200}, f"statuses: {[*found.values()]}"
     assert Api(port).workers() == 0, "served without TLS"
-    # A stranger in the network of the services: it has no certificate.
+    # A client without TLS gets no answer from a service, even inside the services' network.
     for service, inner in HEALTH_PORTS.items():
         address = f"{service}:{inner}" if service != "worker" else f"127.0.0.1:{inner}"
         probe = ("exec", containers[service], "python", "-m", "services.runtime.healthcheck", address)

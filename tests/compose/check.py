@@ -22,7 +22,7 @@ from tests.compose.stack import Api, Stack, docker, inspect, is_healthy, kill_pr
 WORKER = "paceline/worker:ci"
 SCHEDULER_METRICS_PORT, WORKER_METRICS_PORT, GATEWAY_PORT = 9101, 9103, 8000
 STORIES = ("Once upon a time", "One day", "A small fox", "The old king", "In the morning", "There was a bird")
-STORY_TOKENS = 1600  # so many that streams still run when a busy machine gets to kill something
+STORY_TOKENS = 1600  # long enough that streams still run when a busy machine kills a process
 
 
 class Streams:
@@ -200,7 +200,7 @@ class Checks:
     def drain_worker(self) -> str:
         streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
-        # The container that compose would take away, and as it would; but at once, while the streams run.
+        # Compose would stop this container at `--scale worker=1`. Here it stops while the streams run.
         leaver = self.stack.containers("worker")[-1]
         running = streams.running
         docker("stop", "-t", "40", leaver)
@@ -228,13 +228,13 @@ class Checks:
         wait_until("/ready", lambda: self.api.workers() == 1, 120)
         up_s = time.monotonic() - began_s
         containers = [self.stack.containers(service)[0] for service in ("scheduler", "scheduler-2")]
-        for container in containers:  # standing by is healthy, too
+        for container in containers:  # a standby is healthy, too
             wait_until("scheduler healthy", partial(is_healthy, container), 40)
         leader, standby = sorted(containers, key=_is_leader, reverse=True)
         assert (_is_leader(leader), _is_leader(standby)) == (True, False)
         streams = Streams(self.api.stream, self.pool)
         streams.wait_begun()
-        docker("kill", leader)  # as the user's wish: it is not started again
+        docker("kill", leader)  # counts as the user's wish, so no restart policy starts it again
         running, began_s = streams.running, time.monotonic()
         assert running, "every stream had ended before the kill: it proved nothing"
         waited_s = wait_until("another leader", lambda: _is_leader(standby), 30)

@@ -44,7 +44,7 @@ def docker(*args: str, check: bool = True) -> str:
 
 
 class Stack:
-    """A compose project of its own: name, images' tag and ports clash with no other's."""
+    """A compose project with a name and ports that no other project uses. Its images have the tag `ci`."""
 
     def __init__(self, compose: str) -> None:
         self.name = f"paceline-ci-{os.getpid()}"
@@ -66,7 +66,7 @@ class Stack:
         return command(*self._compose, *self._files, *args, check=check, env=self._env)
 
     def override(self, *paths: str, **environment: str) -> None:
-        """From now on with these files on top of the compose file, and these variables."""
+        """Later compose commands add these files to the compose file, and set these variables."""
         self._files = [argument for path in ("docker-compose.yml", *paths) for argument in ("-f", path)]
         self._env |= environment
 
@@ -117,13 +117,16 @@ def metric(container: str, port: int, name: str) -> float:
 
 
 class Api:
-    """The gateway's HTTP API. AssertionError for any answer but 200."""
+    """The gateway's HTTP API. Methods that generate text raise AssertionError for a status other than 200.
+
+    `resuming_stream` retries 502 and 503.
+    """
 
     def __init__(self, port: int, ca: str = "") -> None:
         """`ca`: the PEM text of the gateway's CA, if it serves HTTPS."""
         self._port = port
         self._tls = ssl.create_default_context(cadata=ca) if ca else None
-        self.resumed = 0  # streams that were asked for again, ever
+        self.resumed = 0  # how often a broken stream was asked for again
 
     def get(self, path: str, key: str = "") -> tuple[int, Any]:
         """Status and JSON body, with an API key if one is given; status 0 if no server answers."""
@@ -177,7 +180,10 @@ class Api:
     def _events(
         self, prompt: str, max_tokens: int, headers: dict[str, str], more: dict[str, Any]
     ) -> Generator[str, None, bool]:
-        """Text of one connection, and whether the stream ended with it; `headers` gets the id of the last event."""
+        """Yields the text of one connection. Returns whether the stream is complete.
+
+        `headers` gets the id of the last event.
+        """
         body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
         connection = self._connect(90)
         finish_reason = last_id = None

@@ -1,4 +1,4 @@
-"""Links between services while one end is silent. The test plays the other end of each real service.
+"""Links between services when one end falls silent. Each test runs one real service and plays its peer.
 
 The tests assert no times: a test that waits for an event that never comes fails with its timeout.
 """
@@ -200,7 +200,7 @@ async def test_a_gateway_leaves_a_scheduler_that_is_silent_or_opens_no_session(m
     session = SchedulerSession(f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
     session.start()
     async with asyncio.timeout(90):
-        while session.num_connects < 2:  # noqa: ASYNC110 - another task's
+        while session.num_connects < 2:  # noqa: ASYNC110 - another task counts them
             await asyncio.sleep(0.05)
     assert scheduler.behaviours == []
     assert scheduler.num_heard == NUM_BEATS
@@ -240,7 +240,7 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
     await server.start()
     settings = SchedulerSettings(port=0, metrics_port=0, cache=f"127.0.0.1:{port}", heartbeat_timeout_s=TIMEOUT_S)
     async with running(serve_scheduler, settings) as channel:
-        worker = untyped(WorkerServiceStub(channel)).Link()  # so that there is something to say to a cache
+        worker = untyped(WorkerServiceStub(channel)).Link()  # so that the scheduler has operations for a cache
         await worker.write(worker_pb2.WorkerServiceLinkRequest(registration=REGISTRATION))
         async with asyncio.timeout(90):
             while len(cache.epochs) < 2:

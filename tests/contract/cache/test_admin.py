@@ -54,7 +54,7 @@ class NamingScheduler(admin_pb2_grpc.AdminServiceServicer):
 
 @contextlib.asynccontextmanager
 async def naming_scheduler() -> AsyncIterator[str]:
-    """The address of what stands in for a scheduler: it names namespaces."""
+    """Yields the address of a fake scheduler that names cache namespaces."""
     server = grpc.aio.server()
     admin_pb2_grpc.add_AdminServiceServicer_to_server(NamingScheduler(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -115,7 +115,7 @@ async def test_a_pin_ends_with_its_time_and_the_next_exchange_reports_its_end(
         ({"name": "taken"}, grpc.StatusCode.ALREADY_EXISTS, "name: 'taken' is pinned already"),
     ],
 )
-async def test_bad_pins(
+async def test_a_bad_pin_is_refused_with_the_wrong_field(
     cache: Running, link: grpc.aio.StreamStreamCall, fields: dict[str, Any], code: grpc.StatusCode, words: str
 ) -> None:
     await ask(link, 2, d.add_worker_op(4, 8, 4), *run_ops(2, [5] * 20, 4))
@@ -156,7 +156,7 @@ async def test_the_command_line(
 async def test_the_beginning_of_chats_is_pinned_by_its_messages(
     cache: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A chat that has been run, and another one, have the system prompt in common, and more than it."""
+    """Two chats with the same system prompt share its tokens and a few of the template. The pin covers them all."""
     system = {"role": "system", "content": "You are a helpful assistant. " * 5}
     tokenizer = TextTokenizer.from_folder(CHECKPOINT)
     ran, other, alone = (
@@ -209,7 +209,7 @@ async def test_the_command_line_says_what_is_wrong(
 async def test_pins_and_resets_of_a_tenant(
     cache: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator names tenant and salt; what the cache knows of them, the scheduler tells."""
+    """The operator gives tenant and salt. The scheduler maps them to the namespace that the cache knows."""
     link = cache.link()
     match = d.match_op(1, A, salt=NAMESPACES.name("acme", "pepper"))
     await ask(link, 1, d.add_worker_op(3, 8, 4), match, *run_ops(1, A, 3)[1:])

@@ -58,7 +58,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_the_changes(cache: Running) ->
     await ask(link, 1, d.add_worker_op(0, 8, 4), *run_ops(1, A))
     call = watch(cache)
     (number, first), *others = await kinds(call, 3)
-    assert number > 1_600_000_000_000_000  # microseconds: no earlier start had it
+    assert number > 1_600_000_000_000_000  # counts from the start time in microseconds, so no earlier server used it
     assert [first, *others] == ["snapshot", (number, "stored"), (number, "snapshot")]
     await ask(link, 2, *run_ops(2, [7] * 32))
     assert await kinds(call, 2) == [(number + 1, "removed"), (number + 2, "stored")]
@@ -163,7 +163,7 @@ async def test_the_server_does_not_wait_for_its_watchers() -> None:
         await asyncio.wait_for(cache.task, 20)
 
 
-async def test_the_stream_is_enough_to_know_everything(cache: Running) -> None:
+async def test_an_early_and_a_late_watcher_reach_the_same_state(cache: Running) -> None:
     link = cache.link()
     await ask(link, 1, d.add_worker_op(0, 6, 4), d.add_worker_op(1, 6, 4))
     call, follower = watch(cache), Follower()

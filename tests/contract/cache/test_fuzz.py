@@ -31,7 +31,7 @@ async def cache() -> AsyncIterator[Running]:
 
 
 def raw_link(channel: Any) -> Any:
-    """One that takes bytes."""
+    """A link that takes raw bytes."""
     return channel.stream_stream(LINK, response_deserializer=pb.CacheServiceLinkResponse.FromString)(timeout=TIMEOUT_S)
 
 
@@ -72,7 +72,7 @@ class Stranger:
             assert await self.call.read() == response
 
     async def end(self, cache: Running) -> None:
-        """In one of the ways in which a link ends."""
+        """Ends the link in a random way."""
         number = self.core.last_exchange
         match self.rng.randrange(6):
             case 0:
@@ -100,7 +100,7 @@ class Stranger:
 
 
 async def failures(cache: Running) -> float:
-    """Links so far, of this process, that ended with the server's own fault."""
+    """How many links of this process have ended with INTERNAL or UNKNOWN."""
     handled = "grpc_server_handled_total"
     names = [f'{handled}{{grpc_code="{code}",grpc_method="{LINK}"}}' for code in ("INTERNAL", "UNKNOWN")]
     metrics = await cache.metrics()

@@ -40,7 +40,7 @@ async def silent() -> AsyncIterator[pb.CacheServiceLinkRequest]:
     yield pb.CacheServiceLinkRequest()
 
 
-async def test_a_scheduler_that_is_succeeded_while_its_link_opens_does_not_get_it() -> None:
+async def test_a_link_that_opens_after_a_newer_schedulers_link_is_refused() -> None:
     cache = CacheServicer(CacheCore(), heartbeat_timeout_s=60.0)
     old, new = SlowCall(1), SlowCall(2)
     links = [asyncio.create_task(cache.Link(silent(), call)) for call in (old, new)]  # type: ignore[arg-type]

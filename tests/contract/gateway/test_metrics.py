@@ -109,7 +109,7 @@ async def test_any_name_of_a_tenant_can_be_scraped(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_finished_request_is_one_line(start: Start, lines: Lines, stream: bool) -> None:
+async def test_a_finished_request_has_one_log_line(start: Start, lines: Lines, stream: bool) -> None:
     running = await start()
     body = BODY | {"tenant": "acme", "stream": stream}
     answer = await running.http.post(PATH, json=body, headers={"X-Request-ID": "abc"})
@@ -145,8 +145,8 @@ async def test_the_line_names_losses_and_host_tokens_where_there_are_some(runnin
     assert (line["losses"], line["cached_host_tokens"], line["cached_tokens"]) == (1, 2, 3)
 
 
-async def test_all_samples_of_a_request_are_one_line(start: Start, lines: Lines) -> None:
-    """Two prompts with two samples each: as its usage counts them."""
+async def test_all_samples_of_a_request_share_one_log_line(start: Start, lines: Lines) -> None:
+    """Two prompts with two samples each. The line counts tokens as the usage does."""
     running = await start()
     body = BODY | {"prompt": [[7, 8, 9, 10], [7, 8, 9, 11]], "n": 2}
     answer = (await running.http.post(PATH, json=body)).json()
@@ -161,7 +161,9 @@ async def test_all_samples_of_a_request_are_one_line(start: Start, lines: Lines)
     assert line["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 6
 
 
-async def test_a_stop_string_counts_the_tokens_that_the_client_is_told(start: Start, lines: Lines) -> None:
+async def test_the_line_of_a_request_with_a_stop_string_counts_the_tokens_of_its_usage(
+    start: Start, lines: Lines
+) -> None:
     running = await start(tokens_per_step=4)
     body = {"prompt": [7, 8, 9], "max_tokens": 64, "ignore_eos": True, "temperature": 0}
     text = (await running.http.post(PATH, json=body)).json()["choices"][0]["text"]
@@ -203,7 +205,7 @@ async def test_overload_writes_no_lines(start: Start, lines: Lines) -> None:
     assert [line["status"] for line in lines()] == [200]
 
 
-async def test_a_request_with_a_client_that_came_back_is_one_line(start: Start, lines: Lines) -> None:
+async def test_a_resumed_request_has_a_line_for_the_resume_and_a_line_for_its_end(start: Start, lines: Lines) -> None:
     running = await start(step_s=0.003)
     body, key = BODY | {"max_tokens": 200, "stream": True}, {"Idempotency-Key": "k"}
     async with running.http.stream("POST", PATH, json=body, headers=key | {"X-Request-ID": "one"}) as answer:

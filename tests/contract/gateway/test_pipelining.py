@@ -26,7 +26,7 @@ async def connect(running: Running) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def num_served() -> int:
-    """Requests that have a task, of the gateway in this event loop."""
+    """How many requests the gateway in this event loop serves: each has a task."""
     return sum("run_asgi" in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 

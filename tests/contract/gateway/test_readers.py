@@ -20,7 +20,7 @@ LARGE = b"#" * 400_000
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's hold next to nothing, so that answers wait in the gateway."""
+    """Makes the kernel's send buffers tiny, so that answers wait in the gateway."""
     bind = http_server._bind
 
     def small(host: str, port: int) -> socket.socket:
@@ -44,7 +44,7 @@ async def ask(running: Running, request: bytes) -> socket.socket:
 
 
 async def ask_for_much(running: Running, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
-    """An answer that is written in one piece; returns when it is on its way."""
+    """Asks for a large answer, which is written in one piece. Returns when its first byte has come."""
     with monkeypatch.context() as patch:
         patch.setattr(GatewayMetrics, "exposition", lambda metrics: LARGE)
         sock = await ask(running, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read_a_stream_is_taken_to_have_gone(start:
     assert await read_all(sock) < len(LARGE) / 2
 
 
-async def test_a_client_that_does_not_read_an_answer_that_has_ended_is_cut_off(
+async def test_a_client_that_does_not_read_a_finished_answer_is_cut_off(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, lost = await start(settings={"send_timeout_s": 0.1}), asyncio.Event()

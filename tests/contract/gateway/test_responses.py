@@ -167,7 +167,7 @@ async def test_a_refused_resume_keeps_the_response(start: Start, stored: dict[st
     assert [event async for event in stream] == rest
 
 
-async def test_a_gateway_that_stops_says_so(start: Start, stored: dict[str, Any]) -> None:
+async def test_a_response_gets_503_when_its_gateway_stops(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored | {"drain_s": 0.0})
     running.scheduler.paused = True
     waiting = asyncio.create_task(running.http.post(PATH, json={"input": "x", "store": False}))
@@ -346,9 +346,7 @@ async def test_a_drained_gateway_leaves_its_responses_to_another(start: Start, s
     assert (finished.status, finished.usage.output_tokens) == ("incomplete", 8)
 
 
-async def test_many_responses_of_other_models_keep_none_from_being_taken_over(
-    start: Start, stored: dict[str, Any]
-) -> None:
+async def test_many_responses_of_other_models_do_not_block_a_takeover(start: Start, stored: dict[str, Any]) -> None:
     first = await start(settings=stored | {"drain_s": 0.0})
     first.scheduler.paused = True
     response = await create(first, background=True)
@@ -500,14 +498,18 @@ async def test_a_refused_request_has_its_status_and_leaves_nothing(start: Start,
     assert (failed.status, failed.error.code, failed.error.message) == ("failed", "server_error", "it kills workers")
 
 
-async def test_a_client_that_leaves(start: Start, stored: dict[str, Any]) -> None:
+async def test_a_response_is_cancelled_when_its_client_leaves_and_ends_when_the_client_returns(
+    start: Start, stored: dict[str, Any]
+) -> None:
     running = await start(settings=stored | {"resume_grace_s": 0.2}, step_s=0.005)
     await create(running)
     with pytest.raises(openai.APITimeoutError):
         await create(running, max_output_tokens=1000, timeout=0.3)
     await until(lambda: running.scheduler.num_running == 0)
     database = sqlite3.connect(stored["response_store"].removeprefix("sqlite:///"))
-    assert database.execute("SELECT count(*) FROM responses").fetchone() == (1,), "no client knows the other's id"
+    assert database.execute("SELECT count(*) FROM responses").fetchone() == (1,), (
+        "the response that timed out is not stored: no client knows its id"
+    )
     database.close()
     stream = await create(running, stream=True, max_output_tokens=1000)
     response_id = (await anext(stream)).response.id

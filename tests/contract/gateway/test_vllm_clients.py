@@ -52,7 +52,7 @@ async def test_a_whole_answer_has_vllms_keys(running: Running) -> None:
     assert (chat["choices"][0]["stop_reason"], chat["choices"][0]["token_ids"]) == (None, None)
 
 
-async def test_the_tokens_behind_the_text(start: Start) -> None:
+async def test_return_token_ids_adds_the_ids_of_prompt_and_output(start: Start) -> None:
     running = await start(next_token=scripted(IDS), step_s=0.001)
     options: dict[str, Any] = {"max_tokens": len(IDS), "return_token_ids": True, "n": 2}
     whole = await post(running, COMPLETIONS, prompt=[7, 8], **options)
@@ -103,7 +103,7 @@ async def test_why_an_answer_ended(start: Start, options: dict[str, Any], finish
             assert (choice["finish_reason"], choice["stop_reason"]) == (finish_reason, stop_reason)
 
 
-async def test_events_of_at_least_some_tokens(start: Start) -> None:
+async def test_a_stream_interval_sends_fewer_events_with_the_same_text(start: Start) -> None:
     running = await start(next_token=scripted(IDS), step_s=0.005)
     body: dict[str, Any] = {"prompt": [7], "max_tokens": 41, "return_token_ids": True}
     found = await chunks(running, COMPLETIONS, stream_interval=10, **body)
@@ -281,14 +281,14 @@ async def test_the_operator_may_have_tokens_named_by_their_ids(start: Start) -> 
 
 
 async def test_load_counts_the_online_sequences_that_run(start: Start) -> None:
-    """Autoscalers and balancers read it. Offline sequences leave no request waiting."""
+    """Autoscalers and balancers read it. It does not count offline sequences."""
     running = await start(step_s=0.01)
     body = {"prompt": [7], "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     async with (
         running.http.stream("POST", COMPLETIONS, json=body) as online,
         running.http.stream("POST", COMPLETIONS, json=body | {"n": 2, "offline": True}) as offline,
     ):
-        events = [answer.aiter_lines() for answer in (online, offline)]  # kept, as its end would end a stream
+        events = [answer.aiter_lines() for answer in (online, offline)]  # kept: a closed iterator ends its stream
         for each in events:
             await anext(each)
         assert running.scheduler.num_running == 5
