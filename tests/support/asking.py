@@ -32,11 +32,13 @@ Cause = Literal["gave up", "lost", "sent"]
 
 
 class Break(NamedTuple):
-    """Why an answer had to be asked for again. On the loop's clock: when it was asked for, since when nothing had come,
-    and when it broke.
+    """Why the client had to ask for an answer again.
 
-    "gave up": the client's own patience, or its pings. "lost": the connection, or there was none. "sent": an error, or
-    an end without one, from the server.
+    Times on the event loop's clock: the client asked at `asked_s`, nothing came after `silent_since_s`, and the answer
+    broke at `time_s`.
+
+    "gave up": the client stopped waiting, by its read timeout or its pings. "lost": the connection broke or could not
+    be opened. "sent": the server sent an error or ended the answer early.
     """
 
     kind: Cause
@@ -49,8 +51,10 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """`name` is of the kind, for reports. With the path GRPC the body has the arguments of the Python client,
-    with BATCHES the `lines`."""
+    """What the client asks for. Reports show `name`, the kind of question.
+
+    With the path GRPC, `body` has the arguments of the Python client. With BATCHES, it has `lines`.
+    """
 
     name: str
     path: str
@@ -66,7 +70,7 @@ class Answer:
     events: list[Event] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     breaks: list[Break] = field(default_factory=list)
-    refusal: str = ""  # that nothing changes: why it was not asked for again
+    refusal: str = ""  # why the client stopped asking: another attempt would not change it
     is_done: bool = False
     is_cancelled: bool = False
 
@@ -79,12 +83,15 @@ class Answer:
         self.breaks.append(Break(kind, why, gateway, asked_s, silent_since_s, asyncio.get_running_loop().time()))
 
     def longest_pause_s(self, since_s: float) -> float:
-        """Between events, or between `since_s` and the first after it."""
+        """The longest time between two events after `since_s`, or between `since_s` and the first of them."""
         times = [since_s, *(time for time in self.times if time >= since_s)]
         return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
     def differs(self, right: Answer) -> str:
-        """From the undisturbed one: how; empty if it does not. One that was cancelled must be its beginning."""
+        """How this answer differs from `right`, the undisturbed answer; empty if it does not.
+
+        A cancelled answer must be a beginning of `right`.
+        """
         mine, whole = _knowledge(self), _knowledge(right)
         if self.is_cancelled:
             wrong = [text for index, text in mine["texts"].items() if not whole["texts"][index].startswith(text)]
@@ -110,12 +117,12 @@ def _knowledge(answer: Answer) -> dict[str, Any]:
     known["heads"] = len(known["heads"])
     for calls in known["calls"].values():
         for call in calls.values():
-            call["id"] = bool(call["id"])  # made from the answer's id, as that is from the idempotency key
+            call["id"] = bool(call["id"])  # depends on the answer's id, which depends on the idempotency key
     return known
 
 
 def asker(read_timeout_s: float) -> httpx.AsyncClient:
-    """`read_timeout_s`: what is silent for longer is asked for again."""
+    """An answer that is silent for longer than `read_timeout_s` is asked for again."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(10.0, read=read_timeout_s)
     return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
@@ -160,14 +167,14 @@ async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, an
 
 
 def _next_request(answer: Answer) -> tuple[str, str, dict[str, Any] | None]:
-    """How to go on: method, path and body."""
+    """Method, path and body of the next request."""
     question = answer.question
     if question.path == RESPONSES and answer.events:
         first, last = (json.loads(answer.events[index].data) for index in (0, -1))
         query = f"stream=true&starting_after={last['sequence_number']}"
         return "GET", f"{RESPONSES}/{first['response']['id']}?{query}", None
     if question.path == MESSAGES:
-        answer.events.clear()  # its events have no ids: it begins again, and must say the same
+        answer.events.clear()  # its events have no ids, so the answer starts again
     return "POST", question.path, question.body
 
 

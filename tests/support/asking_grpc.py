@@ -18,7 +18,7 @@ from tests.support.sse import Event
 if TYPE_CHECKING:
     from tests.support.asking import Answer, Gateway
 
-# A frozen server is left after 1.4 times as long.
+# The client leaves a frozen server after 1.4 times this timeout.
 PING_TIMEOUT_S = 1.5
 RETRY_FOR_S = 60.0
 HEAD = {"id": "", "created": 0, "model": "", "object": "grpc"}
@@ -45,7 +45,7 @@ class _Ear:
         self._answer.broke(_kind(why), why, gateway, self._asked_s)
 
 
-# None: another test of this process asks.
+# None: the call belongs to another test in this process.
 _ear: ContextVar[_Ear | None] = ContextVar("_ear", default=None)
 
 
@@ -95,7 +95,7 @@ def _kind(why: str) -> Literal["gave up", "lost", "sent"]:
 
 
 def _event(piece: Piece) -> Event:
-    """Its tokens, with their log probabilities if there are any, stand where logprobs.content does."""
+    """Puts the tokens, with their log probabilities if there are any, into logprobs.content."""
     scores: Sequence[Any] = piece.logprobs or [None] * len(piece.token_ids)
     tokens = [[token, score and score.logprob] for token, score in zip(piece.token_ids, scores, strict=True)]
     choice = {"index": 0, "text": piece.text, "finish_reason": piece.finish_reason, "logprobs": {"content": tokens}}

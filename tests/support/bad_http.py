@@ -222,7 +222,9 @@ STRUCTURES = [
         structured_outputs={"regex": "a"},
         response_format={"type": "json_object"},
     ),
-    _completion("a search for one", 400, "use_beam_search", structured_outputs={"regex": "a"}, use_beam_search=True),
+    _completion(
+        "beam search with a regex", 400, "use_beam_search", structured_outputs={"regex": "a"}, use_beam_search=True
+    ),
     _completion(
         "a regex of 10^12",
         400,
@@ -269,13 +271,13 @@ CHAT_CASES = [
         _chat(f"messages {value!r:.20}", 400, "messages", messages=value)
         for value in _values([], None, 5, "x", {}, [ITEM] * 100_000)
     ],
-    _chat("a message that is none", 400, "messages.0", messages=[5]),
+    _chat("a message that is a number", 400, "messages.0", messages=[5]),
     _chat("unknown role", 400, "messages.0.role", messages=[{"role": "wizard", "content": "x"}]),
     _chat("a tool's message", 200, None, messages=[{"role": "tool", "content": "x"}]),
     _chat("the assistant's null", 200, None, messages=[{"role": "assistant", "content": None}]),
-    _chat("calls of no function", 400, "messages.0.tool_calls.0.function", messages=[_calling({})]),
+    _chat("a call without a function", 400, "messages.0.tool_calls.0.function", messages=[_calling({})]),
     _chat(
-        "calls without an end",
+        "a call with unclosed arguments",
         400,
         "messages",
         messages=[_calling({"function": {"name": "f", "arguments": "[" * 50_000}})],
@@ -285,7 +287,7 @@ CHAT_CASES = [
     ),
     _chat("documents 5", 400, "documents", documents=5),
     _chat("nothing to continue", 400, "continue_final_message", continue_final_message=True, messages=[_calling(None)]),
-    _chat("an effort without a name", 400, "reasoning_effort", reasoning_effort="most"),
+    _chat("an unknown effort", 400, "reasoning_effort", reasoning_effort="most"),
     _chat("no role", 400, "messages.0.role", messages=[{"content": "x"}]),
     _chat("no content", 400, "messages.0.content", messages=[{"role": "user"}]),
     _content("null", 400, "messages.0.content", None),
@@ -309,8 +311,8 @@ CHAT_CASES = [
     _content("too long", 400, "messages", "x " * 1_000_000),
     _content("special tokens as text", 200, None, "<|im_start|>system\nno<|im_end|></s>"),
     _content("a template as text", 200, None, "{{ 7 * 7 }}{% for x in range(10**9) %}"),
-    _chat("an empty conversation of one", 200, None, messages=[{"role": "user", "content": ""}]),
-    _chat("template variables that are none", 400, "chat_template_kwargs", chat_template_kwargs={"x": [1]}),
+    _chat("one empty message", 200, None, messages=[{"role": "user", "content": ""}]),
+    _chat("a template variable that is a list", 400, "chat_template_kwargs", chat_template_kwargs={"x": [1]}),
     _chat("a template", 400, "chat_template", chat_template="{{ 7 * 7 }}"),
     _chat(
         "10,000 template variables",
@@ -361,14 +363,14 @@ HEADERS = [
     ),
     Case("headers: a key of 10,000", 400, "Idempotency-Key", WELL, headers=(JSON, (b"idempotency-key", b"x" * 10_000))),
     Case(
-        "headers: an event id that is none",
+        "headers: an invalid event id",
         400,
         "Last-Event-ID",
         _dump({"prompt": [5], "max_tokens": 2, "temperature": 0, "stream": True}),
         headers=(JSON, (b"last-event-id", b"zzz")),
     ),
     Case(
-        "headers: an event id for what is no stream",
+        "headers: an event id without stream",
         400,
         "Last-Event-ID",
         WELL,
@@ -448,7 +450,7 @@ RAW_CASES = [
     ),
     RawCase("a length of 10 GB, announced only", (413,), _POST + b"content-length: 10000000000\r\n\r\n"),
     RawCase("chunks of a byte", (200,), _POST + b"transfer-encoding: chunked\r\n\r\n" + _SMALL_CHUNKS),
-    RawCase("a chunk of a size that is none", (400,), _POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n"),
+    RawCase("a chunk with an invalid size", (400,), _POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n"),
     RawCase("a chunk beyond 64 bits", (400, 413), _POST + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\nx"),
     RawCase(
         "trailers", (200, 400), _POST + b"transfer-encoding: chunked\r\n\r\n" + _SMALL_CHUNKS[:-2] + b"x: y\r\n\r\n"
@@ -467,8 +469,6 @@ RAW_CASES = [
         closes=True,
     ),
     RawCase(
-        "expects to be told to go on",
-        (100,),
-        _POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(WELL) + WELL,
+        "expect: 100-continue", (100,), _POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(WELL) + WELL
     ),
 ]

@@ -1,4 +1,4 @@
-"""Certificates of a test's own CA: for services, strangers and the past."""
+"""Certificates for tests: valid sets, certificates of another CA, and expired certificates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def issue(
     trusted: bytes = b"",
     hosts: Sequence[str] = LOOPBACK,
 ) -> Path:
-    """A folder with a pair of the CA, made `ago`. `trusted`: the CAs that its owner trusts (default: the same)."""
+    """A folder with a pair that the CA issued `ago`. `trusted`: the CAs that its owner trusts (default: this CA)."""
     pair = authority.issue("peer", hosts, lifetime, dt.datetime.now(dt.UTC) - ago)
     return write_pair(folder, pair, trusted or authority.pair.cert)
 

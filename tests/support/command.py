@@ -1,4 +1,4 @@
-"""The command `paceline`, asked of a running stack."""
+"""Runs the command `paceline` against a running stack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Done:
 
 
 def paceline(stack: Stack, *argv: str) -> Done:
-    """The command, in this process: starting Python for each takes longer than what they do."""
+    """Runs the command in this process: a new Python takes longer to start than the command to run."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             status = main([*argv, "--scheduler", stack.scheduler])

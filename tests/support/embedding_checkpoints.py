@@ -16,7 +16,7 @@ from demo import CHECKPOINT
 from tests.support.checkpoints import COMMON, LLAMA3_ROPE, fill
 
 Pooling = Literal["last", "mean"]
-# With a head or without one in config.json; with the prefix `model.` or without one in the names of the tensors.
+# Config class, changes to COMMON, and the architecture in config.json: a base model, or a model with an LM head.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, "LlamaModel"),
     "mistral": ("MistralConfig", {"sliding_window": 24}, "MistralModel"),

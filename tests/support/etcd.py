@@ -50,7 +50,7 @@ class EtcdProcess:
         return self
 
     def launch(self) -> None:
-        """Without waiting: a member of a cluster is healthy when most members run."""
+        """Starts the process and does not wait: a member is healthy only when most members of the cluster run."""
         assert BINARY is not None
         log = self._log.open("ab")
         self.process = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""The runner as it is on a GPU, on a CPU: FlashInfer with reference kernels, pinned inputs that are not pinned, and
-graphs that run once more what was captured when they are replayed."""
+"""Runs the GPU's model runner on a CPU: FlashInfer has reference kernels, the pinned inputs are not really pinned, and
+a replayed graph calls the captured function again."""
 
 from __future__ import annotations
 
