@@ -51,7 +51,7 @@ def test_lru_hits_as_a_list_of_single_blocks_does(seed: int, num_blocks: int) ->
     assert replay(requests, num_blocks, "lru") == least_recently_used(requests, num_blocks)
 
 
-def test_with_room_for_all_it_hits_all() -> None:
+def test_a_pool_with_room_for_all_blocks_has_all_possible_hits() -> None:
     requests = made_up(0)
     hits, blocks = bound(requests)
     assert replay(requests, blocks, "lru") == hits

@@ -52,7 +52,7 @@ def test_a_model_left_out_for_want_of_time_is_named(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == ["tiny: no time"]
 
 
-def test_choices_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_choice_is_measured_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     with reference_kernels() as flashinfer:
         monkeypatch.setattr(flashinfer, "top_p_renorm_probs", lambda probs, top_p, is_deterministic: probs)
@@ -88,8 +88,8 @@ def test_bytes_and_operations_are_those_of_public_figures() -> None:
     ),
     st.integers(1, 4),
 )
-def test_plans_are_such_as_a_worker_accepts(requests: list[LoadRequest], concurrency: int) -> None:
-    """The slot table is the judge of what may be in a plan; each request samples as often as it shall."""
+def test_a_worker_accepts_every_plan_of_a_load(requests: list[LoadRequest], concurrency: int) -> None:
+    """SlotBuffers refuses an invalid plan. Each request samples its number of output tokens."""
     table = SlotBuffers(LIMITS)
     sampled: list[int] = []
     for step in Load(LIMITS, requests).steps(concurrency):

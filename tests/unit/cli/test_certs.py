@@ -137,7 +137,7 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.Capture
         (["--host", "-a"], "--host: '-a' is neither a DNS name nor an IP address"),
     ],
 )
-def test_bad_flags_are_one_line(
+def test_bad_flags_get_one_error_line(
     tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -151,7 +151,7 @@ def test_bad_flags_are_one_line(
     assert not (tmp_path / "set").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_gets_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     assert main(["certs", str(tmp_path / "file")]) == 2
     assert "file" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_a_question_without_an_answer_is_dropped_or_asked_again() -> None:
     assert contents(chat) == ["next"]
 
 
-def test_retry_forgets_the_last_answer_alone() -> None:
+def test_retry_removes_only_the_last_answer() -> None:
     chat = ChatHistory()
     assert chat.retry() is None
     for question in ("one", "two"):
@@ -160,7 +160,7 @@ def test_the_certificate_of_this_machines_server_is_trusted_and_no_other(
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "x:8000", "http://", "http://x:99999", "http://x:p"])
-def test_a_url_that_is_none_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_url_gets_one_error_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", url, "hi"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("paceline chat: --url: an HTTP address like http://127.0.0.1:8000 is needed")
@@ -200,7 +200,9 @@ def test_the_question_may_come_from_standard_input(
     )
 
 
-def test_an_api_key_is_shown(openai: ScriptedOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_is_sent_and_an_invalid_key_is_refused(
+    openai: ScriptedOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "k1")
     openai.streams({"content": "x"})
     assert ask(openai, "hi") == 0
@@ -235,14 +237,16 @@ def test_without_a_server_the_line_says_how_to_start_one(
         (429, "later\n\x1b[2J", "later \\x1b[2J"),
     ],
 )
-def test_a_refusal_is_one_line(
+def test_a_refusal_gets_one_error_line(
     openai: ScriptedOpenAI, capsys: pytest.CaptureFixture[str], status: int, said: str, line: str
 ) -> None:
     openai.refuses(status, said)
     assert failure(capsys, 1, "--url", openai.url, "hi") == line
 
 
-def test_another_kind_of_server_is_one_line(openai: ScriptedOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_of_another_kind_gets_one_error_line(
+    openai: ScriptedOpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
     openai.answers.append((404, b"<html>"))
     assert "answered 404: it may be no OpenAI server" in failure(capsys, 1, "--url", openai.url, "hi")
     openai.answers.append((200, b"data: {not json\n\n"))
@@ -266,7 +270,9 @@ def test_a_cut_answer_says_so(openai: ScriptedOpenAI, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "paceline chat: the answer is cut: the limit of tokens is reached\n"
 
 
-def test_a_question_that_is_no_utf_8_is_one_line(openai: ScriptedOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_that_is_not_utf_8_gets_one_error_line(
+    openai: ScriptedOpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert failure(capsys, 1, "--url", openai.url, os.fsdecode(b"\xff")) == "the question is not UTF-8"
 
 

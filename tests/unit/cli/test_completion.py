@@ -99,7 +99,7 @@ def test_fish_describes_what_it_completes(scripts: dict[str, Path]) -> None:
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["policy", "bfloat16"]
 
 
-def test_another_shell_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_gets_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["completion", "ksh"])
     assert end.value.code == 2

@@ -86,6 +86,6 @@ def test_policy_get(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "instead     paceline: order fcfs, capacity watermark," in out
 
 
-def test_an_id_that_is_no_text(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_that_is_not_utf_8_is_refused(scheduler: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "\udcff", "--scheduler", scheduler]) == 2
     assert "request_id: '\\udcff' is not UTF-8" in capsys.readouterr().err

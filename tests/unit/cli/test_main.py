@@ -1,4 +1,4 @@
-"""The command line itself: help, bad input, and what is imported for what."""
+"""The command line itself: help, bad input, and which modules a command imports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "word"),
     [(["sevre"], "'sevre'"), (["serve"], "name a service"), (["serve", "cash"], "'cash'"), (["serve", "--x"], "name")],
 )
-def test_an_unknown_command_or_service_is_one_line(
+def test_an_unknown_command_or_service_gets_one_error_line(
     argv: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
@@ -83,7 +83,7 @@ def test_nothing_slow_is_imported_before_ctrl_c_is_handled() -> None:
     assert not {"pydantic", "structlog", "grpc", "uvloop", "rich"} & {*done.stdout.split()}
 
 
-def test_a_taken_port_is_one_line() -> None:
+def test_a_taken_port_gets_one_error_line() -> None:
     import socket
 
     with socket.socket() as busy:
@@ -155,5 +155,5 @@ def test_grpc_does_not_hand_messages_from_thread_to_thread() -> None:
     env = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     done = subprocess.run([sys.executable, "-c", ECHO], capture_output=True, text=True, timeout=60, check=True, env=env)
     assert "experiment" not in done.stderr
-    # They wake for timers, too.
+    # The threads also wake for timers.
     assert int(done.stdout) < 100, "switches of gRPC's EventEngine threads in 100 echoes, the least of three times"

@@ -82,7 +82,7 @@ async def test_a_bug_is_a_500_and_reaches_the_log() -> None:
     assert sent[-1]["type"] == "raised"
 
 
-async def test_a_bug_behind_the_beginning_of_an_answer_begins_no_other() -> None:
+async def test_an_error_after_an_answer_has_begun_starts_no_second_answer() -> None:
     sent, _ = await ask(Broken())
     assert statuses(sent) == [200]
     assert sent[-1]["type"] == "raised"
@@ -91,4 +91,4 @@ async def test_a_bug_behind_the_beginning_of_an_answer_begins_no_other() -> None
 async def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert statuses((await ask(ClientDisconnect()))[0]) == [499]
     _, peer = await ask(Gone())
-    assert peer.dropped, "the server drops what is written then"
+    assert peer.dropped, "the server drops what is written after the client has gone"

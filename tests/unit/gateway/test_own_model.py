@@ -49,7 +49,7 @@ def test_the_vocabulary_tells_models_apart() -> None:
     assert "(vocab_size 1024), but the workers serve b (vocab_size 2048)" in difference(vocab_size=2048)
 
 
-def test_a_data_type_that_was_asked_for_is_held_to() -> None:
+def test_a_dtype_that_the_operator_set_must_match() -> None:
     assert difference(replace(OWN, dtype="float32")) == ""
     told = difference(replace(OWN, dtype="bfloat16"))
     assert "(dtype bfloat16), but the workers serve b (dtype float32)" in told

@@ -98,11 +98,11 @@ def test_defaults_that_every_request_would_be_refused_for_are_refused_at_start(
         read_model_files(tmp_path)
 
 
-def test_limits_are_taken_as_they_come_in_32_bits(builder: RequestBuilder) -> None:
+def test_a_limit_rounded_to_a_32_bit_float_is_accepted(builder: RequestBuilder) -> None:
     assert make_job(builder, repetition_penalty=float(np.float32(0.01))).sampling.repetition_penalty
 
 
-def test_the_workers_know_better_than_the_files(builder: RequestBuilder) -> None:
+def test_the_model_info_of_the_workers_replaces_that_of_the_files(builder: RequestBuilder) -> None:
     info = common_pb2.ModelInfo(vocab_size=10, max_model_len=20, eos_token_ids=[9])
     served = RequestBuilder(builder.tokenizer, read_model_files(CHECKPOINT), worker_model=lambda: info)
     assert (served.vocab_size, served.max_model_len, served.eos_token_ids) == (10, 20, frozenset({9}))
@@ -206,7 +206,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them(builder: Requ
 
 
 def test_parameters_of_many_tokens_have_a_limit() -> None:
-    """So that what travels with a batch of requests stays below the limit of a message."""
+    """So the message with a batch of requests stays below the size limit of gRPC messages."""
     large = RequestBuilder(IdTokenizer(10_000), ModelFiles(CHECKPOINT, 50, 10_000, frozenset()))
     assert len(make_job(large, allowed_token_ids=range(8192)).sampling.allowed_token_ids) == 4 * 8192
     assert len(make_job(large, bad_words=[[i] * 64 for i in range(64)]).sampling.bad_words) == 64
@@ -469,7 +469,7 @@ def test_a_list_that_is_too_long_is_refused_by_its_length(name: str, value: Any,
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-def test_lists_as_long_as_may_be_are_taken() -> None:
+def test_lists_of_the_greatest_allowed_length_are_accepted() -> None:
     body = {
         "prompt": [1] * 1024, "stop": ["a"] * 16, "stop_token_ids": [1] * 256, "bad_words": [[1] * 64] * 256,
         "logit_bias": {str(i): 1 for i in range(1024)}, "allowed_token_ids": [1] * 8192,

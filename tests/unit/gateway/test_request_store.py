@@ -77,7 +77,7 @@ async def test_a_client_that_comes_back_reads_from_the_beginning(rig: Rig) -> No
     assert rig.store.num_taken_up == 1
 
 
-async def test_the_newest_connection_has_it(rig: Rig) -> None:
+async def test_only_the_newest_connection_reads_the_answer(rig: Rig) -> None:
     first, second = rig.open(), rig.open()
     rig.session.give(rig.session.live[0], 50)
     with pytest.raises(ApiError, match="another connection") as replaced:
@@ -153,7 +153,7 @@ async def test_a_request_that_failed_by_itself_is_not_run_again(rig: Rig, failin
     assert rig.store.num_finished == 0
 
 
-async def test_a_stop_string_ends_it_for_the_next_reader_too(rig: Rig) -> None:
+async def test_a_stop_string_also_ends_the_answer_of_the_next_reader(rig: Rig) -> None:
     tokens = rig.builder.encode_word("one two three")
     reading = rig.open(stop=["two"])
     rig.session.give(rig.session.live[0], *tokens)

@@ -1,4 +1,4 @@
-"""The events of a response: numbers, items, and the same events from however many pieces at a time."""
+"""The events of a response: their numbers and items. They do not depend on how the output is cut into pieces."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_how_a_response_ends() -> None:
     assert (cancelled["type"], cancelled["response"]["status"]) == ("response.incomplete", "cancelled")
 
 
-def test_a_break_repeats_the_last_number() -> None:
+def test_an_error_event_repeats_the_last_sequence_number() -> None:
     writer = EventWriter(HEAD)
     writer.begin()
     [event] = writer.error("service_unavailable", "later")

@@ -81,7 +81,7 @@ async def stream(case: Case, batches: Iterator[int], after: EventId | None = Non
         index = next(batches) % len(left)
         request, count = session.live[index], next(batches) % 4
         batch, left[index] = left[index][:count], left[index][count:]
-        if index == 0:  # the first sample has asked for them
+        if index == 0:  # only the first sample asks for prompt scores
             request.prompt_scores = {1: Score(-0.5, ((3, -0.25),))}
         request.scores += [Score(-token / 8, ((token, 0.0), (9, -1.0))) for token in batch]
         session.give(request, *batch)
@@ -152,7 +152,7 @@ def test_a_stream_may_break_behind_any_event(case: Case, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
-def test_an_echo_is_scored_though_its_prompts_first_sample_was_shown(tokens: int) -> None:
+def test_an_echo_has_its_scores_after_the_first_sample_was_delivered(tokens: int) -> None:
     """The client has `tokens` of the first sample and none of the second, which echoes the same prompt scores."""
     case = Case("completion", [[50, 60], [51, 61]], {"logprobs": 1}, echo="öne")
     runs = (run(case, seed) for seed in range(200))
