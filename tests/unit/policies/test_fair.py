@@ -180,7 +180,7 @@ def test_a_new_tenant_gets_no_credit_for_earlier_service() -> None:
     assert names(order) == [1, 5, 2, 6, 3, 7, 4, 8]
 
 
-def test_only_the_last_idle_tenants_are_remembered_and_none_is_walked() -> None:
+def test_only_the_last_idle_tenants_are_remembered() -> None:
     order = FairAmongTenants()
     for i in range(3 * MAX_IDLE):
         serve(order, FakeRequest(i, f"user-{i}", num_prompt_tokens=10))
@@ -247,7 +247,7 @@ def test_recomputation_after_preemption_is_charged_to_no_tenant() -> None:
 
 
 def test_a_search_pays_for_each_of_its_beams() -> None:
-    """A beam is a request of one token; that its search has begun does not make it free."""
+    """Each beam is charged as a request of one token, also after its search has begun."""
     system = LocalSystem(policies=build(choose("", {"order": "fair"})))
     system.attach(ToyWorker(block_size=4, num_blocks=200, max_num_seqs=8, max_batched_tokens=64))
     system.open("s")
@@ -296,7 +296,7 @@ def limited(arrival_index: int, tenant: str) -> Request:
 
 
 class Samples:
-    """Requests of several sequences, in the order and by its rule."""
+    """Requests with several samples each. `order` is under test; `expected` sorts them by the plain rule."""
 
     def __init__(self) -> None:
         self.order = FairAmongTenants()
@@ -381,7 +381,7 @@ def test_comparing_unknown_tenants_stores_nothing() -> None:
     assert not order.idle
 
 
-def test_while_no_tenant_waits_or_one_nothing_that_runs_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_requests_are_looked_at_only_while_two_tenants_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     order = FairAmongTenants()
     running = [FakeRequest(number, "t") for number in range(1, 50)]
     for request in running:

@@ -1,4 +1,4 @@
-"""MAX_UTILIZATION skips requests, and still plans the same steps as the plainest form of its rule."""
+"""MAX_UTILIZATION does not look at every request, but plans the same steps as the plain form of its rule."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from scheduler_svc.policies.order.random import Random
 from scheduler_svc.policies.registry import build, choose
 
 
-def test_a_goal_shorter_than_its_keys_limit_comes_no_further_forward() -> None:
+def test_a_goal_below_the_limit_of_its_api_key_counts_as_the_limit() -> None:
     order = EarliestDeadlineFirst()
     honest = request(1, [1], ttft_slo_s=1.0, min_slo_s=1.0)
     greedy = request(2, [1], arrival_s=0.1, ttft_slo_s=0.001, min_slo_s=1.0)
@@ -182,7 +182,7 @@ def test_hrrn_puts_cached_preempted_requests_first() -> None:
     new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, history=History(has_run=True))
     resumed.add_output(np.array([5, 6], np.int32).tobytes())
     wait(order, new, resumed)
-    assert names(order) == [4, 1, 3], "a new one is only young: its last token is always to be computed"
+    assert names(order) == [4, 1, 3], "a new request is not put first: its last token must always be computed"
 
 
 def test_hrrn_counts_a_refused_request_once() -> None:

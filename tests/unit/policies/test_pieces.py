@@ -132,7 +132,7 @@ def test_tokens_that_a_short_chunk_leaves_go_to_the_next_prompt() -> None:
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
 def test_prompts_wait_for_at_most_batch_wait_iters(iterations: int) -> None:
-    """Each time: later prompts wait as long as the first ones."""
+    """Later prompts wait as long as the first ones."""
     requests = [request("x", 5, 40), request("a", 5, 3, arrive=2), request("b", 5, 3, arrive=20)]
     options = {"batch_wait_iters": iterations, "batch_wait_max_tokens_ratio": 1.0}
     outcome = run(requests, preset="trtllm-no-evict", options=options)

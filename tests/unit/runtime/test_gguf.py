@@ -17,7 +17,7 @@ def gguf(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_a_folder_and_a_repository_of_gguf(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_a_folder_and_a_repository_of_gguf_are_refused(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.runtime.model.hub._fetch", lambda *_: pytest.fail("the hub was asked"))
     for model in (str(gguf), str(gguf.parent), "owner/Model-7B-GGUF", "/nowhere/model.gguf"):
         with pytest.raises(NoSuchModel, match="is GGUF, which is not supported"):

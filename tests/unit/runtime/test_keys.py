@@ -126,7 +126,7 @@ def test_only_the_whole_key_is_found() -> None:
         [("accept", "*/*"), ("x-api-key", SECRET)],
     ],
 )
-def test_a_key_is_shown_in_either_field(fields: list[tuple[str | bytes, str | bytes]]) -> None:
+def test_a_key_is_read_from_either_header(fields: list[tuple[str | bytes, str | bytes]]) -> None:
     assert shown_secret(fields) == SECRET
 
 
@@ -297,7 +297,7 @@ def test_loopback_needs_no_key(host: str) -> None:
 @pytest.mark.parametrize(
     ("host", "instead"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.5", "127.0.0.1"), ("box", "127.0.0.1")]
 )
-def test_other_addresses_need_keys_or_a_word(host: str, instead: str) -> None:
+def test_other_addresses_need_keys_or_the_insecure_flag(host: str, instead: str) -> None:
     used, why = safe_host(host, has_keys=False, insecure=False)
     assert used == instead
     assert host in why
