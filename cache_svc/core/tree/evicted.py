@@ -11,8 +11,9 @@ from __future__ import annotations
 from cache_svc.core.packing import TOKEN_BYTES, common_tokens
 from cache_svc.core.tree.nodes import PartialBlock, PrefixNode, Root
 
-# Entries are kept in two generations. When the newer one has this many bytes of tokens, the older one is forgotten.
-GENERATION_BYTES = 2**22
+# Entries are kept in two generations. When the newer one has this many bytes of tokens, or entries (of some 290 bytes
+# besides the tokens), the older one is forgotten.
+GENERATION_BYTES, MAX_ENTRIES = 2**22, 2**16
 _BITS = 61
 _MODULUS = (1 << _BITS) - 1  # that of Python's hash of an integer
 
@@ -46,7 +47,7 @@ class EvictedPrefixes:
         before = parent.path_hash
         self._newer[path_hash(parent) if before is None else before, key[: self._block_bytes]] = key
         self._num_bytes += len(key)
-        if self._num_bytes >= GENERATION_BYTES:
+        if self._num_bytes >= GENERATION_BYTES or len(self._newer) >= MAX_ENTRIES:
             self._older, self._newer, self._num_bytes = self._newer, {}, 0
 
     def count(self, node: PrefixNode, token_ids: bytes, num_skipped: int, end: int) -> int:

@@ -32,15 +32,23 @@ class PrefixUse(NamedTuple):
         cls, granted: AdmitResult, num_tokens: int, num_cached_tokens: int, block_size: int, *, needs_whole_prompt: bool
     ) -> PrefixUse:
         """Of an admission that the cache has granted."""
+        counts = [granted.num_other_worker_tokens, granted.num_in_flight_tokens, granted.num_evicted_tokens]
+        # What the client is told may be rounded to blocks, and the counts begin where the cache's own number ends. They
+        # must not tell the difference: it is how far the prompt agrees with a block of another tenant.
+        for index, count in enumerate(counts):
+            if count:
+                counts[index] += granted.num_cached_tokens - num_cached_tokens
+                break
+        other_worker, in_flight, evicted = counts
         return cls(
             num_tokens,
             num_cached_tokens,
             block_size,
             needs_whole_prompt,
-            granted.num_other_worker_tokens,
+            other_worker,
             granted.other_worker,
-            granted.num_in_flight_tokens,
-            granted.num_evicted_tokens,
+            in_flight,
+            evicted,
         )
 
     def missed(self) -> list[Missed]:

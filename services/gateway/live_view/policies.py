@@ -5,6 +5,7 @@ The scheduler decides whether the caller may: the gateway passes the caller's ke
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +27,7 @@ from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openai.routes import BODY_ERRORS
 from services.gateway.openai.schema import RequestBody
 from services.gateway.openapi.description import described
+from services.runtime.keys.listen import is_loopback
 
 if TYPE_CHECKING:  # in the stubs only
     from paceline.v1.admin_pb2_grpc import AdminServiceAsyncStub
@@ -34,6 +36,7 @@ PATH = "/v1/policies"
 KINDS = ("order", "capacity", "batch", "preemption", "placement")
 _WHY = "policies are those of all tenants"
 _TIMEOUT_S = 10.0
+_NO_ANSWER = "the scheduler does not answer"
 _Metadata = tuple[tuple[str, str | bytes], ...]
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -78,6 +81,7 @@ def policies_api(gateway: Gateway) -> OtherApi:
     async def set_policies(request: Request) -> Response:
         """Other policies from the next step on. No request is dropped. With API keys only for an admin key."""
         check_admin(caller_of(request), _WHY)
+        check_local(request)
         with gateway.held_body() as held:
             body, _ = await gateway.read_request(PoliciesRequest, request, held)
         choice = _choice(body)
@@ -89,6 +93,15 @@ def policies_api(gateway: Gateway) -> OtherApi:
         return _answer(await _call(gateway, request, change))
 
     return OtherApi(PATH, [Route(PATH, policies), Route(PATH, set_policies, methods=["POST"])], {})
+
+
+def check_local(request: Request) -> None:
+    """Raises ApiError 403 for a caller on another machine, if there are no keys. The scheduler would take the call for
+    one of its own machine, if the gateway runs there."""
+    host = request.client.host if request.client is not None else ""
+    if caller_of(request).key is None and not is_loopback(host):
+        message = "without API keys, policies are changed from this machine only"
+        raise ApiError(403, message, code="admin_required")
 
 
 def _choice(body: PoliciesRequest) -> PolicyChoice:
@@ -114,14 +127,19 @@ async def _call(
     stub = AdminServiceStub(gateway.session.channel)
     try:
         return await work(stub, metadata)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ApiError(
+            503, _NO_ANSWER, code="service_unavailable", retry_after_s=1.0
+        ) from None  # the channel was closed
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             raise invalid(details.partition(":")[0], details, code="invalid_policy") from error
         if error.code() in _NOT_ALLOWED:
             raise ApiError(403, f"the scheduler refuses the call: {details}", code="admin_required") from error
-        message = "the scheduler does not answer"
-        raise ApiError(503, message, code="service_unavailable", retry_after_s=1.0) from error
+        raise ApiError(503, _NO_ANSWER, code="service_unavailable", retry_after_s=1.0) from error
 
 
 def _answer(found: GetPolicyResponse) -> Response:

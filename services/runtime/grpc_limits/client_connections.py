@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from services.runtime.clients import client_of
 from services.runtime.logs import get_logger
@@ -39,8 +41,11 @@ class ClientConnections:
     async def watch(self) -> None:
         """Look again and again, until cancelled."""
         while True:
-            began_s = time.monotonic()
-            num_closed = await asyncio.to_thread(self.close_surplus)
+            began_s, num_closed = time.monotonic(), 0
+            try:
+                num_closed = await asyncio.to_thread(self.close_surplus)
+            except OSError as error:  # there is no free file to look with
+                self._warn("the limit of gRPC connections of a client is not watched", error=str(error))
             spent_s = time.monotonic() - began_s
             await asyncio.sleep(max(_BUSY_S if num_closed else _CALM_S, spent_s / _MAX_SHARE))
 
@@ -62,7 +67,7 @@ class ClientConnections:
             surplus = connections[self._most :]
             num_closed += sum(self._shut_down(peer, file) for peer, file in surplus)
             if surplus:
-                self._log(client)
+                self._warn("a client has reached its limit of gRPC connections", client=client, connections=self._most)
         self._known = known
         return num_closed
 
@@ -84,25 +89,25 @@ class ClientConnections:
                 connection.shutdown(socket.SHUT_RDWR)
             return True
 
-    def _log(self, client: str) -> None:
+    def _warn(self, what: str, **details: Any) -> None:
         if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = time.monotonic()
-            _log.warning("a client has reached its limit of gRPC connections", client=client, connections=self._most)
+            _log.warning(what, **details)
 
 
 @contextlib.contextmanager
 def _open(file: int) -> Iterator[socket.socket | None]:
-    """A duplicate of an open file, since gRPC may close its own at any time. None if it is no socket."""
+    """The socket of an open file, which stays open; None if it is none.
+
+    No duplicate is made of it: to close one would end the process's locks on the file, if it is SQLite's.
+    """
     try:
-        copy = os.dup(file)
-    except OSError:
-        yield None
-        return
+        is_socket = stat.S_ISSOCK(os.fstat(file).st_mode)
+        borrowed = socket.socket(fileno=file) if is_socket else None
+    except OSError:  # closed since
+        borrowed = None
     try:
-        connection = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with connection:
-        yield connection
+        yield borrowed
+    finally:
+        if borrowed is not None:
+            borrowed.detach()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from services.runtime.grpc_limits import client_connections
 from services.runtime.grpc_limits.client_connections import ClientConnections
 from services.runtime.rpc import open_channel
 from tests.unit.runtime import peers
@@ -94,6 +98,39 @@ async def test_sockets_of_other_ports_are_left_alone(port: int, connect: Connect
                 side.recv(1)
         for side in sides:
             side.close()
+
+
+async def test_a_look_leaves_locks_of_files_alone(port: int, connect: Connect, tmp_path: Path) -> None:
+    """POSIX ends a process's locks of a file when the process closes any descriptor of it. SQLite relies on them."""
+    limit = ClientConnections(port, 1)
+    await connect("127.0.0.2", 3)
+    with (tmp_path / "locked").open("w") as locked:
+        fcntl.lockf(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert await closed_by(limit) == 2
+        attempt = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        run = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", attempt, str(tmp_path / "locked")), stderr=asyncio.subprocess.PIPE
+        )
+        _, told = await run.communicate()
+    assert b"BlockingIOError" in told
+
+
+async def test_a_look_that_fails_is_tried_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def look(_: ClientConnections) -> int:
+        nonlocal looks
+        looks += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ClientConnections, "close_surplus", look)
+    monkeypatch.setattr(client_connections, "_CALM_S", 0.01)
+    watch = asyncio.create_task(ClientConnections(port, 2).watch())
+    async with asyncio.timeout(20):
+        while looks < 3:  # noqa: ASYNC110 - a count without an event
+            await asyncio.sleep(0.01)
+    assert not watch.done()
+    watch.cancel()
 
 
 async def test_the_watch_closes_what_comes_later(port: int, connect: Connect) -> None:

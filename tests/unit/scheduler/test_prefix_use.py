@@ -43,6 +43,18 @@ def test_the_last_token_is_always_missed() -> None:
     assert missed(32, 0, 4, whole=True) == [("whole_prompt", 32)]
 
 
+def test_a_rounded_number_of_cached_tokens_hides_the_rest_in_the_reasons_too() -> None:
+    """A prompt agrees with k tokens of a block that is evicted or elsewhere: each k gets the same answer."""
+    for name in ("num_other_worker_tokens", "num_in_flight_tokens", "num_evicted_tokens"):
+        answers = set()
+        for k in range(8):
+            told: dict[str, Any] = {name: 16 - k}
+            granted = AdmitResult(num_cached_tokens=16 + k, **told)
+            use = PrefixUse.of(granted, 50, 16, 16, needs_whole_prompt=False)
+            answers.add(tuple((one.reason, one.num_tokens) for one in use.missed()))
+        assert len(answers) == 1
+
+
 @given(st.integers(1, 200), sizes, st.integers(1, 32), st.booleans(), sizes, sizes, sizes)
 def test_all_tokens_are_explained(
     num_tokens: int, cached: int, block_size: int, whole: bool, other: int, in_flight: int, evicted: int

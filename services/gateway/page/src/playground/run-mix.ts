@@ -18,6 +18,8 @@ export async function compare(
 ): Promise<Run[]> {
   const before = await getJson<PoliciesAnswer>("v1/policies", signal);
   const runs: Run[] = [];
+  // Before the policies change: a mix that the server refuses (a tenant, a limit) must change nothing.
+  for (const part of mix) await runPart({ ...part, count: 1, times: 1, maxTokens: 1 }, 0, "probe", signal);
   try {
     for (const preset of presets) {
       onStep(`runs the mix under ${preset}…`);
@@ -27,9 +29,23 @@ export async function compare(
   } finally {
     onStep("restores the policies…");
     // Without the signal: a stopped comparison restores them, too.
-    await postJson("v1/policies", restored(before));
+    await patiently(() => postJson("v1/policies", restored(before)));
   }
   return runs;
+}
+
+/** Tries again for half a minute: a scheduler that restarts answers again. */
+async function patiently(call: () => Promise<unknown>): Promise<void> {
+  for (let triesLeft = 30; ; triesLeft--) {
+    try {
+      await call();
+      return;
+    } catch (error) {
+      const isFinal = error instanceof ApiProblem && error.status < 500;
+      if (isFinal || triesLeft === 0) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 1000));
+    }
+  }
 }
 
 /** The body that brings policies back. */
