@@ -154,3 +154,30 @@ def test_the_series_with_vllms_names_move(own_stack: Stack) -> None:
         request_params_max_tokens_sum=1205,
         iteration_tokens_total_sum=400 - hits + 1205,
     )
+
+
+def reported_load(stack: Stack, wanted_format: str) -> str | None:
+    """The ORCA header of an answer."""
+    headers = {"content-type": "application/json", "endpoint-load-metrics-format": wanted_format}
+    body = {"prompt": [20, 21, 22], "max_tokens": 1}
+    asked = urllib.request.Request(f"{stack.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=100) as answer:
+        return answer.headers["endpoint-load-metrics"]
+
+
+def test_an_answer_reports_the_load_to_balancers_that_ask(own_stack: Stack) -> None:
+    """ORCA, as vLLM writes it: the same figures as the metrics."""
+    own_stack.up()
+    until_moved(own_stack, num_requests_running=0, cache_config_info=1)
+    text = reported_load(own_stack, "TEXT")
+    assert text == "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0.0"
+    with ask(own_stack, max_tokens=1200, stream=True) as stream:
+        stream.readline()
+        usage = until_moved(own_stack, num_requests_running=1)["vllm:kv_cache_usage_perc"]
+        form, _, report = (reported_load(own_stack, "json") or "").partition(" ")
+        assert form == "JSON"
+        named = json.loads(report)["named_metrics"]
+        assert set(named) == {"kv_cache_usage_perc", "num_requests_waiting"}
+        assert 0 < usage <= named["kv_cache_usage_perc"] <= 1
+        stream.read()
+    assert reported_load(own_stack, "BIN") is None

@@ -46,7 +46,7 @@ class AccessControl:
         if self._keys is None or path in self._open_paths or path.startswith(f"{ASSETS_PATH}/"):
             return ANYONE
         caller = self.identify(headers)
-        if path == METRICS_PATH and caller.key is not None and not (caller.key.metrics or caller.key.admin):
+        if path == METRICS_PATH and not caller.reads_metrics:
             message = f"the key {caller.owner!r} may not read metrics, which name all tenants (metrics = true)"
             raise ApiError(403, message, code="metrics_not_allowed")
         return caller

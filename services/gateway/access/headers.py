@@ -16,6 +16,7 @@ SESSION_ID = "x-session-id"
 SLO_TTFT = "x-llm-d-slo-ttft-ms"
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_IDS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")  # llm-d's name, and the older one
+LOAD_REPORT_FORMAT = "endpoint-load-metrics-format"
 # Each header of a request for tokens, and its meaning.
 HEADERS = {
     SESSION_ID: "the session that the request continues; 1 to 128 printable ASCII characters",
@@ -24,6 +25,7 @@ HEADERS = {
     **dict.fromkeys(FAIRNESS_IDS, "tenant, where the API key allows it"),
     TRACEPARENT: "W3C trace context; its trace id is in the log lines of the request, and on its spans",
     TRACESTATE: "the rest of that context; it is on the spans",
+    LOAD_REPORT_FORMAT: "TEXT or JSON: the answer reports the server's load in endpoint-load-metrics (ORCA)",
 }
 MAX_SESSION_CHARS = 128
 _MAX_SLO_MS = 24 * 3600 * 1000.0

@@ -14,10 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.access.caller import ANYONE, Caller
+from services.gateway.access.headers import LOAD_REPORT_FORMAT
 from services.gateway.errors import CLIENT_CLOSED_REQUEST, ApiError, Gone
 from services.gateway.http.connection import CONNECTION
 from services.gateway.openai.answers import RAW_SEND, WRITE_ERROR, WriteError, error_response
+from services.gateway.telemetry.load_report import LOAD_REPORT, load_report
 from services.runtime.logs import bind_request_id
 from services.runtime.tracing.context import bind_context, context_of
 
@@ -99,6 +102,7 @@ class RequestMiddleware:
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
     may not enter (429, or 403 for a wrong host). Both are sent before routing, which would take most of the time, and
     before the body is read. `root_path`: a prefix that paths may have. `apis`: those with another shape of errors.
+    `load`: the scheduler's, for requests that ask for a report; None while it is unknown.
     """
 
     def __init__(
@@ -108,9 +112,10 @@ class RequestMiddleware:
         admit: Callable[[Scope], Caller] = lambda scope: ANYONE,
         root_path: str = "",
         apis: Sequence[OtherApi] = (),
+        load: Callable[[], SchedulerLoad | None] = lambda: None,
     ) -> None:
         self._app = app
-        self._refusal, self._admit = refusal, admit
+        self._refusal, self._admit, self._load = refusal, admit, load
         self._root_path = root_path
         self._apis = apis
 
@@ -131,7 +136,7 @@ class RequestMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *headers]
+                message["headers"] = [*message.get("headers", ()), *headers, *self._load_report(scope)]
             await send(message)
 
         error: ApiError | None
@@ -141,3 +146,12 @@ class RequestMiddleware:
         except ApiError as refused:
             error = refused
         await (self._app if error is None else error_response(error, scope))(scope, receive, send_with_id)
+
+    def _load_report(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """The header with the server's load, if the request asks for it and its caller may know it."""
+        wanted = next((value for name, value in scope["headers"] if name == LOAD_REPORT_FORMAT.encode()), b"")
+        caller: Caller | None = scope["state"].get(CALLER)
+        if not wanted or caller is None or not caller.reads_metrics or (load := self._load()) is None:
+            return []
+        report = load_report(wanted, load)
+        return [(LOAD_REPORT.encode(), report)] if report is not None else []

@@ -89,7 +89,7 @@ def create_app(
     def admit(scope: Scope) -> Caller:
         return gateway.access.admit(scope["path"].removeprefix(root_path), scope["headers"])
 
-    return RequestMiddleware(app, refusal, admit, root_path, apis)
+    return RequestMiddleware(app, refusal, admit, root_path, apis, lambda: gateway.session.load)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:
