@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/install.py '.[gateway,worker]'
 
-pip alone is silent for minutes with -q, and writes hundreds of lines without. This script writes one line that changes
-on a terminal, and a line every few seconds elsewhere. pip's own words go to `install.log` in the environment.
+pip alone is silent for minutes with -q, and writes hundreds of lines without -q. This script writes one line that
+changes on a terminal, and a line every few seconds elsewhere. pip's own words go to `install.log` in the environment.
 
 The default index of pip has CUDA builds of torch for Linux, some GB with their libraries. Where this machine has no
 NVIDIA GPU, the script asks uv for the CPU build first: uv knows which index has it, so that no host is named here.
@@ -171,7 +171,9 @@ def wanted_torch(constraints: Path = CONSTRAINTS) -> str:
 
 
 def install_torch(choice: str, reporter: Reporter, log: TextIO) -> None:
-    """The CPU build, where `choice` asks for it or (auto) no NVIDIA GPU is found; else pip's own choice comes later."""
+    """Install the CPU build of torch if `choice` is cpu, or if it is auto and the machine has no NVIDIA GPU.
+
+    Otherwise, and on other systems than Linux, install() lets pip choose the build."""
     requirement = wanted_torch()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").split("+")[0] == requirement.removeprefix("torch=="):
@@ -192,7 +194,7 @@ def install_torch(choice: str, reporter: Reporter, log: TextIO) -> None:
         status = Status("fetching uv, which knows where the CPU build of torch is")
         code, lines = run(pip("install", *RETRIES, "--no-deps", "--target", folder, UV), status, reporter, log)
         if _is_offline(lines):
-            return  # pip has to install the rest from there, too, and says then what is wrong
+            return  # install() asks the same index, and its error says what is wrong
         why = "uv cannot be fetched"
         if code == 0:
             uv = os.path.join(folder, "bin", "uv")
@@ -206,7 +208,7 @@ def install_torch(choice: str, reporter: Reporter, log: TextIO) -> None:
 
 
 def _last_cause(lines: Sequence[str]) -> str:
-    """The innermost cause that uv names, after what it wanted."""
+    """The first cause that uv names (what it wanted to do), and the last (the innermost)."""
     causes = [line.partition("cause: ")[2] for line in lines if "cause: " in line]
     errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
     return ": ".join(dict.fromkeys([*causes[:1], *causes[-1:]])) or " ".join(errors[-1:]) or "uv failed"

@@ -30,7 +30,7 @@ PEOPLE = re.compile(r"(?<![^\W_])(who|whom|whose|whoever|(?:some|no|every|any)bo
 SUBJECTLESS = re.compile(r"test_(also|and|it|its|nor|of|so|their|they|those|what|whatever)_")
 # A line about people ends with this marker (in Markdown as a comment: <!-- style: person -->).
 MARKER = "style: person"
-# Sentences about people, or words that are data: the file, and a phrase of the line.
+# (file, phrase): lines with the phrase in this file are allowed. They are about people, or the word is data.
 ALLOWED = (("scripts/style.py", "PEOPLE = "), ("tests/unit/scripts/test_style.py", ""), ("demo/smalltalk.py", "ho "))
 MAX_MODULES = 14
 OTHERS = "protos/paceline/third_party/"  # contracts of other systems, in their words

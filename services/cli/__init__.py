@@ -1,6 +1,6 @@
 """The command line. Imported before grpc, because grpc reads its environment variables only once.
 
-It may import everything, and only tests import it.
+It may import everything, and only tests and benchmarks import it.
 """
 
 import os

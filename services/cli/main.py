@@ -1,6 +1,6 @@
 """`paceline`: the only command. It imports each service only when needed.
 
-The same holds for other slow imports: main() handles Ctrl-C, and must run before a user can press it.
+Other slow imports wait, too: main() handles Ctrl-C, so it must start as early as possible.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ends a service that `paceline up` started when `up` ends, even by a kill."""
+"""Ends a service of `paceline up` when `up` ends, even if `up` is killed."""
 
 from __future__ import annotations
 

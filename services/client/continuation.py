@@ -23,9 +23,9 @@ class Misplaced(PacelineError):
 class Attempts(Generic[R]):
     """The calls of a request that is sent again when a call breaks.
 
-    A broken call is repeated. These are: the server is away (UNAVAILABLE); another side than the client cancelled the
-    call (a server that stops); the stream was reset, ended without a reason, or continued at another token. If the
-    request was accepted before, this also includes a full queue. Every other error is final.
+    A broken call is repeated. A call is broken if the server is away (UNAVAILABLE), if the call was cancelled, but not
+    by the client (a server that stops), or if the stream was reset, ended without a reason, or continued at another
+    token. After the request was accepted, a full queue is a reason to repeat, too. Every other error is final.
     """
 
     def __init__(self, request: R, *, retry_for_s: float, timeout_s: float | None, now_s: float) -> None:

@@ -73,7 +73,7 @@ class Sampling(SamplingNumbers, total=False):
 
 
 _SAMPLING = Sampling.__annotations__.keys()
-# Above 0, but 0 in the protocol's 32 bits if very small.
+# Options that must be above 0. A very small value would become 0 in the protocol's 32 bits.
 _SHARES = tuple(name for name, param in SAMPLING.items() if param.above_low)
 
 

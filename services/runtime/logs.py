@@ -26,7 +26,7 @@ MAX_VALUE = 20_000  # characters; a foreign error message may have megabytes
 def configure_logging(service: str, level: str, fmt: str, *, stream: IO[str] | None = None) -> None:
     """Set up logging for this process; a later call replaces the earlier one.
 
-    `level` is a name of the logging module in any case, `fmt` is auto, human or json; ValueError if either is not.
+    `level`: a level name of the logging module, in upper or lower case. `fmt`: auto, human or json. Raises ValueError.
     """
     stream = stream if stream is not None else sys.stderr
     if fmt not in _FORMATS:
@@ -123,7 +123,7 @@ def _shorten_timestamp(_: WrappedLogger, __: str, event: EventDict) -> EventDict
 def _to_json(event: dict[str, Any], **_: Any) -> str:
     try:
         return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # a foreign text has half a character
+    except TypeError:  # a foreign text has half a surrogate pair
         return json.dumps(event, default=str)
 
 

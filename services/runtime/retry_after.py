@@ -30,11 +30,11 @@ class RetryAfter:
     A gateway counts requests, the scheduler tokens: `amount`. It reads no clock; times are seconds of any clock.
 
     Not every refused client comes back. A client that is two seconds late is taken as lost. (Retry-After is in whole
-    seconds, so a client may come up to one second after its time.) The ledger then removes the same share from the
-    clients that got an earlier time.
+    seconds, so a client may come up to one second after its time.) The ledger then takes the same share of all
+    expected clients as lost.
 
-    Each gateway measures its own share. If several gateways send requests to one scheduler, each gateway counts, and
-    offers to refused clients, only the positions that its own requests leave.
+    If several gateways send requests to one scheduler, each gateway counts only its own requests. So it measures its
+    own share of the rate, and offers only this share to its refused clients.
     """
 
     def __init__(self, assigned_share: float = ASSIGNED_SHARE, began_s: float | None = None) -> None:
@@ -78,8 +78,8 @@ class RetryAfter:
         self._fewest_live = min(self._fewest_live, num_live)
 
     def measure(self, now_s: float, *, waits: bool | None = None) -> None:
-        """Call this a few times a second. `waits`: work waits now. None: as long as the live requests stay above half
-        of those at a refusal."""
+        """Call this a few times a second. `waits`: whether work waits now. None: the caller does not know. Then work
+        counts as waiting while the live requests stay above half of those at the last refusal."""
         self._advance(now_s)
         if self._began_s is None:
             self._began_s = now_s

@@ -147,7 +147,7 @@ def parser() -> Parser:
     flag("--trace-start", metavar="TIME", type=_as(parse_seconds), default=0.0, help="skip the trace until then")
     flag("--trace-scale", metavar="F", type=_as(_scale), default=1.0, help="lengths times F, for smaller models")
     flag("--trace-max-tokens", metavar="N", type=_as(_positive), default=0,
-         help="leave out requests with more tokens in prompt and output")  # fmt: skip
+         help="leave out sessions with a request of more tokens (prompt and output)")  # fmt: skip
 
     flag = parser.add_argument_group("reports").add_argument
     flag("--json", metavar="FILE", type=_as(_writable), help="everything measured, for `compare`")

@@ -18,11 +18,12 @@ from services.cli.bench.target import BenchTarget
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """When a stage ends: no session starts, and no session goes on, after `duration_s` or `sessions` sessions."""
+    """When a stage ends. After `duration_s`, no session starts and no session sends its next turn. After `sessions`
+    sessions, no further session starts."""
 
     duration_s: float
     sessions: int | None
-    drain_s: float  # for requests that run then
+    drain_s: float  # for requests that still run after duration_s
     warmup_s: float  # requests sent earlier are not counted
 
 
@@ -87,7 +88,7 @@ class StageRunner:
             if at_s >= stage.limits.duration_s:
                 await self._sleep(stage.limits.duration_s - stage.elapsed_s)
                 return
-            body = self._target.body(session, 0, [])  # before its time, which it would delay
+            body = self._target.body(session, 0, [])  # made before `at_s`, so that it does not delay the request
             if await self._sleep(at_s - stage.elapsed_s):
                 return
             tasks.add(asyncio.create_task(self._session(stage, session, closing, at_s, body)))
@@ -98,7 +99,7 @@ class StageRunner:
             if closing.is_set():
                 return
             await self._session(stage, session, closing, None, self._target.body(session, 0, []))
-            # A server that refuses at once must not keep this loop from others.
+            # If the server refuses at once, this loop must still let other tasks run.
             await asyncio.sleep(0)
 
     async def _session(
@@ -152,7 +153,7 @@ class StageRunner:
             return
         interrupted = asyncio.create_task(self._interrupt.wait())
         everything = asyncio.gather(*tasks, return_exceptions=True)
-        # The shield keeps a wait that has ended from cancelling the requests.
+        # Without the shield, waiting.cancel() would cancel the requests.
         waiting = asyncio.ensure_future(asyncio.shield(everything))
         await asyncio.wait((waiting, interrupted), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         interrupted.cancel()

@@ -11,7 +11,7 @@ from rich.status import Status
 from services.cli.bench.runner import StageRun
 
 TERMINAL_PERIOD_S, PLAIN_PERIOD_S = 0.25, 5.0
-# Of how many of the last requests the line shows the latency.
+# The line shows the median TTFT of this many of the last requests.
 RECENT = 50
 
 

@@ -46,14 +46,16 @@ class BenchTarget:
         return orjson.dumps(fields | stream | self._writer.body(session, turn, replies) | self.extra_body)
 
     async def probe(self) -> None:
-        """Ask the server until it is known how. These requests are not measured. Raises ServerRefuses."""
+        """Find out the model, how the server counts tokens, and which fields it takes. These requests are not measured.
+
+        Raises ServerRefuses."""
         if not self.model:
             self.model = await self._only_model()
         short = await self._count(SHORT_WORDS)
         long = await self._count(LONG_WORDS)
         if short is None or long is None:
             words = f"{self.calibration.tokens_per_word:g} tokens per word"
-            self.notes.append(f"The server does not count prompt tokens: prompts are made of {words}.")
+            self.notes.append(f"The server does not count prompt tokens: prompt lengths assume {words}.")
         elif not self.vocabulary:
             try:
                 self.calibration = Calibration.of((SHORT_WORDS, short), (LONG_WORDS, long))

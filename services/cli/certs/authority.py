@@ -29,7 +29,7 @@ class Authority:
     """A CA. Its keys, and those of its certificates, are ECDSA keys on P-256."""
 
     def __init__(self, pair: Pair) -> None:
-        """Raises ValueError if the pair is no CA, or the key is another certificate's."""
+        """Raises ValueError if the PEM cannot be read, or if the key is not ECDSA or not the certificate's."""
         self.pair = pair
         self._cert = x509.load_pem_x509_certificate(pair.cert)
         key = load_pem_private_key(pair.key, password=None)

@@ -20,7 +20,7 @@ _DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{
 def parser() -> Parser:
     parser = Parser(
         prog=PROG,
-        description="Make a CA and a certificate for each service, for development: what is missing in the folder.",
+        description="Make a CA and a certificate for each service, for development. Files that exist are kept.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="for --tls-dir of the services")
     parser.add_argument(

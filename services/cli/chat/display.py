@@ -24,8 +24,8 @@ class Display:
         self._column_is_first = True
 
     def show(self, server: ChatServer, model: str, conversation: ChatHistory) -> Ending:
-        """Stream the answer to the open question, and keep it in the conversation, also the part that has come when
-        Ctrl-C or a failure stops it. Raises RequestFailed and KeyboardInterrupt."""
+        """Stream the answer to the open question, and keep it in the conversation. If Ctrl-C or a failure stops the
+        answer, the part that has arrived is kept. Raises RequestFailed and KeyboardInterrupt."""
         ending, began_s = Ending(), time.monotonic()
         pieces = server.answer(model, conversation.messages(), ending)
         text, times_s = "", []

@@ -17,7 +17,7 @@ HELP = """\
 /retry         ask the last question again
 /help          this text
 /exit          end the chat, as Ctrl-D does
-Ctrl-C stops an answer; what has come of it stays in the conversation."""
+Ctrl-C stops an answer; its beginning stays in the conversation."""
 
 
 class ChatLoop:

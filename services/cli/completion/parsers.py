@@ -41,7 +41,7 @@ def _service_parser(service: str, prog: str) -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, commands: dict[str, argparse.ArgumentParser]) -> None:
-    """Put parsers that exist below this one."""
+    """Add existing parsers to this one as its subcommands."""
     made: Any = lambda prog, **_: commands[prog.rpartition(" ")[2]]  # noqa: E731
     group = parser.add_subparsers(parser_class=made)
     for name, command in commands.items():

@@ -36,7 +36,7 @@ def check_disk(folder: Path, inspected: Inspection, free_bytes: int) -> Check:
 
 
 def check_fit(inspected: Inspection, workers: int) -> Check:
-    """The memory of a model of which one worker fits."""
+    """The memory for all workers of the model. One worker fits: otherwise there would be no Inspection."""
     available = inspected.available
     there = f" of {available.num_bytes / GIB:.1f} GiB available" if available is not None else ""
     needs = _size(inspected.host_bytes if inspected.device == "cpu" else inspected.weights_bytes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpu_worker.inspection import TorchFacts
 
 NVIDIA_SMI_S = 20.0
-# The first GPUs with bfloat16 products (Ampere).
+# The first GPUs with bfloat16 matmul (Ampere).
 BF16_CAPABILITY = (8, 0)
 FLASHINFER = "flashinfer-python"
 # Packages with compiled kernels, which FlashInfer uses only in its own version.
@@ -61,7 +61,7 @@ def check_gpu(torch: TorchFacts | None, driver: Driver | None) -> Check:
     found = f"{torch.gpu}, {torch.total_bytes / GIB:.0f} GiB, compute capability {major}.{minor}{version}"
     if torch.capability < BF16_CAPABILITY:
         return Check(
-            "NVIDIA GPU", CheckStatus.SLOW, found, "no bfloat16 products before capability 8.0: try --dtype float16"
+            "NVIDIA GPU", CheckStatus.SLOW, found, "no bfloat16 matmul before capability 8.0: try --dtype float16"
         )
     return Check("NVIDIA GPU", CheckStatus.OK, found)
 

@@ -29,7 +29,7 @@ def check_python() -> Check:
 
 def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> Check:
     """`cores`: that this process may use. `quota`: the limit of its control group, in cores. `threads`: that all
-    workers' torch would start; 0 on a GPU."""
+    workers' torch would start; not used on a GPU."""
     usable = cores if quota is None else min(cores, quota)
     found = f"{cores}" if usable == cores else f"{usable:g} of {cores} (cgroup limit)"
     if not on_gpu and threads > usable:
@@ -70,7 +70,7 @@ def check_instructions(architecture: str, flags: frozenset[str], dtype: str, on_
     if on_gpu:
         return Check(name, CheckStatus.OK, found)
     if dtype in ("bfloat16", "float16") and not (has_bf16 and dtype == "bfloat16"):
-        advice = f"no instructions for {dtype}: it saves memory, but products compute slower than with --dtype float32"
+        advice = f"no instructions for {dtype}: it saves memory, but matmul is slower than with --dtype float32"
         return Check(name, CheckStatus.SLOW, found, advice)
     if is_x86 and "avx512f" not in flags:
         narrow = "256" if "avx2" in flags else "128"

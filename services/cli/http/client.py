@@ -19,7 +19,7 @@ MAX_CAUSE = 300
 
 
 class RequestFailed(Exception):
-    """The server did not answer. The message is one line that says what to do."""
+    """The server did not answer, or refused the request. The message is one line."""
 
 
 class ServerAway(RequestFailed):

@@ -16,7 +16,7 @@ SILENCE_S = 5.0
 RETRY_S = 1.0
 # Snapshots of which the tokens per second are kept: 30 s.
 NUM_RATES = 60
-# The first snapshot of a stream has no rates and percentiles yet.
+# The third snapshot of a stream is the first with rates and percentiles over a whole second.
 FIRST_WITH_RATES = 3
 
 Snapshot = dict[str, Any]

@@ -205,8 +205,8 @@ class Lines:
         return found
 
     def services(self) -> list[Text]:
-        """One line, if the gateway knows the services. Of the workers only those with something to tell: the others are
-        in their table."""
+        """One line, if the gateway knows the services. Workers that are ready and were never restarted are only
+        counted, because the workers' table shows them."""
         services = self.snapshot.get("services")
         if not services:
             return []
@@ -230,7 +230,7 @@ class Lines:
 
 
 def condensed(cells: str, limit: int) -> tuple[str, int]:
-    """At most `limit` cells, each of which shows the most used one of so many (the second result)."""
+    """At most `limit` cells, and how many of the given cells each stands for. A cell shows the most used of them."""
     each = -(-len(cells) // max(limit, 1)) or 1
     groups = (cells[i : i + each] for i in range(0, len(cells), each))
     return "".join(max(group, key=BY_USE.find) for group in groups), each

@@ -23,7 +23,7 @@ from services.cli.waiting import waiting
 from services.runtime.tls.files import TlsError
 
 PROG = "paceline top"
-# Without a terminal: a snapshot as text every 2 s, of the two in a second.
+# Without a terminal, every fourth snapshot is printed: one in 2 s.
 PLAIN_EVERY = 4
 KEYS_S = 0.1
 BACK_SHOWN_S = 5.0

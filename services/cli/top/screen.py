@@ -24,12 +24,12 @@ PLAIN_SPACE = Text("")
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What the first line says beside the server."""
+    """What the first lines say about the server and the connection."""
 
     url: str
     paused: bool = False
     trouble: str = ""  # why there is no connection
-    away_s: float = 0.0  # since when
+    away_s: float = 0.0  # for how long there has been no connection
     back_after_s: float = 0.0  # the connection has just come back after so long; 0: it has not
 
 

@@ -45,7 +45,7 @@ class _Events:
     def overlapping(
         self, pid: int, tid: int, kind: str, spans: list[tuple[str, float, float]], args: Event | None = None
     ) -> None:
-        """Spans of one thing: the first, and what happened within it, one after the other."""
+        """The first span is the outer one. The others are inside it, one after the other."""
         (name, began, ended), *inner = spans
         common = {"pid": pid, "tid": tid, "cat": kind, "id": f"{kind}-{next(self._ids)}"}
         ended = max(ended, began)

@@ -49,7 +49,7 @@ class ClockOffset:
         return time - self.offset
 
     def after(self, nearer: ClockOffset) -> ClockOffset:
-        """Of a clock beyond the other one, seen from here: `nearer` is how the other one differs from here."""
+        """How far clock C is ahead of the own clock. This offset: C against clock B. `nearer`: B against the own."""
         return ClockOffset(self.offset + nearer.offset, self.error + nearer.error)
 
 

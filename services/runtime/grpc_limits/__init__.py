@@ -1,1 +1,4 @@
-"""Limits of a gRPC server: messages that it receives at once, and streams that stay open. May import only grpc."""
+"""Limits of a gRPC server: requests that it receives at once, open streams, and connections of each client.
+
+May import `clients` and `logs` of the runtime.
+"""

@@ -44,7 +44,7 @@ class ClientConnections:
             began_s, num_closed = time.monotonic(), 0
             try:
                 num_closed = await asyncio.to_thread(self.close_surplus)
-            except OSError as error:  # there is no free file to look with
+            except OSError as error:  # no file descriptor is free to list the connections
                 self._warn("the limit of gRPC connections of a client is not watched", error=str(error))
             spent_s = time.monotonic() - began_s
             await asyncio.sleep(max(_BUSY_S if num_closed else _CALM_S, spent_s / _MAX_SHARE))
@@ -97,9 +97,10 @@ class ClientConnections:
 
 @contextlib.contextmanager
 def _open(file: int) -> Iterator[socket.socket | None]:
-    """The socket of an open file, which stays open; None if it is none.
+    """The socket of a file descriptor, which stays open. None if the descriptor is not a socket.
 
-    No duplicate is made of it: to close one would end the process's locks on the file, if it is SQLite's.
+    It does not duplicate the descriptor. If the descriptor is a file of SQLite by now, closing a duplicate would
+    release the process's locks on that file.
     """
     try:
         is_socket = stat.S_ISSOCK(os.fstat(file).st_mode)

@@ -11,8 +11,8 @@ from llguidance import LLParserLimits
 # Measured on one core with a vocabulary of 1,024 tokens: a JSON Schema with 400 optional properties compiles in 8 to
 # 31 ms, with a mask of 2 ms for the first token and 0.02 ms for later ones; it needs 4,000 items a step, and rows of
 # 1,607 items. With 128,000 tokens the expression `[a-z ]{1,200}` needs between 10,000 and 20,000 items a step.
-# llguidance's own fuel (1,000,000) lets the regular expression `x*` 15,000 times take 3 s and 0.9 GB; 50,000 refuses
-# it after 13 ms. Its own fuel for a step (200,000) allows masks of 17 ms; 20,000 allows 2 ms.
+# llguidance's own fuel (1,000,000) lets 15,000 copies of the regular expression `x*` take 3 s and 0.9 GB; 50,000
+# refuses them after 13 ms. Its own fuel for a step (200,000) allows masks of 17 ms; 20,000 allows 2 ms.
 # A lexer state takes 0.5 kB. All matchers of a grammar share the states. A matcher with a full lexer starts again with
 # the text so far.
 LIMITS = LLParserLimits(

@@ -34,8 +34,8 @@ def add_reflection(server: grpc.aio.Server, names: Iterable[str]) -> None:
 
 
 def describe_v1() -> None:
-    """Put v1's description into the default pool, from which reflection answers: v1alpha's, with the other package.
-    Does nothing if the pool has it."""
+    """Put a description of v1 into the default pool, from which reflection answers. It is the description of v1alpha
+    with the package name of v1. Does nothing if the pool has it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_NEW_FILE)

@@ -1,5 +1,4 @@
 """TLS of every service: reads certificates again when they are renewed, and makes credentials of them.
 
-It may import `services.runtime.logs`, `service` and `settings`. `services.runtime.rpc` and the gateway's HTTP server
-import it.
+It may import `logs`, `service` and `settings` of the runtime, but not `rpc`, which imports this package.
 """

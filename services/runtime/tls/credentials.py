@@ -79,7 +79,7 @@ def open_blocking_channel(
 
 async def until_connected(channel: grpc.aio.Channel, files: TlsFiles | None, opened: Certificates | None) -> None:
     """Wait until the channel is connected. `opened`: the certificates of `files` when the channel was opened. Raises
-    Renewed if there are other ones: the channel would go on with those, so open a new one."""
+    Renewed if `files` has changed since: the channel keeps its old certificates, so open a new channel."""
     while True:
         if files is not None and files.current() is not opened:
             raise Renewed

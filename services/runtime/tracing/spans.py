@@ -1,8 +1,8 @@
 """Sends spans to an OpenTelemetry collector by OTLP, in a thread of its own.
 
-The event loop only appends to queues. A full queue and an absent collector cost spans, which are
-counted, and never time. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER, OTEL_BSP_*,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) apply.
+The event loop only appends to queues, and never waits. With a full queue or an absent collector, spans are lost, and
+are counted. OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_SERVICE_NAME,
+OTEL_RESOURCE_ATTRIBUTES) apply.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def mark_failed(span: Span, error_type: str, message: str = "") -> None:
 
 
 class UnixClock:
-    """Turns times of a clock that never goes back into Unix time in nanoseconds, as of one moment."""
+    """Converts times of a monotonic clock to Unix time in nanoseconds. Their difference is measured once."""
 
     def __init__(self, now_s: float) -> None:
         """`now_s`: the present time of that clock."""

@@ -33,7 +33,7 @@ class RampSearch:
             return below if below >= self._first * GIVE_UP else None
         if self.breaks <= self.holds * (1 + self._precision):
             return None
-        # The middle of the exponents, because the steps before were factors.
+        # The geometric mean, because the earlier steps multiplied the rate.
         return float((self.holds * self.breaks) ** 0.5)
 
     @staticmethod

@@ -49,7 +49,7 @@ def parse_tokens(text: str) -> TokenRange:
 
 
 def parse_count(text: str) -> TokenRange:
-    """`4` or `2-8`, zero included. Raises ValueError."""
+    """`4`, `2-8` or `0`. Raises ValueError."""
     if text == "0":
         return TokenRange(0, 0)
     return parse_tokens(text)

@@ -1,7 +1,7 @@
 """Reads traces of requests: those of Mooncake, Azure, Vidur (lengths alone), Dynamo (agent sessions) and ServeGen.
 
-A file may be gzipped. Its format follows from its first line. No trace has texts: a prompt is made of its length, and
-of the ids of its blocks, where equal ids stand for equal text.
+A file may be gzipped. Its format follows from its first line. No trace has texts. The text of a prompt is
+generated from its length and from the ids of its blocks, if the trace has them: equal ids give equal text.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def _mooncake(rows: list[Row]) -> list[TimedSession]:
 
 
 def infer_block_tokens(prompts: list[tuple[int, int]]) -> int:
-    """The block size of prompts of (tokens, blocks), where a partial last block has an id or not (Mooncake's have).
+    """The block size of prompts that are given as (tokens, blocks). A partial last block counts (as in Mooncake's
+    traces) or does not.
 
     Raises ValueError if no power of two fits all prompts."""
     for block_tokens in (1 << power for power in range(14)):

@@ -155,4 +155,4 @@ def _load_chart(
 def _distribution(name: str, lines: list[ChartLine], limits: list[ChartLimit], note: str) -> LineChart:
     what = "gaps" if name == "itl" else "requests"
     title = f"{LATENCIES[name].capitalize()}"
-    return LineChart(title, f"{SHORT[name]}, ms", f"% of {what} at most so long", lines, True, False, limits, note)
+    return LineChart(title, f"{SHORT[name]}, ms", f"% of {what} up to this latency", lines, True, False, limits, note)

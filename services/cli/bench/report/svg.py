@@ -1,5 +1,5 @@
-"""Line charts as SVG. Colours come from the page's CSS, so that they follow dark and light. Lines also differ in their
-dashes and markers, for readers that see few colours."""
+"""Line charts as SVG. Colours come from the page's CSS, so that they follow dark and light mode. Lines also differ in
+their dashes and markers, for readers that see few colours."""
 
 from __future__ import annotations
 

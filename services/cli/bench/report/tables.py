@@ -32,7 +32,7 @@ def show(report: BenchReport, out: Console) -> None:
     if report.ramp:
         out.print(f"ramp: {report.ramp}", style="bold", soft_wrap=True)
     if report.interrupted:
-        out.print("interrupted: running requests at that time are not counted")
+        out.print("interrupted: requests that ran at that time are not counted")
     for note in report.notes:
         out.print(f"note: {note}", soft_wrap=True)
 

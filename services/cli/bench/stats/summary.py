@@ -13,7 +13,7 @@ from services.cli.bench.stats.records import INTERRUPTED, RequestRecord
 from services.cli.bench.stats.slo import ServiceLevel
 
 CURVE_POINTS = 101
-# More requests than this are not sent later than planned by chance.
+# If the p99 of the requests' delay after their planned times is above this, the report says so.
 LATE_S = 0.05
 
 
