@@ -136,7 +136,7 @@ def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiE
 
 
 def unknown_parameter(path: str) -> ApiError:
-    """A 400 for a field that the API does not have, in OpenAI's words. `path`: of the client's making."""
+    """A 400 for a field that the API does not have, in OpenAI's words. `path`: as the client wrote it."""
     path = path[:MAX_PATH_CHARS]
     return invalid(path, f"Unknown parameter: '{path}'", code="unknown_parameter")
 

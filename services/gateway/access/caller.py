@@ -31,16 +31,16 @@ class Caller:
         """The metadata with `offline` and the tenant that the key allows. `named_tenant`: the tenant that the request
         names itself.
 
-        OpenAI's `user`, which stands for a tenant without keys, names an end user of the key, and is no mistake. Raises
-        ApiError 403 for another tenant than the key's, and for a priority above the key's. The order of the queue
-        counts a deadline or an SLO as at least the key's `min_slo_s` away.
+        On a server without keys, OpenAI's `user` stands for a tenant. On a server with keys it names an end user, and
+        may differ from the key's tenant. Raises ApiError 403 for another tenant than the key's, and for a priority
+        above the key's. The order of the queue counts a deadline or an SLO as at least the key's `min_slo_s` away.
         """
         key = self.key
         if self.offline:
             metadata.offline = True
         if key is None:
             return metadata
-        # Rounded as the request's own, which has 32 bits: otherwise 0.1 would be above 0.1.
+        # The key's priority is rounded to 32 bits, as the request's is. Otherwise 0.1 would be above 0.1.
         if metadata.priority > inference_pb2.Submission(priority=key.max_priority).priority:
             message = (
                 f"priority: {metadata.priority:g} is above {key.max_priority:g}, the limit of the key {key.name!r} "

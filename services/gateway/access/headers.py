@@ -47,11 +47,11 @@ def apply_headers(
     owner: str,
     objectives: Mapping[str, float],
 ) -> str | None:
-    """Adds to the metadata what the headers say. Returns the tenant that the request names: `named_tenant`, its body's,
-    or the header's.
+    """Adds to the metadata what the headers say. Returns the tenant that the request names: that of its body
+    (`named_tenant`), or that of a header.
 
     `owner`: the name of the API key. `objectives`: priorities by name. Raises ApiError 400 that names the header, also
-    if the body says otherwise.
+    if header and body disagree.
     """
     if (session := _one(headers, SESSION_ID)) is not None:
         metadata.conversation = conversation_name(session, owner)
@@ -74,10 +74,10 @@ def apply_headers(
 
 
 def conversation_name(session_id: str, owner: str) -> str:
-    """The scheduler's name for a session of this owner. Raises ApiError 400 for an id that is none."""
+    """The scheduler's name for a session of this owner. Raises ApiError 400 for an invalid id."""
     if not 1 <= len(session_id) <= MAX_SESSION_CHARS or not (session_id.isascii() and session_id.isprintable()):
         raise invalid(SESSION_ID, f"{SESSION_ID} has 1 to {MAX_SESSION_CHARS} printable ASCII characters")
-    # No name of a key has a colon, so that two pairs never give the same text.
+    # A key's name has no colon, so two different pairs never give the same text.
     return sha256(f"{owner}:{session_id}".encode()).hexdigest()
 
 

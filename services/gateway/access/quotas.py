@@ -28,7 +28,7 @@ class KeyUsage:
 
     def __init__(self, now_s: float) -> None:
         self.num_running = 0  # requests at the scheduler
-        self.num_entering = 0  # requests with a body that is read or parsed
+        self.num_entering = 0  # requests with a body that is being read or parsed
         self.tokens_in_flight = 0
         # The balance of tokens per minute at `at_s`. Output is charged at the end, so it may be below 0.
         self.tokens_left, self.at_s = 0.0, now_s
@@ -121,9 +121,10 @@ class Quotas:
         """Charge a request that is submitted now; None if the key has no quotas. This counts running requests only,
         so a request that is still in `entering` does not count twice.
 
-        `prompt`: tokens to compute before the first output. `output`: tokens that its sequences may reach then.
-        `delivered`: output that the client has from another run, a part of `prompt`. Without `output`, what comes out
-        is paid for with the prompt. `offline`: the request leaves half of each quota to the key's online requests.
+        `prompt`: tokens to compute before the first output. `output`: the most tokens that its sequences may then
+        generate; with 0 (a beam search), `prompt` has the charge for the output, too. `delivered`: output that the
+        client has from another run, a part of `prompt`. `offline`: the request leaves half of each quota to the key's
+        online requests.
 
         Raises ApiError: 429, and 400 for a request that could never run.
         """

@@ -10,8 +10,8 @@ from collections.abc import Callable
 # many. A turn stays short because tokens, /health and new connections wait for its end.
 _PER_TURN = 8
 _REJECTIONS_PER_ADMISSION = 8
-# A request costs one admission more for each of these bytes. A request above the budget of a turn is paid for by the
-# turns that follow. Some MiB of JSON take tenths of a second to parse.
+# A request costs one more admission for each 64 KiB of its body. If it costs more than the budget of a turn, the next
+# turns pay the rest. Some MiB of JSON take tenths of a second to parse.
 _BYTES_PER_ADMISSION = 64 * 1024
 # The bodies of waiting requests are in memory.
 MAX_WAITING = 1024

@@ -133,14 +133,14 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _prefixes(request: MessagesRequest) -> list[CachedPrefix]:
-    last_of_ttl = {mark.ttl: mark for mark in request.marks()}  # it covers the earlier ones
+    last_of_ttl = {mark.ttl: mark for mark in request.marks()}  # the last mark covers the earlier ones
     return [_prefix(request, mark) for mark in last_of_ttl.values()]
 
 
 def _prefix(request: MessagesRequest, mark: Mark) -> CachedPrefix:
     num_system = 1 if request.system else 0
     if mark.message < 0:
-        # Some templates write the tools into the first message of the user, and most refuse a chat without one.
+        # Some templates write the tools into the first user message, and most refuse a chat without a user message.
         rest = [{"role": "user", "content": ""}]
         if mark.message == -1:
             return _checked(

@@ -9,7 +9,7 @@ import orjson
 from services.gateway.errors import ApiError
 from services.gateway.openai.answers import JsonResponse
 
-# Anthropic's names. Its API answers 529 where this server answers 503, the standard status that proxies know, too.
+# Anthropic's names. Where its API answers 529, this server answers 503: the standard status, which proxies know.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -15,7 +15,8 @@ from services.gateway.openai.message import call_id
 from services.gateway.parsing.delta import CallDelta, MessageDelta
 from services.gateway.parsing.reply import ReplyFormat
 
-# The key of a call's arguments that are no JSON object. Anthropic's guide to fine-grained streaming has this name.
+# If a call's arguments are not a JSON object, `input` has their text under this key. Anthropic's guide to fine-grained
+# tool streaming has the name.
 INVALID_JSON = "INVALID_JSON"
 
 

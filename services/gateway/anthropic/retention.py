@@ -37,8 +37,8 @@ async def retained(
 
 
 async def _end(gateway: Gateway, body: CountedChat, prefix: CachedPrefix, prompt_ids: array[int], asked: Asked) -> int:
-    """How many tokens the prompt has in common with the chat that ends at the prefix. Where the template writes
-    something else behind a shorter chat, this ends before it, so later requests that begin alike have these tokens."""
+    """How many first tokens the prompt shares with the chat that ends at the prefix. If the template ends the shorter
+    chat with other text, the count stops before that text. So later requests with the same prefix have these tokens."""
     messages = [*body.messages[: prefix.num_whole], *prefix.rest]
     begun = body.model_copy(
         update={"messages": messages, "continue_final_message": False, "add_generation_prompt": False}
@@ -53,7 +53,7 @@ async def _end(gateway: Gateway, body: CountedChat, prefix: CachedPrefix, prompt
             extras=chat.extras,
             gone=asked.gone,
         )
-    except ApiError as error:  # of a template that writes whole chats only
+    except ApiError as error:  # some templates refuse the shorter chat
         _log.debug("cache_control: the whole prompt is kept", id=asked.answer_id, message=error.message)
         return len(prompt_ids)
     shortest = min(len(ids), len(prompt_ids))

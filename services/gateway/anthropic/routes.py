@@ -79,6 +79,6 @@ async def _message_jobs(gateway: Gateway, body: MessageChat, asked: Asked) -> li
     jobs = await chat_jobs(gateway, body, asked)
     for job in jobs:
         job.endpoint = "message"
-    # The jobs have this metadata.
+    # The jobs share this metadata object.
     asked.metadata.cache_retention.extend(await retained(gateway, body, jobs[0].prompt_ids, asked))
     return jobs

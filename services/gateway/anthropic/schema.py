@@ -20,7 +20,7 @@ from services.gateway.fields.tools import check_name, check_parameters
 from services.gateway.openai.schema import ChatRequest
 
 MAX_CACHE_MARKS = 4  # Anthropic's limit
-# Fields that Anthropic does not have (but temperature, top_p and top_k), as in /v1/chat/completions.
+# Fields that are served as in /v1/chat/completions. Anthropic's API has only temperature, top_p and top_k of them.
 PASSED_ON = frozenset(SAMPLING | METADATA) | {"seed"}
 # Fields that are not served, with the values that change nothing (null is always such a value).
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "speed": ("standard",),
     "thread": (),
 }
-# The client's own code for it: its tool runner then sends the whole history with each request.
+# The error code that Anthropic's client expects for `thread`: its tool runner then sends the whole history each time.
 _THREADS_UNSUPPORTED = "thread_unsupported_request"
 # Fields that change nothing here, whatever their value, and why.
 IGNORED: dict[str, str] = {

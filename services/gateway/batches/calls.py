@@ -51,7 +51,7 @@ def endpoints_of(routes: Iterable[Route]) -> dict[str, CallEndpoint]:
 
 
 async def call_endpoint(endpoint: CallEndpoint, path: str, body: bytes, caller: Caller, request_id: str) -> LineAnswer:
-    """What the endpoint answers to the body, without waiting for a network. `caller`: as admitted from a head."""
+    """What the endpoint answers to the body, without a network. `caller`: as access control would find it."""
     given = {"type": "http.request", "body": body, "more_body": False}
     scope: dict[str, Any] = {
         "type": "http",

@@ -80,7 +80,7 @@ class Files:
         num_lines = await asyncio.to_thread(_count_lines, file)
         if num_lines > MAX_LINES:
             raise ApiError(400, f"file: it has {num_lines} lines, and at most {MAX_LINES} are possible", param="file")
-        # An upload that is refused here counts at no time: otherwise it could end a running batch.
+        # Checked before the file is stored: a refused upload must not count, because it could end a running batch.
         await self.check_usage(owner, "file", num_bytes)
         name = DocumentName("file", owner, f"file-{uuid.uuid4().hex}")
         begun = await self._begin(name, filename, INPUT, ttl_s or self.limits.ttl_s, num_bytes)
@@ -151,7 +151,7 @@ class Files:
             yield found[0]
 
     async def lines(self, file: StoredFile, max_bytes: int) -> AsyncIterator[Line]:
-        """The lines of the file but the empty ones. Holds one piece and one line. `max_bytes`: of a line."""
+        """The lines of the file except empty ones. Holds one piece and one line. `max_bytes`: of a line."""
         number, rest, is_long = 1, bytearray(), False
         async for piece in self.content(file):
             *ends, last = piece.split(b"\n")
@@ -192,7 +192,7 @@ class Files:
     async def _begin(
         self, name: DocumentName, filename: str, purpose: str, ttl_s: float, num_bytes: int
     ) -> Document | None:
-        """The document of a file that is being written. None if there is one."""
+        """The document of a file that is being written. None if the file exists already."""
         now_s = time.time()
         data = orjson.dumps({"filename": filename, "purpose": purpose, "ttl_s": ttl_s})
         document = Document(name, _WRITING, now_s, now_s + _WRITING_S, num_bytes, data)
@@ -203,7 +203,7 @@ class Files:
         expires_s = begun.created_s + data["ttl_s"]
         written = orjson.dumps({**data, "num_pieces": num_pieces})
         whole = Document(begun.name, data["purpose"], begun.created_s, expires_s, num_bytes, written, begun.version)
-        await self._store.replace(whole)  # not, if another gateway was faster with the same file
+        await self._store.replace(whole)  # no effect if another gateway has already stored the same file
         return _file(whole)
 
 
@@ -225,7 +225,7 @@ def _unknown(file_id: str, param: str) -> ApiError:
 
 
 def _count_lines(file: BinaryIO) -> int:
-    """The number of lines, and back to the beginning."""
+    """Count the lines, and go back to the beginning of the file."""
     count, last = 0, b"\n"
     while data := file.read(PIECE_BYTES):
         count, last = count + data.count(b"\n"), data[-1:]

@@ -32,7 +32,7 @@ TRANSITIONS: dict[tuple[BatchStatus, Event], BatchStatus] = {
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 # How a batch ends if not all of its lines were run, instead of as the table says.
 _ENDS: dict[Unrun, BatchStatus] = {"batch_expired": "expired", "input_file_lost": "failed"}
-# The field that has the time of a status. `validating` begins with the batch.
+# The field that has the time of a status. `validating` has no field: it begins at `created_at`.
 _TIMES: dict[BatchStatus, str] = {
     status: f"{status}_at" for status in (*ENDED, "in_progress", "finalizing", "cancelling")
 }
@@ -141,7 +141,7 @@ def new_batch(name: DocumentName, model: str, request: BatchRequest, now_s: floa
 
 
 def stored_batch(document: Document) -> BatchRecord:
-    """What document() made."""
+    """The batch in a document that BatchRecord.document() made."""
     data = orjson.loads(document.data)
     return BatchRecord(
         document.name,

@@ -14,7 +14,7 @@ from services.gateway.batches.records import BatchRecord, Unrun
 from services.gateway.errors import ApiError
 from services.gateway.store.documents import ContentPiece, DocumentName, DocumentStore
 
-SERVED, FAILED = 0, 1  # marks of the pieces of a batch: one for each line, by the line's number
+SERVED, FAILED = 0, 1  # marks of a batch's pieces; each line has one piece, with its number
 _READ = 16  # results that are read at once
 _UNRUN: dict[Unrun, str] = {
     "batch_expired": "This request could not be executed before the completion window expired.",

@@ -1,7 +1,7 @@
 """One batch at the gateway that has its lease: checks the lines, runs those without a result, writes the files.
 
-Everything that must outlive the gateway is in the store before the next step begins. So a run begins again at any
-point, here or at another gateway: it skips the lines that have a result.
+Everything that must outlive the gateway is in the store before the next step begins. So a run can begin again
+at any point, here or at another gateway: it skips the lines that have a result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STORE_PAUSE_S = 1.0  # after a failure of the store
 _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 # The process that parses large bodies takes 1 to 2 s for so many bytes, and requests of clients wait behind them.
 _HELD_BYTES = 32 * 2**20
-_UNKNOWN_ID = ""  # of a line that is larger than this gateway reads; the result's position tells the line
+_UNKNOWN_ID = ""  # custom_id of a line that this gateway cannot parse; results are in the order of the lines
 _WRITTEN = 256  # results of lines that were not run, in one write
 _CHECKED_BYTES = 2**20  # of results, between two checks of the owner's limit: Redis reads all documents for a check
 _EVENTS: dict[Unrun, Event] = {
@@ -80,7 +80,7 @@ class BatchRun:
         self._stopping = asyncio.Event()
         self._marks: Counter[int] = Counter()  # of the lines that have a result
         self._num_bytes = batch.num_bytes  # of the results
-        self._next_check = 0  # when there are so many bytes
+        self._next_check = 0  # the number of bytes at which the owner's limit is checked next
         self._changing = asyncio.Lock()
         self.begun_s = time.monotonic()
         self._turn_is_over = False
@@ -351,4 +351,4 @@ class BatchRun:
 
 
 class _Lost(Exception):
-    """The input file is gone, and with it the names of the lines."""
+    """The input file is gone, and with it the lines' custom_ids."""

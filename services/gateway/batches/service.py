@@ -29,10 +29,10 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 MAX_RUNS = 8  # batches that a gateway runs at once
-# How long a batch runs before one of a key without a run may take its turn. A turn begins with reading the input file
-# up to the first line without a result: up to 200 MiB.
+# How long a batch runs before it makes room for a batch of a key that has none running. A turn begins with reading the
+# input file up to the first line without a result: up to 200 MiB.
 TURN_S = 60.0
-_MOST_OWNERS = 64  # of waiting batches, that are looked at each second
+_MOST_OWNERS = 64  # owners of waiting batches that are looked at each second
 MAX_UNFINISHED = 100  # batches of one owner
 
 
@@ -80,7 +80,8 @@ class Batches:
         if file.purpose != INPUT:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, and {INPUT!r} is needed"
             raise invalid("input_file_id", message)
-        await shared.files.check_usage(owner, "input_file_id")  # output files are not refused, so their batches are
+        # Output files are never refused. So a new batch is refused if the owner's files are above the limit already.
+        await shared.files.check_usage(owner, "input_file_id")
         if len(await shared.store.unfinished("batch", owner)) >= MAX_UNFINISHED:
             message = f"at most {MAX_UNFINISHED} batches of an API key can be unfinished"
             raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
@@ -99,7 +100,7 @@ class Batches:
             raise ApiError(404, message, param=param, code="batch_not_found")
         batch = stored_batch(document)
         if time.time() >= batch.expires_s and not batch.has_ended:
-            await self._take(batch.name)  # it waits for a run, or for a gateway of its model
+            await self._take(batch.name)  # perhaps no gateway runs it; here it ends soon
         return batch
 
     async def page(self, owner: str, *, after: str | None, most: int) -> list[BatchRecord]:
@@ -120,7 +121,7 @@ class Batches:
                 if (found := self._runs.get(batch.name)) is not None:
                     await found[0].look()
                 else:
-                    await self._take(batch.name)  # it waits for a run, or for a gateway of its model
+                    await self._take(batch.name)  # perhaps no gateway runs it; here it ends soon
                 return cancelled
 
     async def delete_file(self, file: StoredFile) -> None:
@@ -158,7 +159,7 @@ class Batches:
         for run, _ in list(self._runs.values()):
             try:
                 await run.look()
-            except ApiError as error:  # the others are looked at all the same
+            except ApiError as error:  # the other runs must be looked at, too
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:

@@ -16,7 +16,7 @@ class Throttle:
     """Additive increase, multiplicative decrease, as TCP does it (RFC 5681): a refusal halves the number of lines in
     flight and pauses new ones, and each `limit` successes raise it by one, up to `most`.
 
-    So a batch that meets a quota or a full server takes what others leave, and does not ask in vain again and again.
+    So a batch that meets a quota or a full server takes what others leave, and does not retry all the time.
     """
 
     def __init__(self, most: int) -> None:
@@ -87,7 +87,7 @@ class LineSlots:
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # it came just before
+            if not slot.cancelled():  # the slot came just before the cancellation
                 self._release()
             raise
 
@@ -120,7 +120,7 @@ class Turns:
 
 
 class ByteLimit:
-    """At most so many bytes at a time; something larger alone."""
+    """At most `most` bytes at a time. A larger line is in flight alone."""
 
     def __init__(self, most: int) -> None:
         self._most = most

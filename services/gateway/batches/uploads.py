@@ -52,7 +52,7 @@ class Uploads:
             raise ApiError(
                 415, f"the body must be multipart/form-data, not {kind[:80]!r}", code="unsupported_media_type"
             )
-        if charset.lower() not in ("utf-8", "utf8"):  # others would decode into what is no text, or fail
+        if charset.lower() not in ("utf-8", "utf8"):  # another charset would give wrong text, or fail
             message = f"the charset of the body must be utf-8, not {charset[:80]!r}"
             raise ApiError(415, message, code="unsupported_media_type")
         declared = request.headers.get("content-length", "")

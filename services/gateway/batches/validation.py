@@ -22,7 +22,7 @@ class InputCheck:
         self._gateway = gateway
         self._endpoint = endpoint
         self._ids: set[bytes] = set()
-        self._models: list[str | None] = []  # of the first line that has one
+        self._models: list[str | None] = []  # the first line's model, perhaps None; the others must have the same
         self.num_lines = 0
         self.errors: list[dict[str, Any]] = []
 

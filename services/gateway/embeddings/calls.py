@@ -18,10 +18,10 @@ from services.gateway.openai.gateway import Gateway
 
 @dataclass(slots=True)
 class EmbedCall:
-    """A call, in the words of one contract.
+    """A call of one gRPC contract.
 
     `request_id`: sanitised. `endpoint`: the contract, in metrics and in the request log. `num_bytes`: of the message.
-    `name`: of the field with the input, a text or token ids. `named_tenant`: as of Caller.permit."""
+    `name`: of the field with the input, a text or token ids. `named_tenant`: as in Caller.permit."""
 
     caller: Caller
     request_id: str

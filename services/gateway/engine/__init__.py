@@ -1,4 +1,4 @@
 """A request from its parameters to its ending: the session with the scheduler, streams, resumption.
 
-May import `grammars`, `admission`, `text`, `telemetry` and `errors`.
+May import `parsing`, `grammars`, `admission`, `text`, `telemetry`, `outcome` and `errors`.
 """

@@ -29,7 +29,7 @@ V = TypeVar("V")
 
 MAX_FINISHED = 4096
 # Clients that start requests and leave must not fill the server with answers that no client reads. Both limits are
-# shared between the owners (API keys): beyond them, the owner goes first that has the most.
+# shared between the owners (API keys): beyond a limit, the owner with the most entries loses its oldest one.
 MAX_WAITING = 256
 
 
@@ -101,8 +101,8 @@ def _owner(owned_key: _OwnedKey) -> str:
 class OwnerShares(Generic[K, V]):
     """Entries in the order in which they came. `owner_of`: the owner of a key. `num_bytes`: of all entries.
 
-    What has to go is the oldest entry of the owner that keeps the most. So no owner can push out what another keeps
-    within an equal share of the limit (max-min fairness).
+    At a limit, the oldest entry of the owner that keeps the most is dropped. So no owner can push out entries of an
+    owner that keeps no more than an equal share of the limit (max-min fairness).
     """
 
     def __init__(self, owner_of: Callable[[K], str]) -> None:
@@ -153,7 +153,7 @@ class RequestStore:
 
     `grace_s`: how long a request without a client runs before it is cancelled. Above MAX_WAITING such requests, the
     oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept, up to `max_bytes` (an
-    estimate) and MAX_FINISHED answers of all owners; above them, the oldest of the owner with the most goes.
+    estimate) and MAX_FINISHED answers of all owners; above them, the oldest of the owner with the most is dropped.
     """
 
     def __init__(
@@ -192,8 +192,9 @@ class RequestStore:
     def open(self, key: RequestKey, submit: Callable[[], list[SequenceRun]], *, num_delivered: int = 0) -> Reading:
         """Read the request of this key from its beginning. A new key submits the request.
 
-        `num_delivered`: output tokens that the client brings. A run that started behind more tokens cannot answer this
-        client: those tokens came from another client, and they have no log probabilities. It is submitted again.
+        `num_delivered`: output tokens that the client brings. A run that another client started with more such tokens
+        cannot answer this client: they are that client's, and have no log probabilities. The request is submitted
+        again.
 
         Raises ApiError 422 if the key belongs to another request, and what `submit` raises.
         """

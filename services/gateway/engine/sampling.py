@@ -53,7 +53,7 @@ class SamplingChoices:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None  # how many of the most likely tokens to report beside the sampled token
     prompt_logprobs: int | None = None
-    grammar: str = ""  # the result of structure.grammar_of
+    grammar: str = ""  # the result of RequestBuilder.grammar
 
 
 @dataclass(frozen=True, slots=True)

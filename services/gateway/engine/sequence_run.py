@@ -130,8 +130,8 @@ class SequenceRun:
 
     @property
     def times(self) -> RunTimes:
-        """The times of a run that has ended: the scheduler's. A scheduler that was lost, or that submitted no report,
-        leaves the times at which tokens reached the gateway. Then `prompt_s` has the time in the queue, too."""
+        """The times of a run that has ended, as the scheduler reports them. If a scheduler was lost or sent no report,
+        they are computed from when tokens reached the gateway. Then `prompt_s` includes the time in the queue."""
         if (timing := self.timing) is not None and not self.num_resubmissions:
             return RunTimes(timing.queue_s, timing.prefill_s, timing.decode_s)
         return RunTimes(None, self.ttft_s, None if self._first_s is None else self._last_s - self._first_s)

@@ -110,7 +110,7 @@ class SessionCore:
     def queue_limit(self) -> QueueLimit:
         """Which limit the scheduler's queue has reached, if it is full."""
         told = inference_pb2.QUEUE_LIMIT_UNSPECIFIED if self.status is None else self.status.queue_limit
-        return QUEUE_LIMITS.get(told, "requests")  # places run out before the scheduler has reported so
+        return QUEUE_LIMITS.get(told, "requests")  # positions run out before the scheduler has reported it
 
     def enter(self, now_s: float) -> int | None:
         """See AdmissionControl.enter."""
@@ -231,7 +231,8 @@ class SessionCore:
         """The next message to send; None if there is nothing to send. Call until None."""
         if not self.connected:
             return None
-        # No submission before the scheduler has opened the session. After that, the scheduler has accepted what it saw.
+        # No submission before the scheduler has opened the session. So a request that was submitted once counts as
+        # accepted (`accepted_before`).
         submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
         if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):
@@ -300,11 +301,11 @@ class SessionCore:
         for ending in response.endings:
             request = self._live.get(ending.handle)
             if request is not None:
-                # A request that waited in vain for a worker was not served either.
+                # UNAVAILABLE: the request found no worker, so it was not served either.
                 if ending.code not in (_RESOURCE_EXHAUSTED, _UNAVAILABLE) and not request.cancelled:
                     self.admission.retry_after.finished(len(self._live) - 1)
                 elif ending.code == _RESOURCE_EXHAUSTED and self._is_queue_full:
-                    # The request took the last position meanwhile. Clients that we refused before come first.
+                    # The queue has filled up meanwhile. Clients that this gateway refused earlier come first.
                     ending.retry_after_s = max(ending.retry_after_s, self.retry_after_s(self._now_s))
                 self._end(request, ending)
                 touched.append(request)

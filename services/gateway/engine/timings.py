@@ -1,4 +1,4 @@
-"""The `timings` of an answer: llama.cpp's names, and what else a client may ask why a request took long."""
+"""The `timings` of an answer: llama.cpp's fields, and more fields that show why a request took long."""
 
 from __future__ import annotations
 

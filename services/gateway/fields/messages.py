@@ -114,7 +114,7 @@ class ChatMessage(_Part):
             if value.get("role") == "assistant":
                 return {**value, "content": None}
             if "content" in value:
-                # pydantic would take null for any role. "" is refused as a type, and named as `content`.
+                # pydantic would accept null for any role. It refuses this object, with an error that names `content`.
                 return {**value, "content": _NO_CONTENT}
         return value
 

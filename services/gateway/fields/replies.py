@@ -65,8 +65,8 @@ def reply_format(
 def reply_structure(
     formats: ModelFormats, use: ToolUse, reply: ReplyFormat | None, answer: Structure | None
 ) -> Structure | None:
-    """The form of the output: calls, if they are forced or a schema is strict, and the `answer` that the request asks
-    for, both behind the reasoning. Raises ApiError 400 for forms that exclude each other."""
+    """The form of the output after the reasoning: calls, if they are forced or a tool is strict, or the `answer` that
+    the request asks for. Raises ApiError 400 for forms that exclude each other."""
     if reply is None:
         return answer
     token_ids = formats.token_ids

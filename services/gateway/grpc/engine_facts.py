@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "chat_template.jinja"),
 )
-# A rate of tokens is over at least this long.
+# A token rate is measured over at least this many seconds.
 _RATE_S = 1.0
 
 

@@ -47,7 +47,7 @@ class EngineCall:
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A request in the words of one contract. `prompt`: a text or token ids. `named_tenant`: as of Caller.permit."""
+    """A request of one contract. `prompt`: a text or token ids. `named_tenant`: as in Caller.permit."""
 
     prompt: str | Sequence[int]
     choices: SamplingChoices
@@ -223,7 +223,7 @@ async def _interleaved(generations: Sequence[Generation]) -> AsyncGenerator[Samp
             async for piece in _read(generation):
                 await arrived.put(piece)
             await arrived.put(None)
-        except Exception as error:  # also a bug, for which the reader would wait forever
+        except Exception as error:  # a bug, too: otherwise the reader would wait forever
             await arrived.put(error)
 
     tasks = [asyncio.create_task(read(generation)) for generation in generations]

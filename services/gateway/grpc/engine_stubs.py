@@ -1,4 +1,4 @@
-"""Calls of the engine contracts that no Paceline gateway serves. All contracts have them in the same words."""
+"""Calls of the engine contracts that no Paceline gateway serves. All contracts define them alike."""
 
 from __future__ import annotations
 

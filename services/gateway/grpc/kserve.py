@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
-# Streams that are open at once. No gate limits what streams receive, so their number does.
+# Streams that are open at once. No other limit holds for the memory of messages that streams receive.
 MAX_STREAMS = 256
 # Requests of one stream that run at once. Further messages of the stream wait unread.
 MAX_STREAMED = 64
@@ -96,7 +96,7 @@ class KServeInference(kserve_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        """Answers the requests at once, so responses interleave. An error ends its request, and not the stream.
+        """Answers the requests concurrently, so responses interleave. An error ends its request, and not the stream.
         RESOURCE_EXHAUSTED if too many streams are open."""
         if not self._free_streams:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._max_streams} streams are open already")

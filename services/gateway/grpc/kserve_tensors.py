@@ -186,7 +186,7 @@ def _parameters(text: str, given: Mapping[str, pb.InferParameter]) -> dict[str, 
         raise invalid("sampling_parameters", "sampling_parameters must be a JSON object")
     _check_length("sampling_parameters", len(parameters), MAX_PARAMETERS)
     for name, parameter in given.items():
-        if name == _EMPTY_FINAL:  # a last response has the reason in any case
+        if name == _EMPTY_FINAL:  # a final response here is never empty: it has the finish reason
             continue
         kind = parameter.WhichOneof("parameter_choice")
         if kind is None:

@@ -49,7 +49,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Without, only these.
+        """With `stream`: a chunk per batch of tokens of a sample, and a Complete per sample. Else only the Completes.
 
         As SGLang's own servicer does, counts in chunks are those of the sample so far.
         """
@@ -73,7 +73,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
             await abort(context, error)
 
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
-        """Whether a live request of the caller has the id."""
+        """Abort the caller's live requests with this id. The answer says whether there was one."""
         try:
             caller = self._engine.caller(context)
         except ApiError as error:

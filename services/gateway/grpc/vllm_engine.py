@@ -45,7 +45,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """With `stream`: a chunk per batch of tokens of a sample, and a Complete for each sample. Without, only these.
+        """With `stream`: a chunk per batch of tokens of a sample, and a Complete per sample. Else only the Completes.
 
         As vLLM's own servicer does, counts in chunks are those of the chunk.
         """
@@ -68,7 +68,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
             await abort(context, error)
 
     async def Abort(self, request: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
-        """Unknown ids are ignored, and those of other API keys' requests: the requests may have ended."""
+        """Abort the caller's live requests with these ids. Any other id is ignored: its request may have ended."""
         try:
             caller = self._engine.caller(context)
             if (count := len(request.request_ids)) > MAX_ABORTED:  # no other request is served meanwhile

@@ -20,7 +20,7 @@ from services.runtime.tls.files import TlsError, TlsFiles
 
 _log = get_logger(__name__)
 
-# How long a connection that the server closes may wait for the client's end of TLS.
+# How long a connection that the server closes may wait until the client ends TLS (close_notify).
 _SHUTDOWN_S = 5.0
 # Unsent bytes at which the app has to wait: as without TLS. asyncio's default with TLS is 512 KiB.
 _HIGH_WATER_BYTES = 64 * 1024
@@ -129,7 +129,7 @@ class TlsListener:
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
             transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
-        except OSError as error:  # no certificate, plain text, gone, too late (ssl.SSLError is one, too)
+        except OSError as error:  # no certificate, plain text, gone, too late (ssl.SSLError is an OSError, too)
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
             self._note_failure(connection.client, reason)
             if told is not None and reason in _PLAIN_HTTP:
@@ -153,7 +153,7 @@ class TlsListener:
             self._num_failed, self._noted_s = 0, self._loop.time()
 
     def _keep_open(self, sock: socket.socket) -> int | None:
-        """A second file of the socket, which stays open when a failed handshake closes the first."""
+        """A second file descriptor of the socket, which stays open when a failed handshake closes the first."""
         if self._num_told >= _MAX_TOLD:
             return None
         try:

@@ -39,9 +39,9 @@ class AllowedHosts:
         self._allows_name = lru_cache(_KEPT)(self._is_allowed)
 
     def refusal(self, headers: Sequence[tuple[bytes, bytes]], *, by_address: bool = False) -> ApiError | None:
-        """The error for a request with these headers, None if it is addressed rightly. A request without a Host header
-        comes from no browser, and is allowed. `by_address`: every IP address is allowed, which no page can make its
-        name."""
+        """The error for a request with these headers, None if it is allowed. A request without a Host header comes from
+        no browser, and is allowed. `by_address`: every IP address is allowed, too, because no page can use an IP
+        address as its own name."""
         if self._all:
             return None
         for name, value in headers:

@@ -1,4 +1,4 @@
-"""Which callers see what is of all tenants."""
+"""Which callers may see data of all tenants."""
 
 from __future__ import annotations
 

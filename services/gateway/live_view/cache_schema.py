@@ -47,7 +47,8 @@ class PrefixTreeView(BaseModel):
 
 
 class CacheView(BaseModel):
-    """The cache. Token counts are since its start: of admitted sequences, and those of them that were reused."""
+    """The cache. `prefix_query_tokens`: tokens of the sequences admitted since its start. `prefix_hit_tokens`: how many
+    of them were reused."""
 
     num_workers: int
     prefix_hit_tokens: int
