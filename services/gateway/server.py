@@ -206,7 +206,7 @@ def _make_grpc_server(
             ("grpc.max_allowed_incoming_connections", _max_grpc_connections(settings)),
         ],
         gate=MessageGate(max_reading=min(max(num_reading, 1), _MAX_READING), max_waiting=settings.max_live_requests),
-        # --insecure opens the API, and not the prompts of all users.
+        # KV events show the prompts of all users. --insecure opens the API, but not these events.
         first=[KeyGate(gateway.access), AdminGate(keys, admin=KV_EVENT_METHODS)],
         tls=tls,
     )

@@ -128,7 +128,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
         True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
     )
     max_live_requests: int = Field(
-        4096, ge=1, description="requests in flight, of online and of offline ones each; one more gets 429"
+        4096, ge=1, description="online requests in flight, and as many offline ones; one more gets 429"
     )
     max_connections: int = Field(
         16384,
@@ -179,8 +179,12 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
     resume_grace_s: float = Field(
         10.0, ge=0, description="seconds that a request with an idempotency key continues without its client"
     )
-    resume_keep_s: float = Field(60.0, ge=0, description="seconds that its finished answer is kept")
-    resume_keep_bytes: int = Field(64 * 2**20, ge=0, description="approximate memory for such answers")
+    resume_keep_s: float = Field(
+        60.0, ge=0, description="seconds that a finished answer is kept for its idempotency key"
+    )
+    resume_keep_bytes: int = Field(
+        64 * 2**20, ge=0, description="approximate memory for answers kept for idempotency keys"
+    )
 
     response_store: StoreUrl = Field(
         SQLITE,

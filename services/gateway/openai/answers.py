@@ -25,9 +25,9 @@ _log = get_logger(__name__)
 
 # The scope key of the server's own `send`, set by the outermost middleware. A chunk sent with it skips other layers.
 RAW_SEND = "paceline.send"
-# Of an error and the request's id: the answer.
+# Writes the answer to an error. Gets the error and the request's id.
 WriteError = Callable[[ApiError, str], Response]
-# Where the scope's state has the WriteError of a path with errors in another shape than OpenAI's.
+# The key in the scope's state for the WriteError of a path. Its errors do not have OpenAI's shape.
 WRITE_ERROR = "write_error"
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -35,7 +35,7 @@ STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 T = TypeVar("T")
-# Of a choice's index, text, log probabilities and token ids: an event.
+# Writes an event. Gets a choice's index, text, log probabilities and token ids.
 _Shape = Callable[[int, str, dict[str, Any] | None, Sequence[int]], bytes]
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -314,9 +314,9 @@ class StreamAnswer(RunningAnswer):
         generation, scores = self._generations[index], self._scores[index]
         progress, interval, (show, show_last) = self._progress, self._interval, self._shapes(index)
         with_ids = self._envelope.shown.token_ids
-        waiting: list[ScoredToken] = []  # tokens without sent text
+        waiting: list[ScoredToken] = []  # tokens with text that was not sent yet
         waiting_ids: list[int] = []  # the same, if the client wants to see ids
-        kept, num_kept = "", 0  # of an event that has too few tokens yet
+        kept, num_kept = "", 0  # text and token count of an event that has too few tokens so far
 
         def logprobs() -> dict[str, Any] | None:
             if scores is None:
@@ -373,7 +373,8 @@ class StreamAnswer(RunningAnswer):
         return show, show_last
 
     async def _begin(self, index: int) -> None:
-        """The first token of a choice has arrived. An echo waits for the first sample of the prompt, which has it."""
+        """The first token of a choice has arrived. An echo waits for the prompt's first sample, which has the
+        prompt's log probabilities."""
         self._has_begun[index].set()
         if self._fresh[index] and self._generations[index].job.echo is not None:
             await self._has_begun[self._first_sample(index)].wait()

@@ -134,7 +134,8 @@ class StreamFormat:
         self._chat = envelope.kind == "chat"
         self._shown = envelope.shown
         self._generations = generations
-        # Choices without their last event. The last one of these events has the timings, unless a usage follows.
+        # Choices that have not sent their last event yet. The very last of these events has the timings, unless a usage
+        # event follows.
         self.num_open = len(generations)
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -211,7 +212,7 @@ class StreamFormat:
         token_ids: Sequence[int],
         finish_name: str | None = None,
     ) -> bytes:
-        """A part of a chat's message as MessageWriter writes it. `finish_name`: it is the last one."""
+        """A part of a chat's message as MessageWriter writes it. `finish_name`: given for the choice's last event."""
         reasons = b"null" if finish_name is None else self._reasons(index, finish_name)
         start = b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":' % (
             self._head,

@@ -103,7 +103,8 @@ class Gateway:
 
     @contextmanager
     def held_body(self) -> Iterator[HeldBody]:
-        """Counts a request's body until it has become jobs. Raises ApiError 429 if all bodies exceed `max_bytes`."""
+        """Counts a request's body until it has become jobs. Raises ApiError 429 if all bodies together exceed
+        `max_bytes`."""
         with self.bodies.hold() as held:
             try:
                 yield held
@@ -233,7 +234,7 @@ class Gateway:
         return runs
 
     def _start_span(self, jobs: Sequence[GenerateJob]) -> RequestSpan | None:
-        """The span of a client's request, a child of the client's. Its trace id is on all further log lines."""
+        """The span of a client's request, a child of the client's span. Its trace id is on all further log lines."""
         if self.spans is None:
             return None
         from services.gateway.telemetry.request_spans import RequestSpan  # only with OpenTelemetry's packages

@@ -38,7 +38,7 @@ class MessageWriter:
         self._choice = choice
 
     def skip(self, text: str) -> None:
-        """Read text without its deltas, which the client has."""
+        """Parse text without giving its deltas: the client has them already."""
         self._parser.push(text)
 
     def delta(self, text: str) -> bytes:
@@ -88,7 +88,7 @@ def whole_message(
     answer_id: str,
     choice: int,
 ) -> tuple[dict[str, Any], str]:
-    """The message of a whole text behind what it echoes, and the finish reason."""
+    """The message that shows the echo and then a whole text, and the finish reason."""
     message: dict[str, Any] = {"role": "assistant", "content": echo + text, "refusal": None}
     if reply is None:
         return message, FINISH_NAMES[reason]

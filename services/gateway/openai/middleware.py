@@ -62,7 +62,7 @@ ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] =
 }
 
 
-# Where the scope's state has the request's Caller.
+# The key in the scope's state for the request's Caller.
 CALLER = "caller"
 
 
@@ -101,7 +101,7 @@ class RequestMiddleware:
 
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
     may not enter (429, or 403 for a wrong host). Both are sent before routing, which would take most of the time, and
-    before the body is read. `root_path`: a prefix that paths may have. `apis`: those with another shape of errors.
+    before the body is read. `root_path`: a prefix that paths may have. `apis`: the APIs beside OpenAI's.
     `load`: the scheduler's, for requests that ask for a report; None while it is unknown.
     """
 

@@ -60,9 +60,9 @@ _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().en
 def create_app(
     gateway: Gateway, hosts: AllowedHosts, origins: AllowedOrigins, root_path: str = "", apis: Sequence[OtherApi] = ()
 ) -> RequestMiddleware:
-    """The ASGI application. It answers only requests to these hosts, and changes nothing for pages of other origins.
-    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those that it serves besides
-    OpenAI's."""
+    """The ASGI application. It answers only requests to these hosts. It refuses requests of web pages of other origins,
+    except those that change nothing. `root_path`: a prefix that paths may have, because a proxy leaves it there.
+    `apis`: those that it serves besides OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
@@ -395,6 +395,7 @@ def _last_event(
     draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
     if key is None and body.seed is None and draws:
         raise cannot_resume(
-            f"without an {IDEMPOTENCY_KEY} from the first request on, only what is greedy or has a seed can be resumed"
+            f"without an {IDEMPOTENCY_KEY} from the first request on, only a request that is greedy or has a seed can "
+            "be resumed"
         )
     return parse_event_id(text, shown, has_usage=has_usage)

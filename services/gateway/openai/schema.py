@@ -1,4 +1,4 @@
-"""The supported OpenAI requests. Types are strict, but for numbers that vLLM reads too ("8", 8.0). A field that is
+"""The supported OpenAI requests. Types are strict, except for numbers that vLLM reads too ("8", 8.0). A field that is
 not served is refused by name, or ignored on purpose."""
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class CacheRetention(ClosedPart):
 
 
 class StreamOptions(ClosedPart):
-    """Whether usage comes in a last chunk, and whether also in every chunk; whether each event has an id, with which
-    the stream can be resumed."""
+    """`include_usage`: a last chunk has the usage. `continuous_usage_stats`: every chunk has it.
+    `include_event_ids`: each event has an id, with which the stream can be resumed."""
 
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
@@ -139,7 +139,7 @@ class SharedFields(MetadataFields):
     user: str | None = None
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
-    # The rest of the answer's id, unless the request has a key or a header X-Request-Id.
+    # The answer's id after its prefix, unless the request has a key or a header X-Request-Id.
     request_id: str | None = None
     truncate_prompt_tokens: Integer | None = None
     truncation_side: Side | None = None
@@ -283,7 +283,7 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: Variables | None = None
     continue_final_message: Flag | None = None
     documents: list[Variables] | None = None
-    # Templates of reasoning models read it, and `enable_thinking`.
+    # Templates of reasoning models read this variable, or `enable_thinking`, which is false for "none".
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Show the last message before the output, if it is the assistant's.
     echo: Flag | None = None

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from services.gateway.fields.numbers import Number, integer
 
 # The error for `add_special_tokens`.
-NOT_FOR_CHATS = "is not supported for chats, as their template has them (leave it out, or false)"
+NOT_FOR_CHATS = "is not supported for chats, because the template adds them (omit it, or send false)"
 
 Uint32 = Annotated[int, BeforeValidator(integer), Field(ge=0, lt=2**32)]
 

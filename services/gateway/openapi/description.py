@@ -12,8 +12,8 @@ from services.gateway.openapi.answers import Error
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "openapi_description"
-EVENT_STREAM = "text/event-stream"  # as `text`, where events have many shapes
-# Every path that takes a body or a key may answer with these; bodies.py has the shape.
+EVENT_STREAM = "text/event-stream"  # the value of `text` for streams with events of many shapes
+# Every path that takes a body or a key may answer with these. Their shape is answers.Error.
 COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 
 

@@ -1,4 +1,4 @@
-"""GET / and GET /assets/…: the page's files, which scripts/page.sh builds. Serving them needs no build step."""
+"""GET / and GET /assets/…: the page's files, which scripts/page.py builds. Serving them needs no build step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Only the page's own files, no inline script, and no frame around the page. Images may be data, as chats have them.
+# Only the page's own files, no inline script, and no frame around the page. Images may be data: URLs, as in chats.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src 'self' data: blob:; "

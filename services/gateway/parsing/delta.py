@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class CallDelta:
-    """A part of a tool call. `name` is set in the first part of a call alone."""
+    """A part of a tool call. `name` is set only in the first part of a call."""
 
     index: int
     name: str | None

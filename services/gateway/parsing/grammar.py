@@ -105,7 +105,7 @@ class CallGrammars:
 
 
 def behind_reasoning(thinking: ThinkingAt | None, token_ids: Mapping[str, int]) -> str:
-    """The rules before an answer that follows reasoning; "" if none can come. `@answer` is the answer."""
+    """The rules before an answer that follows reasoning; "" if no reasoning can come. `@answer` is the answer."""
     if thinking is None or thinking is ThinkingAt.BEHIND:
         return ""
 

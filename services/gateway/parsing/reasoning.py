@@ -51,7 +51,7 @@ class ReasoningParser:
 
     @property
     def is_over(self) -> bool:
-        """What comes is all of the answer."""
+        """The reasoning is over: all later text belongs to the answer."""
         return self._phase is _Phase.ANSWER
 
     def push(self, text: str, out: MessageDelta) -> str:

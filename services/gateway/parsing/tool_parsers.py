@@ -24,7 +24,7 @@ class ToolParser:
     """The part that all formats share. `known`: the names of the request's tools. `max_calls`: later calls are dropped.
 
     Text that looks like a call and is none, such as a marker without JSON, stays content. Once the name of
-    a call is shown, the call cannot become content again: its arguments end where they stop to be JSON.
+    a call is shown, the call cannot become content again: its arguments end where they stop being JSON.
     """
 
     markers: tuple[str, ...] = ()
@@ -108,8 +108,8 @@ class ToolParser:
         return rest
 
     def _accepts(self, name: str) -> bool:
-        """Whether a call of this name is one. A name that the request's tools do not have is the client's to refuse,
-        as in other servers: it tells the model."""
+        """Whether a call with this name counts as a call. By default every name does: if the request has no such tool,
+        the client refuses the call and tells the model, as with other servers."""
         return True
 
     def _no_call(self, rest: str, out: MessageDelta) -> str:

@@ -17,7 +17,7 @@ from services.gateway.responses_api.events import EventWriter, whole_response
 from services.gateway.responses_api.long_work import with_pieces
 from services.gateway.responses_api.running import RunningResponse
 
-# Pieces that are written at a time. Old pieces come without a wait, and other requests get a turn between.
+# Pieces that are written in one turn of the event loop. Old pieces need no wait, so other requests would get no turn.
 _BATCH = 64
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -108,7 +108,8 @@ class ResponseEvents(_Reader):
         else:
             assert response.broken is not None
             last = writer.error(response.broken.code, response.broken.message, self._after)
-        # An error has no number in the response itself, so no client has seen it.
+        # The number of an error or a cancellation depends on `after`, so it does not tell whether the client has the
+        # event. The event is sent in any case.
         is_cut = response.outcome is None or response.outcome.status == "cancelled"
         await self._emit(raw_send, last, with_last=is_cut)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -24,7 +24,7 @@ _RENAMED = (
     ("tool_choice.function.name", "tool_choice.name"),
     ("messages", "input"),
 )
-# So many of them are no words of English, and are renamed wherever a message has them.
+# The first of them, up to this many, are no English words, so a message can have them renamed anywhere.
 _NUM_DISTINCT = 5
 _TOOL_FIELD = re.compile(r"^(tools\.\d+)\.function\.")
 

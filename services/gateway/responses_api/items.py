@@ -95,7 +95,7 @@ def _parts(value: Any, where: str, role: str) -> list[Item]:
 def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """The chat of these items, as the messages of a chat completion.
 
-    The instructions and the system messages that follow them become one message, because many templates take one alone.
+    The instructions and the system messages that follow them become one message, because many templates take only one.
     Reasoning, text and calls in a row are one message of the assistant.
     """
     messages: list[dict[str, Any]] = []

@@ -110,8 +110,8 @@ class DocumentStore(Protocol):
         ...
 
     async def waiting(self, kind: DocumentKind, label: str, most: int) -> list[DocumentName]:
-        """Documents with work and without a lease: of each owner the one that waits longest, these by the same
-        order."""
+        """Documents with work and without a lease: for each owner the one that has waited longest. The
+        longest wait comes first."""
         ...
 
     async def unfinished(self, kind: DocumentKind, owner: str) -> list[str]:

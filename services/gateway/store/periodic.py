@@ -22,6 +22,6 @@ async def repeat(work: Callable[[], Awaitable[None]], every_s: float) -> NoRetur
         try:
             await work()
         except ApiError as error:
-            _log.warning("the work on what is stored has to wait", error=error.message)
+            _log.warning("the periodic work on the store failed and is tried again later", error=error.message)
         except Exception as error:  # a record that cannot be read must not end the gateway
-            _log.error("the work on what is stored failed", exc_info=error)
+            _log.error("the periodic work on the store failed", exc_info=error)

@@ -9,7 +9,7 @@ Keys (an owner has no colon):
     paceline:unfinished:KIND:OWNER    set: ids of documents with work
     paceline:work:KIND:LABEL          sorted set: OWNER:ID of documents with work, by the end of their leases
 
-Scripts change what belongs together at once. Redis deletes documents and their pieces after their time; their names
+Scripts change related keys in one atomic step. Redis deletes documents and their pieces after their time; their names
 leave the sets when a gateway next reads them there. A set of one owner lasts as long as the owner's last document.
 """
 

@@ -23,8 +23,8 @@ class RedisLink:
         self.redis: Redis = Redis.from_url(url, socket_connect_timeout=_CONNECT_S, socket_timeout=_ANSWER_S)
 
     async def ask(self, answer: Any) -> Any:
-        """The server's answer. `answer` is awaitable, but the package's types are of its two clients together. Raises
-        ApiError 503 if the server fails."""
+        """The server's answer. `answer` is an awaitable. It has the type Any, because the package has one type for the
+        results of its sync and its async client. Raises ApiError 503 if the server fails."""
         try:
             return await answer
         except (RedisError, OSError) as error:

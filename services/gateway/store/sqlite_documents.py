@@ -13,7 +13,8 @@ from services.gateway.store.sqlite_file import SqliteFile, marks
 
 _COLUMNS = "kind, owner, id, label, created_s, expires_s, num_bytes, data, version"
 _NAMED = "kind = ? AND owner = ? AND id = ?"
-# Deleted in one transaction. SQLite takes 1.4 s to delete 200 MiB (measured), and other gateways' writes come between.
+# Pieces that one transaction deletes. SQLite takes 1.4 s to delete 200 MiB (measured). Other gateways must be able to
+# write in between.
 _PIECES_DELETED = 16
 _MOST_VARIABLES = 500  # in one statement; SQLite's limit was 999 before 3.32
 
@@ -75,7 +76,7 @@ class SqliteDocuments:
         return await self._file.run(lambda db: db.execute(sql, values).rowcount > 0)
 
     async def delete(self, name: DocumentName) -> bool:
-        # It is gone at once. If the gateway dies before its pieces are deleted, purge() goes on.
+        # The document is gone at once. If the gateway dies before its pieces are deleted, purge() goes on.
         sql = f"UPDATE documents SET expires_s = 0, lease_until_s = NULL WHERE {_NAMED} AND expires_s > 0"
         if is_there := await self._file.run(lambda db: db.execute(sql, name).rowcount > 0):
             await self._remove(name)

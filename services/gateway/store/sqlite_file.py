@@ -23,8 +23,8 @@ _VERSION = 1
 _LOG_BYTES = 64 * 2**20
 # How long a write waits for the writes of other gateways.
 _BUSY_S = 5.0
-# What changes each second of a response is apart, because SQLite writes a whole row anew, and a request may have
-# megabytes. `documents.lease_until_s` is null for a document without work.
+# What changes every second has its own table, `progress`, because SQLite writes a whole row anew, and a request may
+# have megabytes. `documents.lease_until_s` is null for a document without work.
 # Triggers count each owner's bytes of responses. A file of a version without them is counted once.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;

@@ -156,8 +156,8 @@ class GatewayMetrics(Collector):
             ),
             ("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", self.e2e_latency_s),
             ("request_queue_time_seconds", "In the scheduler's queue, until the sequence first ran.", self.queue_s),
-            ("request_prefill_time_seconds", "From there to the sequence's first token.", self.prefill_s),
-            ("request_decode_time_seconds", "From there to the sequence's end.", self.decode_s),
+            ("request_prefill_time_seconds", "From where a sequence first ran to its first token.", self.prefill_s),
+            ("request_decode_time_seconds", "From a sequence's first token to its end.", self.decode_s),
             (
                 "request_inference_time_seconds",
                 "From where a sequence first ran to the sequence's end.",
@@ -216,7 +216,7 @@ class GatewayMetrics(Collector):
         yield refusals
         yield histogram_family(
             _PREFIX + "event_loop_lag_seconds",
-            "How much later than it should a timer came, fifty times a second.",
+            "How late a timer comes that runs fifty times a second.",
             self.event_loop_lag_s,
             {},
         )

@@ -80,7 +80,7 @@ class RequestSpan:
         self._span.set_attribute("http.response.status_code", status)
         if status >= _LEAST_SERVER_ERROR:
             mark_failed(self._span, str(status), message)
-        elif status >= _LEAST_ERROR:  # the client's doing: for a server no error (conventions for HTTP)
+        elif status >= _LEAST_ERROR:  # the client's error, which is no error of the server (conventions for HTTP)
             self._span.set_attribute("error.type", str(status))
 
 

@@ -62,7 +62,7 @@ class TenantMetrics:
             prefix + "tenant_prompt_tokens", "Prompt tokens of a tenant's finished sequences.", labels=names
         )
         cached = CounterMetricFamily(
-            prefix + "tenant_prompt_tokens_cached", "Of these, tokens with reused KV.", labels=names
+            prefix + "tenant_prompt_tokens_cached", "Prompt tokens of a tenant with reused KV.", labels=names
         )
         generation = CounterMetricFamily(
             prefix + "tenant_generation_tokens", "Output tokens of a tenant's finished sequences.", labels=names

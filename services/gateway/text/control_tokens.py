@@ -6,9 +6,9 @@ rendering: a mark goes into each control token, the rendered text is split at th
 one by one. A text without a control token has no mark, and its tokens are those of transformers' apply_chat_template.
 
 A control token can also be joined in the template, from parts in several texts or around one (`<` + name + `>`). Where
-a text has a part of one, the template renders a second time with marks in such parts as well. If that changes which
-control tokens there are, texts were among them, and the second rendering counts. A word alone is no such part:
-templates compare words (`role == "user"`), so they must see them whole.
+a text has a part of one, the template renders a second time with marks in such parts as well. If the two rendered
+texts have different control tokens, some of these tokens came from users, and the second rendering is used. A word
+alone is no such part: templates compare words (`role == "user"`), so they must see them whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ControlTokens:
 
     def __init__(self, written: Iterable[str]) -> None:
         tokens = sorted(token for token in written if len(token) > 1)
-        # Each token has one of these, and so has each part of a token that counts.
+        # Each token contains one of these, and so does each part of a token that `has_parts` finds.
         self._chars = {char for token in tokens for char in token if _WORD.fullmatch(char) is None}
         self._chars |= {token[0] for token in tokens if _WORD.fullmatch(token)}
         self._any = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
@@ -80,8 +80,9 @@ def _first_of_each(tokens: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _parts_of_any(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches the first of each two neighbours in a token, and the last character of a text if it is inside a token; in
-    either case of letters. Characters of words alone do not count: else "user" would be a part of `<|user|>`."""
+    """Matches a character before the character that follows it in a token, and the last character of a text if a token
+    has it before its end. Ignores the case of letters. Two characters of a word do not count: else "user" would be a
+    part of `<|user|>`."""
     seconds: dict[str, set[str]] = defaultdict(set)  # by first
     for token in tokens:
         for first, second in pairwise(token.lower()):

@@ -145,7 +145,8 @@ class StopMatcher:
         return self._hold(text, self._num_passed), False
 
     def let_pass(self, text: str) -> str:
-        """Like push(), but a stop string that is complete in this text does not count. One may begin in it."""
+        """Like push(), but a stop string that is complete in this text does not count. A stop string may begin
+        here."""
         text = self._held + text
         return self._hold(text, len(text))
 

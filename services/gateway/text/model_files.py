@@ -51,7 +51,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         config = {**config, **config.get("text_config", {})}
         return ModelFiles(
             folder=folder,
-            # A worker that serves the model reports its length, too.
+            # Without a limit here, INT32_MAX holds until a worker reports its limit.
             max_model_len=int(config.get("max_position_embeddings") or INT32_MAX),
             vocab_size=int(config["vocab_size"]),
             eos_token_ids=_eos(config) | _eos(generation),

@@ -41,7 +41,7 @@ class TextTokenizer:
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
         written = {token["content"] for token in special}
-        # Special tokens that the tokenizer looks for only in normalized text, which other texts may become (`＜s＞`).
+        # Not None if the tokenizer looks for some special tokens in normalized text: `＜s＞` may become one of them.
         self._normalizer = tokenizer.normalizer if any(token["normalized"] for token in special) else None
         if self._normalizer is not None:
             written |= {self._normalizer.normalize_str(token["content"]) for token in special if token["normalized"]}
@@ -114,7 +114,7 @@ class TextTokenizer:
         for token_id, (token_begin, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_rest = self.token_bytes(token_id)[:1] in _CONTINUATIONS
             is_added = token_begin == token_end
-            # Some tokenizers count the space before a word for no token, or an added prefix for the next word.
+            # In some tokenizers the space before a word belongs to no token, or an added prefix to the next word.
             begin = end if is_rest or is_added or token_begin > end else max(begin, token_begin)
             begins.append(begin)
             end = max(end, token_end)
@@ -151,8 +151,8 @@ class TextTokenizer:
     ) -> list[str]:
         """A chat through the model's template: the parts of the text.
 
-        Special tokens in messages, variables, tools and documents stay text, as one half ends a part and the other
-        begins the next. Raises ApiError 400 if the model has no template or the template refuses the chat.
+        Special tokens in messages, variables, tools and documents stay text: each is cut in two, and its halves are in
+        different parts. Raises ApiError 400 if the model has no template or the template refuses the chat.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
@@ -184,7 +184,7 @@ class TextTokenizer:
         return text.split(mark)
 
     def _normalized_if_control(self, text: str) -> str:
-        """The text, as the tokenizer reads it if that has other control tokens: then these can be found in it."""
+        """The normalized text if it has other control tokens than the text, so that they are found; else the text."""
         normal: str = self._normalizer.normalize_str(text) if self._normalizer is not None else text
         return normal if self._controls.found_in(normal) != self._controls.found_in(text) else text
 

@@ -41,13 +41,13 @@ export function storeKey(key: string): void {
   for (const listener of keyListeners) listener();
 }
 
-/** Calls the listener after each change of the key. Returns what ends that. */
+/** Calls the listener after each change of the key. Returns a function that removes the listener. */
 export function onKeyChange(listener: () => void): () => void {
   keyListeners.add(listener);
   return () => keyListeners.delete(listener);
 }
 
-/** fetch with the key. The body of a problem is left to read. */
+/** fetch with the key, for every status: the caller reads the body of an error. */
 export function rawFetch(path: string, init: RequestInit = {}): Promise<Response> {
   const headers = new Headers(init.headers);
   const key = storedKey();

@@ -1,4 +1,4 @@
-/** How numbers are shown. A shown number has the value of the metric, rounded and never scaled otherwise. */
+/** How numbers are shown. A number is the metric's value: rounded, with a unit, and not changed otherwise. */
 
 const NONE = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
@@ -49,7 +49,7 @@ export function age(value: number | null | undefined): string {
   return all < 60 ? `${all} s` : seconds(all);
 }
 
-/** 42%, or "–" of nothing. Never 100% or 0% of what is not all or nothing. */
+/** 42%, or "–" of nothing. Shows 100% only for all, and 0% only for nothing. */
 export function share(part: number, all: number): string {
   if (!all) return NONE;
   const percent = (100 * part) / all;
@@ -63,7 +63,7 @@ export function tenantName(tenant: string): string {
   return tenant || "(none)";
 }
 
-/** An id that fits a line; the whole one belongs into a title. */
+/** An id that fits a line. Show the whole id in a title. */
 export function shortId(id: string, most = 22): string {
   return id.length <= most ? id : `${id.slice(0, most - 7)}…${id.slice(-6)}`;
 }

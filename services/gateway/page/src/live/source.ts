@@ -75,7 +75,7 @@ class LiveSource {
     const { signal } = running;
     let retryMs = FIRST_RETRY_MS;
     this.latestAt = performance.now();
-    // Counts up "for 3 s" while nothing comes. Snapshots do so otherwise.
+    // Draws each second while no snapshot comes, so that "for 3 s" counts up. Otherwise each snapshot draws.
     const clock = setInterval(() => {
       if (this.state.silentSince !== null) this.set({});
     }, 1000);

@@ -54,7 +54,7 @@ function Worker({ worker, map }: { worker: WorkerShown; map: Blocks | undefined 
         </div>
         <div>
           <dt>Fitted step time</dt>
-          <dd title="base; each prompt token; each row; 1,000 attended tokens">
+          <dd title="base; each prompt token; each row">
             {seconds(worker.base_s)}
             <small class="muted">
               + {seconds(worker.token_s)}/token, {seconds(worker.row_s)}/row

@@ -13,7 +13,7 @@ import { useAsking } from "./stream.ts";
 
 const PATH = "/v1/chat/completions";
 
-/** A message as it is shown; `answer` is how the model's own came. */
+/** A message as it is shown. `answer`: for a message of the model, the answer with its figures. */
 interface Shown extends Message {
   answer?: Answer;
 }
@@ -110,7 +110,7 @@ export function Chat({ api }: { api: OpenApi }) {
   );
 }
 
-/** The model's message of an answer, of its first sample. */
+/** The assistant's message from the first sample of an answer. */
 function spoken(answer: Answer): Shown {
   const sample = answer.samples[0];
   const calls = sample?.toolCalls ?? [];

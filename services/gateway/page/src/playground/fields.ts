@@ -33,7 +33,7 @@ export interface Field {
   values: string[];
 }
 
-/** What the playground has controls of its own for. */
+/** The fields for which the playground has its own controls. */
 const HANDLED = new Set([
   ...["messages", "prompt", "model", "stream", "stream_options", "logprobs", "top_logprobs"],
   ...["tools", "tool_choice", "response_format", "structured_outputs", "request_id"],

@@ -43,8 +43,8 @@ export function PresetComparison({ isShown }: { isShown: boolean }) {
       <form class="card stack" onSubmit={start}>
         <h2>The same requests under two presets</h2>
         <p class="notice">
-          Presets are the whole server's: for some seconds all users' requests are scheduled by them. The earlier policies
-          are restored at the end.
+          A preset is for the whole server: for some seconds it schedules the requests of all users. The earlier
+          policies are restored at the end.
         </p>
         <div class="row">
           {chosen.map((name, index) => (
