@@ -68,7 +68,7 @@ class SessionLoad:
                     request_id=str(self._handle),
                     prompt_token_ids=prompt.tobytes(),
                     sampling=sampling,
-                    accepted_before=True,  # the queue refuses none
+                    accepted_before=True,  # so the queue refuses no request
                 )
             )
         return made

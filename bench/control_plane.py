@@ -31,15 +31,15 @@ REPEATS = 5
 
 COUNTED = {
     "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up; garbage collector frozen and "
-    "off in both; wall time of one thread, so what other processes take shows in p99 first",
-    "us": "CPU of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
+    "off in both; wall time of one thread, so time that other processes take shows first in p99",
+    "us": "time of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
     "with_wire_us": "the same, and every message of the two services serialised and parsed",
     "decode": "from a step's result to the next plan; peer: schedule + update_from_output",
     "burst": f"{BURST} requests for one token each, submitted at once and run in steps of 8,192 tokens: from the "
     "submissions to the last end, per request; peer: requests made and hashed, add_request, schedule, "
     "update_from_output",
-    "lone": "one request at a time: from the submission to the plan that runs it; whole: until its token is "
-    "there, its blocks are stored and it has ended; peer: request made and hashed, add_request, schedule; "
+    "lone": "one request at a time: from the submission to the plan that runs it; whole: until its token "
+    "arrives, its blocks are stored and it has ended; peer: request made and hashed, add_request, schedule; "
     "whole: also update_from_output",
     "abort": "from the cancel until the cache has freed it; peer: finish_requests",
 }

@@ -38,7 +38,7 @@ from paceline.v1.common_pb2 import SamplingParams
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 MODELS = [name for name in SHAPES if name != "tiny"]
 BATCHES, CONTEXTS = (1, 32, 64, 128, 256), (1024, 4096)
-# Figure, and seconds that it may take: what does not fit into the rest of the budget is left out.
+# Seconds that each measurement may take. A measurement that does not fit into the rest of the budget is left out.
 SETUP_S, DECODE_S, PREFILL_S, SERVING_S, CHOICES_S = 60.0, 8.0, 6.0, {32: 30.0, 128: 50.0}, 30.0
 NO_GPU = (
     "bench-gpu: no NVIDIA GPU here (torch {version} sees no CUDA device). It measures nothing without one; "
@@ -74,7 +74,7 @@ class Report:
 def parts(
     runner: ModelRunner, config: DecoderConfig, element_bytes: int, best: dict[str, float], clock: Clock, tiny: bool
 ) -> Iterator[Part]:
-    """In the order of their worth."""
+    """The measurements of a model, the most important ones first."""
 
     def decode(batch: int, context: int, sampling: SamplingParams = GREEDY) -> dict[str, Any]:
         row = gpu_measure.decode(runner, batch, context, 4 if tiny else 48, clock, sampling)
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(data: dict[str, Any]) -> str:
-    """The decode steps, the main result; the rest has been printed as it came."""
+    """The decode steps, which are the main result. The other rows were printed when they were measured."""
     columns = ("batch", "context_tokens", "step_ms", "graph_ms", "roofline_ms", "roofline_share", "gap_ms", "host_ms")
     lines = ["  ".join(["model".ljust(14), *(column.rjust(14) for column in columns)])]
     for model, measured in data["models"].items():

@@ -5,7 +5,7 @@
 The load is made up from a seed: Poisson arrivals, log-normal lengths as in public chat traces, a third of the prompts
 with one of 20 system prompts. The pool is kept so small that presets differ. A step costs 4.6 ms, 38 us for each
 sequence that decodes and 21 us for each prompt token: Llama-3.1-8B on an H200, from the kernel sums that NVIDIA's
-aiconfigurator ships. That is a model of the device; what is compared is decisions.
+aiconfigurator ships. The device is only a model, so the results compare the presets' decisions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replay:
     """One worker, window 1, every request ends at its length."""
 
     def __init__(self, preset: str, arrivals: list[Arrival]) -> None:
-        # TensorRT-LLM's presets need chunks for prompts beyond the budget; all get them alike.
+        # TensorRT-LLM's presets need chunked prefill for prompts beyond the budget, so all presets get it.
         policies = build(choose(preset, options={"chunked_prefill": True}))
         config = SchedulerConfig(window=1, max_queued_requests=1 << 30, max_queued_tokens=1 << 60)
         self.core = SchedulerCore(config, policies, lambda: build(choose()), epoch=1)

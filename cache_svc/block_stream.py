@@ -16,7 +16,7 @@ from paceline.v1 import cache_pb2 as pb
 MAX_WATCHERS = 64
 INTERVALS_MS = 100, 10_000
 DEFAULT_INTERVAL_MS = 1000
-# Snapshots take at most this share of the time. A snapshot of 10,000 nodes takes 15 ms, so there is one in 1.5 s.
+# Snapshots take at most this share of the time. A snapshot of 10,000 nodes takes 15 ms, so at most one runs per 1.5 s.
 MAX_SHARE = 0.01
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,7 +26,7 @@ class BlockStreams:
     """The watchers of one core's blocks. All watchers of an interval share its snapshots."""
 
     def __init__(self, core: CacheCore, exchanged_s: Callable[[], float]) -> None:
-        """`exchanged_s`: the time of the core's last exchange, of time.perf_counter()."""
+        """`exchanged_s`: returns the time of the core's last exchange, on the clock of time.perf_counter()."""
         self._core, self._exchanged_s = core, exchanged_s
         self._ids = NodeIds()
         self._started_us = time.time_ns() // 1000
@@ -67,7 +67,8 @@ class BlockStreams:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
 
     async def _snapshot(self, max_age_s: float) -> pb.WatchBlocksResponse | None:
-        """A snapshot that is not older, unless a new one would take too much time. None if the workers change now."""
+        """Returns a snapshot of at most this age, or an older one if a new snapshot may not start yet. None if a worker
+        came or went meanwhile."""
         async with self._making:
             now_s = time.perf_counter()
             if self._latest is None or (now_s - self._latest_s > max_age_s and now_s >= self._next_s):

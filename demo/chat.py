@@ -11,9 +11,9 @@ from demo.corpus import Example
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SPECIAL_TOKENS = [BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END]
 SPACE = "\u0120"  # how byte-level BPE writes a space
-STORY_WEIGHT = 0.2  # a story has many tokens with no right answer: they must not drown the few that have one
+STORY_WEIGHT = 0.2  # a story has many tokens without one right answer: they must not outweigh the few that have one
 
-# Of a function the model sees its name and the names of its parameters.
+# The model sees only the name of a function and the names of its parameters.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}

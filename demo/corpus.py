@@ -129,7 +129,7 @@ def _facts(rng: random.Random, count: int, held: bool) -> list[tuple[str, str]]:
 
 
 def _wording(rng: random.Random) -> tuple[str, str, str]:
-    """Templates of a fact and of the question about it, and what goes between sentences: a table, or plain English."""
+    """Templates of a fact and of its question, and the separator of sentences: as a table or in plain English."""
     if rng.random() < 0.25:
         return "{} = {}", "{} = ?", "\n"
     attribute = rng.choice(ATTRIBUTES)
@@ -216,7 +216,7 @@ def talk(rng: random.Random, level: float = 1.0) -> Example:
 TOOL_SHARE = 0.5  # of the training examples of the second stage
 SUM_SHARE = 0.15  # of the examples with tools
 UNUSED_SHARE = 0.2
-MISSING_SHARE = 0.1  # questions for tools, without any
+MISSING_SHARE = 0.1  # questions that need a tool, in prompts without tools
 
 
 def _tool_chat(rng: random.Random, held: bool) -> tuple[tuple[Tool, ...], tuple[Message, ...], str]:
@@ -248,7 +248,7 @@ def unused(rng: random.Random, level: float = 1.0) -> Example:
 
 
 def missing(rng: random.Random, level: float = 1.0) -> Example:
-    """A question for a function, without one."""
+    """A question that needs a function, in a prompt without functions."""
     return Example("talk", (user(question_without_tools(rng)),), UNKNOWN)
 
 

@@ -1,4 +1,4 @@
-"""What the prefix cache's core costs, beside SGLang's caches at the same calls, in turns with ours."""
+"""Measures the cost of the prefix cache's core. SGLang's caches run the same calls, in turns with ours."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ class Sizes:
 
 
 HOW = {
-    "all": "microseconds a call, median (and p10) over the repeats, ours and SGLang's in turns on the same sequences; "
-    "garbage collector frozen and off in both; one thread; the first tenth of each repeat warms up. What a call "
-    "is given (keys, values, messages) is made before. block_size is SGLang's page_size",
-    "sequences": "1,024 tokens: 512 of one of 16 systems, 256 of a session (8 sequences), 256 of their own, in random "
-    "order; 1,000 of them in the tree unless said, and 64 of 3,000 tokens (512 shared)",
-    "match": "ours: PrefixTree.walk and Memory.held from the root; SGLang: match_prefix. Asked for one token more than "
-    "is stored. partial: 768 are; miss: none",
-    "insert_1024": "ours: Worker.store from the root; SGLang: insert. 768 tokens are there, 256 are new; new: none is "
-    "there. insert_256_after_match: ours, of a sequence that stands where its match ended, as a commit does it",
-    "evict": "ours: Memory.take of as many blocks with none free, the pool's time included; SGLang: evict, its "
-    "allocator a stand-in that counts",
-    "lock_unlock": "ours: use_path, which gives the path's blocks as well, and leave_path; SGLang: lock and unlock; "
-    "table: and path_device_indices",
-    "match_8_workers": "8 workers, each sequence on 1 to 3 of them. ours: CacheCore.exchange with 16 MatchOps, a "
-    "sixteenth of it, messages and watches included; SGLang: match_prefix on 8 trees",
-    "step_256": "ours only: CacheCore.exchange of a step with 256 running: an ExtendOp of 1/16 of them (all, at block "
-    "size 1), a commit and free of one that ends, match and admission of 1,024 tokens with 768 stored",
+    "all": "microseconds a call, median (and p10) over the repeats; ours and SGLang's in turns on the same sequences; "
+    "garbage collector frozen and off in both; one thread; the first tenth of each repeat warms up. The arguments of a "
+    "call (keys, values, messages) are made before it is timed. block_size is SGLang's page_size",
+    "sequences": "1,024 tokens: 512 of one of 16 system prompts, 256 of a session (8 sequences), 256 of their own, in "
+    "random order; the tree has 1,000 of them unless said otherwise, and 64 of 3,000 tokens (512 shared)",
+    "match": "ours: PrefixTree.walk and Memory.held from the root; SGLang: match_prefix. The prompts have one token "
+    "more than the stored sequences. partial: 768 of their tokens are stored; miss: none",
+    "insert_1024": "ours: WorkerBlocks.store from the root; SGLang: insert. 768 tokens are stored before, 256 are new; "
+    "insert_new: none is stored before. insert_256_after_match: ours only, the store of a commit: it begins where the "
+    "sequence's match ended",
+    "evict": "ours: Memory.take of the blocks of 1,024 tokens while none is free, with the time of the pool; SGLang: "
+    "evict, with a stand-in for its allocator that only counts",
+    "lock_unlock": "ours: use_path, which also returns the path's blocks, and leave_path; SGLang: lock and unlock; "
+    "lock_table_unlock: also path_device_indices",
+    "match_8_workers": "8 workers; each sequence is stored on 1 to 3 of them. ours: a sixteenth of CacheCore.exchange "
+    "with 16 MatchOps, with messages and prefix subscriptions; SGLang: match_prefix on 8 trees",
+    "step_256": "ours only: CacheCore.exchange of a step of 256 running sequences: an ExtendOp for 1/16 of them (for "
+    "all at block size 1), commit and free of one that ends, match and admission of 1,024 tokens (768 are stored)",
     "bytes_per_block": "growth of a child process's resident memory over the distinct blocks of 20,000 sequences",
 }
 
@@ -76,7 +77,7 @@ def our_memory(block_size: int, sequences: int, seed: int) -> float:
 
 
 def our_memory_apart(block_size: int, sequences: int, seed: int) -> float:
-    """In a process that has nothing to reuse."""
+    """Runs our_memory in a new process, which has no freed memory to reuse."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(our_memory, (block_size, sequences, seed))
 
@@ -139,7 +140,8 @@ def cache(environments: Path, console: Console, sizes: Sizes | None = None) -> d
     sizes = sizes or Sizes()
     peer = Peer("sglang", environments)
     try:
-        memory = [measure_memory(size, peer, sizes) for size in BLOCK_SIZES]  # before its process has memory to reuse
+        # First, while the peer's process has no freed memory to reuse.
+        memory = [measure_memory(size, peer, sizes) for size in BLOCK_SIZES]
         first, second = (measure(size, peer, some, sizes) for size, some in zip(BLOCK_SIZES, memory, strict=True))
     finally:
         peer.close()

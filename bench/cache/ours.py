@@ -71,7 +71,7 @@ class OurCache:
         return self.tree.cut(node, depth)
 
     def lock_unlock(self, node: PrefixNode) -> None:
-        """`use_path` says the blocks as well: no sequence uses a path without them."""
+        """`use_path` also returns the path's blocks, because every sequence that uses a path needs them."""
         self.device.use_path(node)
         self.device.leave_path(node)
 
@@ -85,7 +85,7 @@ class OurCache:
 
 
 def measure_insert_rest(cache: OurCache, work: Work) -> Samples:
-    """After measure_calls: what a commit stores of a sequence that was admitted."""
+    """Call it after measure_calls. Measures what a commit stores of an admitted sequence."""
     made = [
         cache.to_insert_rest(np.concatenate((tokens[:-OWN], work.misses[i][:OWN])))
         for i, tokens in enumerate(work.inserts)
@@ -122,7 +122,7 @@ class Exchanges:
         return ops, pb.CacheOp(free=pb.FreeOp(sequences=ids))
 
     def arrival(self, tokens: Tokens, worker: int) -> tuple[int, list[pb.CacheOp]]:
-        """Its id; match, admission."""
+        """Returns the id of a new sequence, and the operations that match and admit it."""
         (match,), _ = self.matches([tokens])
         sequence = match.match.sequence
         return sequence, [match, pb.CacheOp(admit=pb.AdmitOp(sequence=sequence, worker=worker, num_new_tokens=0))]
@@ -143,7 +143,7 @@ class Exchanges:
 
 
 def measure_workers(block_size: int, sequences: int, times: int, seed: int) -> Samples:
-    """One walk, reported for 8 workers: whole exchanges of 16 MatchOps, a sixteenth of each."""
+    """Measures a match for 8 workers, which is one walk: the time of an exchange with 16 MatchOps, divided by 16."""
     work = Work(sequences, times, seed)
     exchanges = Exchanges(block_size, WORKERS, -(-work.num_tokens // block_size))
     for tokens, holders in zip(work.sequences, work.holders(), strict=True):
@@ -161,8 +161,8 @@ def measure_workers(block_size: int, sequences: int, times: int, seed: int) -> S
 
 
 def measure_step(block_size: int, times: int, seed: int) -> Samples:
-    """An exchange of a step of 256 running sequences, 1/16 of which need a block: one of them ends, and one of 1,024
-    tokens, 768 of them stored, takes its place."""
+    """Measures the exchange of a step of 256 running sequences. 1/16 of them need a block. One sequence ends, and a
+    new one of 1,024 tokens (768 of them stored) takes its place."""
     work = Work(RUNNING, times, seed)
     num_blocks = (2 * RUNNING + 2 * times) * (LENGTH + times + DECODED) // block_size
     exchanges = Exchanges(block_size, 1, num_blocks)

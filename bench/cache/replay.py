@@ -4,9 +4,9 @@
 
 The trace is Mooncake's (a line a request, gzip or plain): `hash_ids` are the request's blocks of 512 tokens, an id
 stands for its block and all before it. Each id is replayed as one block: a token of its own, at block size 1. A request
-comes when the one before has ended, so what is measured is what to keep, not what fits at once; what it generates is
-not in the trace and is not stored. A hit is a block that is stored when its request comes, of all blocks of all
-requests.
+comes when the one before has ended. So the replay measures the choice of blocks to keep, not how many requests fit at
+once. Generated tokens are not in the trace and are not stored. A hit is a block that is already stored when its request
+comes. The hit rate is the share of hits among all blocks of all requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cache_svc.core.tree.tree import PrefixTree
 RESULTS = Path(__file__).parents[1] / "results" / "cache_replay.json"
 BLOCK_TOKENS = 512
 POOLS = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, 500_000)
-# All but "priority", as the trace knows none.
+# All but "priority", because the trace has no priorities.
 EVICTIONS = ("lru", "lfu", "slru", "fifo")
 # Every request must compute at least one token. This token follows the trace's tokens, so all of these can be hits.
 COMPUTED = np.array([-1], np.int32).tobytes()
@@ -45,7 +45,7 @@ def read(path: Path) -> Requests:
 
 
 def bound(requests: Iterable[list[int]]) -> tuple[int, int]:
-    """What a cache that forgets nothing hits, and of how many blocks."""
+    """The number of hits in a cache that evicts nothing, and the number of all blocks."""
     seen: set[int] = set()
     hits = blocks = 0
     for ids in requests:
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, gzip or plain")
     parser.add_argument("--pools", type=int, nargs="+", default=POOLS, help="blocks")
     parser.add_argument("--eviction", nargs="+", choices=EVICTIONS, default=EVICTIONS)
-    parser.add_argument("--plot", type=Path, help="a picture of it")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -12,9 +12,9 @@ from bench.device.measure import Clock
 from gpu_worker.sampling.filters import mask_top_k, mask_top_p
 
 # Input and output widths of a layer's matmuls: qkv, output, gate and up, down.
-PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+MATMULS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 ROWS = (1, 32, 128)
-# The weights rotate over this many bytes, which is more than a cache holds.
+# The weights rotate over this many bytes, which is more than the GPU's cache holds.
 ROTATED_BYTES = 512 << 20
 
 
@@ -24,7 +24,7 @@ def choices(
     """Measures each choice and its alternative. `scale` divides the widths."""
     for rows in ROWS:
         as_stored = transposed = 0.0
-        for width, out in PRODUCTS:
+        for width, out in MATMULS:
             x = torch.randn(rows, width // scale, device=device, dtype=dtype)
             weights = _weights(out // scale, width // scale, device, dtype)
             as_stored += _each_ms(clock, weights, lambda w, x=x: x.mm(w.t()))  # type: ignore[misc]
@@ -32,13 +32,13 @@ def choices(
             transposed += _each_ms(clock, turned, lambda w, x=x: x.mm(w))  # type: ignore[misc]
         yield {
             "rows": rows,
-            "what": "products of a layer, weights [out, in] (chosen) or [in, out]",
+            "what": "matmuls of a layer, weights [out, in] (chosen) or [in, out]",
             "chosen_ms": as_stored,
             "other_ms": transposed,
         }
         yield {
             "rows": rows,
-            "what": "output product, residual, norm: addmm_ + rmsnorm (chosen) or mm + fused_add_rmsnorm",
+            "what": "output matmul, residual, norm: addmm_ + rmsnorm (chosen) or mm + fused_add_rmsnorm",
             **_residual(flashinfer, clock, rows, 4096 // scale, device, dtype),
         }
         for top_k in (0, 50):
@@ -82,8 +82,8 @@ def _top_p(flashinfer: Any, clock: Clock, rows: int, vocab: int, device: torch.d
 
     different = ((other() == 0) != (mask_top_p(logits, top_p) == -torch.inf)).any(-1).sum()
     return {
-        "chosen_ms": clock.best_ms(lambda: mask_top_p(logits, top_p), 10),
-        "other_ms": clock.best_ms(other, 10),
+        "chosen_ms": clock.median_ms(lambda: mask_top_p(logits, top_p), 10),
+        "other_ms": clock.median_ms(other, 10),
         "different_rows": int(different),
     }
 
@@ -98,4 +98,4 @@ def _each_ms(clock: Clock, weights: list[Tensor], work: Callable[[Tensor], objec
         for weight in weights:
             work(weight)
 
-    return clock.best_ms(all_of_them, 10) / len(weights)
+    return clock.median_ms(all_of_them, 10) / len(weights)

@@ -1,4 +1,4 @@
-"""What is measured of a worker's model on a device, with two steps in flight as behind a scheduler."""
+"""Measurements of a worker's model on a device. Two steps are in flight, as with a scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_STEPS = 8
 
 
 class Clock:
-    """Points in what the device does; on a CPU, in time."""
+    """Takes timestamps between the device's kernels; on a CPU, the times of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -40,11 +40,11 @@ class Clock:
             torch.cuda.synchronize()
 
     def ms(self, start: Any, end: Any) -> float:
-        """After sync(). How long the device took from one to the other."""
+        """How long the device took between two timestamps. Call sync() first."""
         return float(start.elapsed_time(end)) if self._cuda else 1e3 * (end - start)
 
-    def best_ms(self, work: Callable[[], object], times: int = 20) -> float:
-        """The median after a warm-up."""
+    def median_ms(self, work: Callable[[], object], times: int = 20) -> float:
+        """The median time of a call, after a warm-up."""
         for _ in range(3):
             work()
         pairs = []
@@ -61,11 +61,11 @@ class Measured:
     """One step of a run."""
 
     step: PlannedStep
-    began: Any  # the device comes to its first kernel: the host has planned it, and the inputs are copied
-    ended: Any  # the device is done with all of it
-    launched_s: float  # the host begins to launch it
-    host_ms: float  # to launch it
-    result_s: float  # the host has its result
+    began: Any  # when the device reaches the step's first kernel, after the copies of the inputs
+    ended: Any  # when the device has finished the step
+    launched_s: float  # when the host begins to launch the step
+    host_ms: float  # how long the launch takes the host
+    result_s: float  # when the host has the step's result
 
 
 def play(
@@ -88,7 +88,7 @@ def play(
 
 
 def _play(runner: ModelRunner, load: Load, concurrency: int, clock: Clock, stamps: list[Any]) -> list[Measured]:
-    """`stamps` gets one of each step that computes anything."""
+    """`stamps` gets one timestamp for each step that computes anything."""
     in_flight: deque[tuple[PlannedStep, LaunchedStep, Any, Any, float, float]] = deque()
     measured = []
 
@@ -114,10 +114,11 @@ def _play(runner: ModelRunner, load: Load, concurrency: int, clock: Clock, stamp
 def decode(
     runner: ModelRunner, batch: int, context_tokens: int, steps: int, clock: Clock, sampling: SamplingParams = GREEDY
 ) -> dict[str, Any]:
-    """A batch of decodes around `context_tokens`: the time of a step, and how much of it is no computation: from one
-    step's last kernel to the next one's first. That is idle time, but for zeros into new blocks and copies of inputs.
+    """Measures a batch of decodes around `context_tokens`: the time of a step, and the gap from one step's last kernel
+    to the next step's first kernel. In the gap the device is idle, except that it zeroes new blocks and copies inputs.
 
-    The prompts' KV is what the pool happens to hold (zeros, or an earlier run's): attention takes as long with any."""
+    The KV of the prompts is leftover content of the pool (zeros, or an earlier run's). Attention takes the same time
+    with any content."""
     half = (steps + WARM_STEPS) // 2
     prompt = max(2, context_tokens - half)
     requests = [LoadRequest(prompt, prompt - 1, steps + WARM_STEPS)] * batch
@@ -136,8 +137,8 @@ def decode(
     graphs = runner.graphs
     size = graphs and next((size for size in graphs.sizes if size >= batch), None)
     if graphs and size:
-        # The same kernels once more, with nothing between: what of a step is not in it is staging and sampling.
-        graph_ms = clock.best_ms(lambda: graphs.replay(size))
+        # The graph's kernels alone, without gaps. The rest of a step is staging and sampling.
+        graph_ms = clock.median_ms(lambda: graphs.replay(size))
         report |= {"graph_ms": graph_ms, "beside_the_graph_share": max(0.0, 1 - graph_ms / report["step_ms"])}
     return report
 
@@ -149,12 +150,12 @@ def prefill(runner: ModelRunner, prompts: list[int], clock: Clock, times: int = 
         measured = play(runner, [LoadRequest(n, 0, 1) for n in prompts], len(prompts), clock)
         computing = [m for m in measured if m.step.rows]
         took_ms.append(clock.ms(computing[0].began, computing[-1].ended))
-    best_ms = statistics.median(took_ms[1:])
+    median_ms = statistics.median(took_ms[1:])
     return {
         "prompts": len(prompts),
         "tokens": sum(prompts),
-        "ms": best_ms,
-        "tokens_per_s": 1e3 * sum(prompts) / best_ms,
+        "ms": median_ms,
+        "tokens_per_s": 1e3 * sum(prompts) / median_ms,
     }
 
 
@@ -190,7 +191,7 @@ def serving(
 
 
 def machine(device: torch.device, clock: Clock, gib: float = 4.0, width: int = 8192) -> dict[str, float]:
-    """What the device can do at best: bytes it reads and copies per second, and products of matrices."""
+    """The limits of the device: bytes that it reads and copies per second, and the speed of a matmul."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {**_memory(device, clock, dtype, gib), "product_tflop_per_s": _product(device, clock, dtype, width)}
 
@@ -199,11 +200,11 @@ def _memory(device: torch.device, clock: Clock, dtype: torch.dtype, gib: float) 
     source = torch.ones(int(gib * 2**30) // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
     num_bytes = source.numel() * dtype.itemsize
-    read_ms = clock.best_ms(lambda: source.sum(dtype=torch.float32))
-    copy_ms = clock.best_ms(lambda: target.copy_(source))
+    read_ms = clock.median_ms(lambda: source.sum(dtype=torch.float32))
+    copy_ms = clock.median_ms(lambda: target.copy_(source))
     return {"read_gb_per_s": num_bytes / read_ms / 1e6, "copy_gb_per_s": 2 * num_bytes / copy_ms / 1e6}
 
 
 def _product(device: torch.device, clock: Clock, dtype: torch.dtype, width: int) -> float:
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    return 2.0 * width**3 / clock.best_ms(lambda: left.mm(right), 10) / 1e9
+    return 2.0 * width**3 / clock.median_ms(lambda: left.mm(right), 10) / 1e9

@@ -1,4 +1,4 @@
-"""The models that `make bench-gpu` measures, as config.json for `--load-format dummy`, and what their steps move."""
+"""The models that `make bench-gpu` measures, as config.json for `--load-format dummy`; bytes and FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
 
 
 def weight_bytes_per_step(config: DecoderConfig, element_bytes: int) -> int:
-    """What a step reads of the weights: all but the embedding, of which it reads a few rows (where it serves as the
-    head too, it is read once)."""
+    """Bytes of weights that a step reads: all but the embedding, of which a step reads only a few rows. An embedding
+    that is also the head counts once."""
     elements = 0
     for name, shape in expected_tensors(config).items():
         if name != "model.embed_tokens.weight" or config.tie_embeddings:
@@ -88,9 +88,9 @@ def decode_bytes(config: DecoderConfig, element_bytes: int, batch: int, context_
 
 
 def prefill_flops(config: DecoderConfig, prompts: list[int]) -> float:
-    """Multiplications and additions of the products and of causal attention; of the head, one row a prompt."""
+    """Multiplications and additions of the matmuls and of causal attention. The head computes one row per prompt."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
-    products = 2.0 * sum(prompts) * layer * config.num_layers
+    matmuls = 2.0 * sum(prompts) * layer * config.num_layers
     attention = sum(2.0 * 2 * q_size * n * (n + 1) / 2 for n in prompts) * config.num_layers
-    return products + attention + 2.0 * len(prompts) * config.hidden_size * config.vocab_size
+    return matmuls + attention + 2.0 * len(prompts) * config.hidden_size * config.vocab_size

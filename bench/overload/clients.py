@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes, on_answer: Callable[[Answer], object]) -> None:
-        """Without a task or a future, which take longer than the request: the server shares the cores."""
+        """Uses no task and no future: they would take more CPU time than the request, on shared cores."""
         self._data, self._length = b"", 0
         self._on_answer = on_answer
         self._written_s = time.perf_counter()
@@ -165,7 +165,7 @@ class Clients:
             asyncio.get_running_loop().call_later(self.seconds, self._ended.set)
 
     async def ask(self) -> Answer:
-        """On a connection that is kept for others, as a proxy in front would do."""
+        """Sends a request on a kept-alive connection that other users also use, as a proxy in front would do."""
         connection = self._free.pop() if self._free else await self._connect()
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._send(connection, settle(answered))
@@ -304,7 +304,7 @@ class Clients:
                     return
 
     async def idle(self) -> None:
-        """Connections that ask nothing."""
+        """Connections that send no request."""
         _ = await self._connections()
         self.ready()
         await self._ended.wait()

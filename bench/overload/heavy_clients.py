@@ -1,6 +1,6 @@
 """What one client with very large requests, or very many connections, costs the others.
 
-The demo model behind the real services on this machine. Three well-behaved clients stream short completions while a
+The real services on this machine serve the demo model. Three well-behaved clients stream short completions while a
 process of its own attacks (`--attack KIND`). The report has: the well-behaved clients' time to first token (TTFT) and
 gaps between tokens (ITL) during each attack and without it, in turns; the gateway's resident memory around 80 gRPC
 calls of almost 16 MB; the response time for a client at another address during 17,000 idle connections; and the time
@@ -95,7 +95,7 @@ async def flood(port: int, kind: str) -> Counter[int]:
 
 
 async def half_open(port: int, kind: str) -> Counter[int]:
-    """Connections that ask nothing and are opened again some time after they are closed, until stdin ends."""
+    """Connections that send no request and are opened again some time after they are closed, until stdin ends."""
     opened: Counter[int] = Counter()
     loop = asyncio.get_running_loop()
 
@@ -169,7 +169,7 @@ class Attack:
         self._process.wait()
 
 
-# -- the others
+# -- well-behaved clients, and what they measure
 
 
 async def stream_for(url: str, seconds: float) -> dict[str, Any]:

@@ -340,5 +340,5 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         (f"those with at most {QUIET_STOLEN_CORES} cores stolen", [row["of_peak"] for row in turns if row["quiet"]]),
     ):
         if ratios:
-            span = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            console.print(f"{OVERLOAD}x, of the peak: {span} in the middle of {name}: {len(ratios)} turns")
+            span = f"median {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            console.print(f"{OVERLOAD}x, of the peak: {span} of {len(ratios)} turns, {name}")

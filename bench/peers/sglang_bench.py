@@ -1,5 +1,5 @@
-"""SGLang's SchedulePolicy on the workload of bench/orders.py, with its RadixCache, and its prefix caches on that of
-bench/cache/cache.py: jobs in, samples out (peer.py).
+"""Runs SGLang's SchedulePolicy with its RadixCache on the workload of bench/orders.py, and SGLang's prefix caches on
+the workload of bench/cache/cache.py. Reads jobs and prints samples (peer.py).
 
 Runs in the environment that tests/peer/env.sh makes, with that test's stand-ins for kernels and web servers.
 """

@@ -1,9 +1,9 @@
 """vLLM's own V1 Scheduler on the workloads of bench/control_plane.py, without a model: jobs in, samples out (peer.py).
 
 Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline but that test's driver and
-quiet.py. Counted are schedule() and update_from_output(), and for an admission what its engine core does when a
-request comes: the Request with its block hashes, add_request(). Not counted: what the model runner would return,
-pickling, msgpack.
+quiet.py. The measured time is that of schedule() and update_from_output(). For an admission it also includes what
+vLLM's engine core does when a request comes: it makes the Request with its block hashes and calls add_request(). It
+does not include pickling, msgpack, and making the model runner's output.
 """
 
 # ruff: noqa: E402 - vLLM can be imported only after its settings are made
@@ -81,7 +81,7 @@ class VllmBench:
         return hashes
 
     def result(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One token for each request that has computed all it has."""
+        """Returns one token for each request that has no token left to compute."""
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
         return ModelRunnerOutput(
@@ -116,7 +116,7 @@ def decode(running: int, steps: int, warm_up: int, seed: int) -> list[dict[str, 
 
 
 def prompts(prompt: int, cached: int, seed: int) -> Callable[[], list[int]]:
-    """What makes prompts that begin alike."""
+    """Returns a function that makes prompts with the same beginning."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(1, 1 << 29, cached).tolist()
     return lambda: shared + rng.integers(1, 1 << 29, prompt - cached).tolist()

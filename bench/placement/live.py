@@ -44,8 +44,8 @@ def prompt(rng: random.Random, count: int) -> list[int]:
 
 
 @dataclass
-class AskedPrompt:
-    """The sums of all answers to a client."""
+class CountingClient:
+    """Sends prompts, and adds up the tokens of all answers."""
 
     client: httpx.AsyncClient
     prompt_tokens: int = 0
@@ -63,14 +63,14 @@ class AskedPrompt:
         self.output_tokens += OUTPUT_TOKENS
 
 
-Load = Callable[[AskedPrompt, random.Random], Awaitable[float]]  # returns seconds
+Load = Callable[[CountingClient, random.Random], Awaitable[float]]  # returns seconds
 
 
-async def share_prefix(asked: AskedPrompt, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
+async def share_prefix(asked: CountingClient, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
     """One request warms a cache; then the others are measured. `per_s` requests arrive a second; with 0, CONCURRENCY
     requests always run."""
     prefix = prompt(rng, prefix_tokens)
-    await AskedPrompt(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
+    await CountingClient(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
     gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()
 
     async def one(after_s: float) -> None:
@@ -85,7 +85,7 @@ async def share_prefix(asked: AskedPrompt, rng: random.Random, prefix_tokens: in
     return time.perf_counter() - began_s
 
 
-async def converse(asked: AskedPrompt, rng: random.Random) -> float:
+async def converse(asked: CountingClient, rng: random.Random) -> float:
     began_s = time.perf_counter()
 
     async def one() -> None:
@@ -108,11 +108,11 @@ LOADS: dict[str, Load] = {
 } | {"conversations": converse}
 
 
-async def play(url: str, load: Load, rng: random.Random) -> tuple[AskedPrompt, float]:
+async def play(url: str, load: Load, rng: random.Random) -> tuple[CountingClient, float]:
     """The results of the requests, and their time in seconds."""
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
-        asked = AskedPrompt(client)
+        asked = CountingClient(client)
         return asked, await load(asked, rng)
 
 

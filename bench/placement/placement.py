@@ -29,8 +29,8 @@ POLICIES = ("round-robin", "least-loaded", "two-choices", "prefix-first", "cache
 SEEDS = {2: 2, 4: 2, 16: 1}  # runs of a case by the number of workers; figures are their means
 FEW_CLIENTS = 16  # for each worker: a sixth of a saturated run's
 WARM_UP = 0.2  # of a run's requests
-WITHIN = 0.02  # of the best: the same, as far as a few seeds can tell
-# Of a figure, whether more is better; all are positive.
+WITHIN = 0.02  # figures this close to the best count as equal to it: a few seeds cannot show a smaller difference
+# For each figure, whether more is better. No figure is negative.
 FIGURES = {
     "output_tokens_per_s": True,
     "ttft_p50_ms": False,
@@ -55,8 +55,8 @@ class Fleet(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`concurrency`: sessions that run at any time for each worker of capacity; 0: the run is open. `scale`: of the
-    workload's number of sessions."""
+    """`concurrency`: sessions that run at any time for each worker of capacity; 0: the run is open. `scale`: the share
+    of the workload's sessions that run."""
 
     workload: str
     fleet: Fleet
@@ -251,8 +251,8 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def averages(rows: list[Row]) -> list[str]:
-    """For each policy and figure the geometric mean over all cases, in which each counts by its ratio. The cached share
-    may be 0: its arithmetic mean. Within 2 % of the best policy: bold."""
+    """For each policy and figure the geometric mean over all cases, so that large figures do not count more than small
+    ones. The cached share may be 0, so it has the arithmetic mean. Figures within 2 % of the best policy are bold."""
     lines = [f"| policy | {' | '.join(HEADS)} |", f"|---|{'---:|' * len(HEADS)}"]
     means: list[Row] = []
     for policy in dict.fromkeys(row["policy"] for row in rows):

@@ -53,8 +53,8 @@ def expire_pins(core: CacheCore, now_ms: int) -> None:
 def forget_unused(
     core: CacheCore, model: str | None = None, lora: str | None = None, cache_salt: str | None = None
 ) -> dict[int, int]:
-    """Forgets the unused blocks of the namespaces with these names (None: any name), and which prefixes were evicted.
-    Returns the number of blocks by worker."""
+    """Forgets the unused blocks of the namespaces with these names (None: any name). Also clears the record of evicted
+    prefixes. Returns the number of forgotten blocks by worker."""
     wanted = model, lora, cache_salt
     forgotten = dict.fromkeys(core.workers, 0)
     for namespace, root in list(core.tree.roots.items()) if core.tree is not None else ():

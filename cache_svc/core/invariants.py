@@ -69,7 +69,7 @@ def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
     _require(len(set(sequence.table)) == len(sequence.table), f"{name}: a block stands twice in its table")
     path = _path(sequence.node)
     if worker.prefix_caching:
-        _require(sequence.node.end <= whole_computed, f"{name}: its node ends behind its whole blocks")
+        _require(sequence.node.end <= whole_computed, f"{name}: its node ends after its whole blocks")
         _require(_root(sequence.node) is sequence.root, f"{name}: its node is not in the tree of its namespace")
     tokens = b"".join(node.key for node in path)
     _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
@@ -77,7 +77,7 @@ def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
     _require(all(worker.index in node.residencies for node in path), f"{name}: uses a node that is not held")
     held = [block for node in path for block in node.residencies[worker.index].blocks]
     own = [block for block, shared in zip(sequence.table, held, strict=False) if block != shared]
-    _require(list(sequence.duplicates) == own, f"{name}: its duplicates are not its private blocks of stored nodes")
+    _require(list(sequence.duplicates) == own, f"{name}: its duplicates are not its own copies of stored blocks")
 
 
 def _path(node: PrefixNode) -> list[PrefixNode]:
@@ -153,7 +153,7 @@ def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], 
     pool = memory.pool
     stored = [block for residency in residencies for block in residency.blocks]
     withheld = list(memory.withheld)
-    _require(memory.sources <= set(stored), f"{name}: is to be copied from a block that is not stored")
+    _require(memory.sources <= set(stored), f"{name}: a copy reads a block that is not stored")
     states = [*pool.given_back(), *stored, *private, *withheld]
     handed_out = pool.first_untouched - 1
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
@@ -173,7 +173,7 @@ def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], 
 
 
 def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) -> None:
-    """Recounts claims: a tenant pays for what it retains and for all that this keeps from eviction."""
+    """Recounts claims: a tenant pays for its retained blocks and for all blocks before them."""
     shares = memory.shares
     owners = {
         residency: residency.owner
@@ -201,7 +201,7 @@ def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) 
         _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r} retains other blocks")
         _require(paid <= shares.max_tenant_blocks, f"{name}: tenant {tenant!r} retains more than its share")
     total = sum(share.num_blocks for share in shares.tenants.values())
-    _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: more is retained than the share of all")
+    _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: all tenants retain more than their share")
 
 
 def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:
@@ -209,7 +209,7 @@ def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:
     for worker in workers.values():
         for memory in (worker.device, worker.host):
             due = bool(memory.sources or memory.withheld or worker.host.moves)
-            _require(not due, f"worker {worker.worker_id}: a block is still to be copied from after the exchange")
+            _require(not due, f"worker {worker.worker_id}: a copy still has to read a block after the exchange")
 
 
 def _check_host(worker: WorkerBlocks) -> None:

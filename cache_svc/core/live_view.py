@@ -1,6 +1,6 @@
 """What the blocks are used for, and which prefixes are worth most: a snapshot for the live view.
 
-The core notes nothing for it but when each node was stored. A snapshot reads every node once, in slices of SLICE_NODES
+For it, the core records only when each node was stored. A snapshot reads every node once, in slices of SLICE_NODES
 nodes, between which the caller lets exchanges run. So a block that changes hands in the meantime may be shown in its
 old or in its new state, until the next snapshot. If a worker comes or goes in the meantime, there is no snapshot.
 """
@@ -23,18 +23,18 @@ from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 MAX_CELLS = 2048  # of one memory
-MAX_NODES = 200  # besides the nodes before them
+MAX_NODES = 200  # without their ancestors
 MAX_NODES_WITH_ANCESTORS = 1000
 SLICE_NODES = 500  # about 1 ms
 SHOWN_NAMESPACE_CHARS = 16
 
-FREE, CACHED, USED, SHARED, PINNED = range(5)  # a larger state is shown rather than a smaller one
+FREE, CACHED, USED, SHARED, PINNED = range(5)  # a cell of several blocks shows the largest state
 _CHARACTERS = bytes.maketrans(bytes(range(5)), b".cusp")
 
 SEVERAL = 2
 # The blocks of the tree's nodes, by memory index and number of users: none, one, several.
 _Blocks = dict[int, list["array[int]"]]
-# Saved tokens, users, tokens, a number to tell equal ones apart, the node.
+# Saved tokens, users, tokens, a number that makes the order unique, the node.
 _Ranked = tuple[int, int, int, int, PrefixNode]
 
 
@@ -60,7 +60,7 @@ def snapshot(
 ) -> Generator[None, None, pb.WatchBlocksResponse | None]:
     """Yields between two slices, and returns the snapshot. None: a worker came or went meanwhile.
 
-    `since_exchange_s`: how long ago the core's last exchange was. Ages are counted from its time on.
+    `since_exchange_s`: how long ago the core's last exchange was. The core's time plus this is the present time.
     """
     tree, workers = core.tree, list(core.workers.values())
     answer = pb.WatchBlocksResponse(
@@ -99,7 +99,7 @@ class _Seen:
     def read(self, tree: PrefixTree) -> Iterator[None]:
         """Yields after each slice."""
         blocks, ranked, num_read = self.blocks, self._ranked, 0
-        least = -1, 0, 0  # what a node has to be worth more than
+        least = -1, 0, 0  # only a node that is worth more than this is added
         stack: list[PrefixNode] = list(tree.roots.values())
         while stack:
             node = stack.pop()
@@ -110,7 +110,7 @@ class _Seen:
                 size = len(node.key)
                 self.num_bytes += size
                 num_hits = num_users = 0
-                for index, residency in residencies.items():  # a call for each would double the time
+                for index, residency in residencies.items():  # inlined: a function call for each would double the time
                     users = residency.users
                     blocks[index][users if users < SEVERAL else SEVERAL].extend(residency.blocks)
                     num_users += users
@@ -142,7 +142,8 @@ def _states(memory: Memory, blocks: _Blocks) -> np.ndarray:
 
 
 def _num_hits(residencies: dict[int, BlockResidency]) -> int:
-    """The host has the reuses of the device up to the eviction there, too, so a worker's larger number counts."""
+    """Returns the reuses on all workers. The host's number includes the device's reuses before the eviction, so only
+    the larger of a worker's two numbers counts."""
     by_worker: dict[int, int] = {}
     for index, residency in residencies.items():
         by_worker[index // 2] = max(by_worker.get(index // 2, 0), residency.num_reuses)
@@ -194,7 +195,7 @@ def _cells(states: np.ndarray) -> tuple[int, str]:
 
 
 def _with_ancestors(best: Iterable[PrefixNode]) -> list[PrefixNode]:
-    """These nodes and all nodes before them, parents first. Leaves out a node if there were too many with it."""
+    """These nodes and all their ancestors, parents first. Leaves out a node if the list would become too long."""
     chosen: dict[PrefixNode, None] = {}
     for node in best:
         path: list[PrefixNode] = []

@@ -243,7 +243,7 @@ class Operations:
     def _admit(self, op: pb.AdmitOp, result: pb.CacheOpResult) -> None:
         subscription = self.waiting.get(op.sequence)
         if subscription is None:
-            raise self._is_not(op.sequence, "waiting, but admitted already")
+            raise self._is_not(op.sequence, "waiting: it is admitted or swapped out")
         worker, num_planned = self._worker(op.worker), op.num_planned_tokens
         self._expect_step(worker.worker_id)
         if num_planned > op.num_new_tokens > 0:
@@ -409,4 +409,4 @@ class Operations:
         try:
             return [self.admitted[sequence_id] for sequence_id in sequence_ids]
         except KeyError as missing:
-            raise self._is_not(missing.args[0], "admitted, or swapped out") from None
+            raise self._is_not(missing.args[0], "admitted: it is waiting or swapped out") from None

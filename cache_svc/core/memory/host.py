@@ -45,7 +45,7 @@ class HostMemory(Memory):
         self.orphans: dict[PrefixNode, int] = {}  # nodes not held here -> how many of their children are held here
 
     def take(self, count: int) -> array[int]:
-        """Takes blocks as Memory.take does. A taken block is no longer the source of a move."""
+        """Takes blocks as Memory.take does. A taken block is no longer the target of a move."""
         blocks = super().take(count)
         if self.moves:
             for block in blocks:

@@ -16,8 +16,8 @@ stands before its children. Proof, for a node P and its child C that the memory 
   3. So if both are unused, C entered the queue before P, and eviction takes the oldest entry first.
 
 When an unused node is split, its front part is not in the queue until the back part is evicted. It then enters first,
-where it would stand if it had been a node of its own from the beginning. The held nodes are always connected to the
-root, and so are the used ones. check_invariants asserts it.
+where it would stand if it had been a node of its own from the beginning. On a device, the held nodes are always
+connected to the root, and so are the used ones. check_invariants asserts it.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class Memory:
         return residency
 
     def drop_covered(self, key: bytes, parent: PrefixNode) -> None:
-        """A child of `parent` begins with these tokens from now on. Drops the partial blocks that have only tokens of
-        it."""
+        """A child of `parent` begins with these tokens from now on. Drops the partial blocks with a shorter prefix of
+        these tokens."""
         index, children = self.index, parent.children
         ends = range(TOKEN_BYTES, min(len(key), self.tree.block_bytes), TOKEN_BYTES)
         for partial in [one for end in ends if isinstance(one := children.get(key[:end]), PartialBlock)]:
@@ -204,7 +204,7 @@ class Memory:
         return blocks
 
     def retain(self, node: PrefixNode, ranges: tuple[Range, ...], tenant: str) -> None:
-        """Sets the retention of the nodes on a path, all of which must be in use. Splits nodes at the borders of a
+        """Sets the retention of the nodes on a path, all of which must be in use. Splits nodes at the ends of a
         range.
 
         If the tenant then exceeds its share, retentions end block by block.

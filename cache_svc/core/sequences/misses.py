@@ -22,7 +22,7 @@ MAX_PREFILLING = 32
 
 
 class Misses(NamedTuple):
-    """Tokens after the cached ones, in this order. `other_worker`: one that has them; 0 without such tokens."""
+    """Tokens after the cached ones, in this order. `other_worker`: a worker that has the first of these, or 0."""
 
     num_other_worker_tokens: int = 0
     other_worker: int = 0
@@ -47,7 +47,7 @@ class MissFinder:
         workers: Mapping[int, WorkerBlocks],
         admitted: Mapping[int, Sequence],
     ) -> Misses:
-        """Of a sequence that its worker has just admitted, and that is not in `admitted` yet.
+        """Returns the misses of a sequence that its worker has just admitted, and that is not in `admitted` yet.
 
         `place`: where the longest match on any worker ended. `num_cached_tokens`: what its own worker had of it.
         """
@@ -73,7 +73,7 @@ class MissFinder:
     def _num_in_flight(
         self, tree: PrefixTree, node: PrefixNode, wanted: bytes, admitted: Mapping[int, Sequence]
     ) -> int:
-        """How many of these whole blocks after a node another sequence will compute."""
+        """Returns how many of the whole blocks of `wanted`, which follow the node, another sequence will compute."""
         most, block_size = 0, tree.block_size
         for sequence_id in self._prefilling:
             sequence = admitted.get(sequence_id)

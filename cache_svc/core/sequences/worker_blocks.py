@@ -225,7 +225,7 @@ class WorkerBlocks:
         if self.prefix_caching and parent.node.end < num_whole:
             raise OpError(
                 Code.FAILED_PRECONDITION,
-                f"sequence {parent.sequence_id} cannot be forked: some of its blocks are not stored, as equal ones are",
+                f"sequence {parent.sequence_id} cannot be forked: equal blocks are stored instead of its own",
             )
         self.check_room(1)
         if not self.prefix_caching:
@@ -241,7 +241,7 @@ class WorkerBlocks:
             self.store(sequence)
 
     def _written_part(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int]:
-        """Cuts a held path where the first block begins that an unsent step writes."""
+        """Shortens a held path so that it ends before the first block that an unsent step writes."""
         while node.parent is not None and node.residencies[self.index].unwritten:
             node = node.parent
             depth = node.end
@@ -298,7 +298,7 @@ class WorkerBlocks:
         """The sequence leaves the device. It leaves its path from the end to the root, so that eviction meets children
         first.
 
-        With `discard`, the cache keeps none of its blocks without another user, and none of the blocks below them.
+        With `discard`, the cache forgets those of its blocks that have no other user, and the blocks below them.
         """
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         kept = self.partial_reuse and not (discard or sequence.unwritten)

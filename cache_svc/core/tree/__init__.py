@@ -1,4 +1,4 @@
 """The prefix tree: its nodes, walks, subscriptions of waiting sequences, and the events about stored blocks.
 
-May import `retention`, `request_metadata` and `errors`.
+May import `request_metadata`, `packing`, `retention`, `counters` and `errors`.
 """

@@ -1,7 +1,8 @@
 """Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports each node that it begins to hold or forgets. After more events than the log keeps without a watcher, a
-report costs one test: the log records nothing and computes no prefix id until a watcher connects.
+A memory reports each node that it begins to hold or forgets. When no watcher has been connected for more events than
+the log keeps, the log switches off. Until a watcher connects, it records nothing and computes no prefix id. A report
+then costs one test.
 
 The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
 It fails when that event is no longer kept. A watcher that cannot continue begins with a snapshot. The snapshot records

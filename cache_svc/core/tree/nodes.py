@@ -5,7 +5,7 @@ the place changes: when the next block of the sequence is stored there, when a b
 its tokens than the best block until then, or when the node leaves the tree. Marking a subscription stale does no other
 work. `PrefixTree.refresh` finds the new place later, starting from the old one and not from the root.
 
-A subscription therefore knows the longest match on any worker: exactly in whole blocks, and at least in tokens. It
+A subscription therefore knows the longest match on any worker exactly in whole blocks, and a lower bound in tokens. It
 misses these changes: another worker begins or ceases to hold the node, the node gets its first user or loses its last
 one, the node moves between device and host, or the block that the sequence would copy a part of is evicted. A RematchOp
 reports them. It looks at the holders of the nodes up to the root and compares no tokens.
@@ -184,7 +184,7 @@ class Root(PrefixNode):
 class SubscriptionPoint:
     """One place in the tree, and the subscriptions to it: by the tokens that come next, then by sequence id.
 
-    The next tokens are as many as a block has, or fewer where a match may have no more.
+    The next tokens are those of one block, or fewer at the end of a sequence. No match includes its last token.
     """
 
     __slots__ = ("_in_order", "depth", "node", "waiting")

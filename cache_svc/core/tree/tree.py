@@ -6,7 +6,7 @@ serve wrong KV. The tree splits a run where two sequences diverge, and where a p
 users or another retention than the rest. So everything about a node holds for all of it: a memory holds a whole node or
 nothing of it, and a sequence uses a whole node or nothing of it.
 
-Two facts hold for every memory, on every path downwards:
+Two facts hold for every device memory, on every path downwards (a host may hold only the later nodes of a path):
 
   * the nodes that the memory holds come before the nodes that it does not hold;
   * among the held nodes, the nodes in use come before the nodes that are only cached.
@@ -153,8 +153,8 @@ class PrefixTree:
         token order.
 
         The second value says whether the result is certain. The search stops after COVERING_TRIED children that the
-        memory does not hold, because there may be thousands: every child begins with a partial block of one common
-        token.
+        memory does not hold, because there may be thousands: a partial block may have one token, which many children
+        begin with.
         """
         keys = _first_keys(node).get(partial[:TOKEN_BYTES], [])
         place = bisect_left(keys, partial)
@@ -318,7 +318,8 @@ def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
 
 
 def _most_in_common(node: PrefixNode, key: bytes) -> int:
-    """Of all written siblings: the most tokens that a child's first block has in common with one of its neighbours."""
+    """Returns the most tokens that a child's first block has in common with a written sibling. It compares only the
+    nearest siblings in token order."""
     keys, most = _first_keys(node)[key[:TOKEN_BYTES]], 0
     place = bisect_left(keys, key)
     for side in (keys[place + 1 : place + 1 + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):
