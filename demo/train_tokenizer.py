@@ -31,7 +31,7 @@ PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def corpus_text(seed: int, examples: int) -> list[str]:
-    """Text to learn merges from: the training mix, plus the syllables so often that theirs are the first merges."""
+    """Text to learn merges from: the training mix, and the syllables, so often that the first merges make syllables."""
     rng = random.Random(f"tokenizer {seed}")
     text = []
     for _ in range(examples):

@@ -54,8 +54,8 @@ class BuiltWorker:
 def build_worker(
     settings: WorkerSettings, progress: Progress | None = None, capture_progress: CaptureProgress | None = None
 ) -> BuiltWorker:
-    """Build the worker; takes as long as reading the weights. Raises ModelError for a model that cannot be served, and
-    DeviceError if there is no memory."""
+    """Build the worker. This reads the weights, and may take minutes. Raises ModelError for a model that cannot be
+    served, and DeviceError if there is no memory."""
     device = pick_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) - 1))

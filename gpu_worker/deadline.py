@@ -64,7 +64,7 @@ class Pace:
     prompt samples many steps after the plan that brings it.) The pace is always unknown for plans that copy between
     device and host, because the cost of these copies does not depend on tokens.
 
-    A prompt token costs more the more tokens are before it. If earlier steps computed those for the same sequence, the
+    A prompt token costs more the more tokens are before it. If earlier steps of the sequence computed these tokens, the
     measured steps contain this cost. Found tokens are the tokens that were cached when the sequence came. Their cost is
     estimated, unless a recent step had as many of them."""
 

@@ -14,8 +14,8 @@ from gpu_worker.steps.graphs import CudaCapture
 from gpu_worker.steps.runner import ModelRunner
 
 # The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
-# float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one of these
-# twice, and the weights twice. Per row: sums by the value of half a float32.
+# float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one half twice,
+# and the weights as float64, twice. Per row: sums by the value of half a float32.
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 

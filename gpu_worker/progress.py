@@ -1,5 +1,5 @@
 """Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a line per
-tenth, and at least one in five seconds."""
+tenth, or after five seconds if a tenth takes longer."""
 
 from __future__ import annotations
 

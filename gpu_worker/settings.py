@@ -40,8 +40,8 @@ class WorkerSettings(ServiceSettings, section="worker"):
     )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",
-        description="serve embeddings, pooled so; auto: as the checkpoint's sentence-transformers files say, and "
-        "generate if there are none",
+        description="serve embeddings with this pooling; auto: as the checkpoint's sentence-transformers files say; "
+        "without these files, generate",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flashinfer", "torch"] = Field(

@@ -31,7 +31,7 @@ from scheduler_svc.policies.registry import build, choose
 from simulator.fleet import TimedWorker, WorkerSpec, sampled_tokens
 
 SESSION = "clients"
-MAX_TOKENS = 4096  # max_tokens of every request; it ends by itself before
+MAX_TOKENS = 4096  # max_tokens of every request; every request ends earlier, by an end-of-sequence token
 RAMP_S = 2.0  # time in which the sessions of a closed run begin
 TICK_S = 0.25  # interval at which the scheduler's core gets the time
 # A run is given up after this time on the virtual clock without the end of a request.

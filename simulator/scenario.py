@@ -214,8 +214,8 @@ class ScenarioRun:
         return any(worker.batch.running or worker.pending_step for worker in self.core.workers.values())
 
     def _submit(self, step: ScenarioStep) -> None:
-        """Queue the requests that have arrived; also in the previous step, if that step was counted only after its
-        decision."""
+        """Queue the requests that have arrived since the last call. The step after an empty step is already decided
+        when it gets its number, so requests that arrive in it are queued one step later."""
         arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
         self._arrived_until = step.step
         if arriving:

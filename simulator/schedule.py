@@ -18,7 +18,7 @@ FaultKind = Literal["kill", "freeze", "suspend", "drain", "cut", "silence", "iso
 NUM_GATEWAYS = 2
 # One seed in this many has two schedulers, and an etcd that elects one of them.
 PAIR_EVERY = 6
-# Requests of lower seeds have none: what these seeds are known to catch depends on the time of every message.
+# Requests of lower seeds have no grammars: what these seeds are known to catch depends on the time of every message.
 FIRST_WITH_GRAMMARS = 1000
 
 
@@ -42,7 +42,7 @@ class ClientScript:
     beam_width: int = 0  # 0: no beam search
     cancel_after_s: float | None = None
     comes_back: bool = False
-    brings_tokens: bool = False  # without samples and beams: a gRPC client
+    brings_tokens: bool = False  # like a gRPC client; only with n = 1 and without beam search
     breaks_after_s: float | None = None
     patience_s: float | None = None
     grace_s: float = 0.0
@@ -130,8 +130,8 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def _grammar_of(ask: ClientScript) -> str:
-    """No salt, a salt that many requests share, or a salt that few requests share. Not drawn at random, so that
-    everything else is as without it."""
+    """No grammar, a grammar that many requests share, or a grammar that few requests share. It is not drawn at random,
+    so that the rest of the schedule is the same as without grammars."""
     last = ask.prompt[-1]
     return "" if ask.beam_width else ("", "form 0", "form 1", f"form {last}")[last % 4]
 
@@ -155,7 +155,7 @@ def _random_ask(rng: random.Random, families: list[list[int]]) -> ClientScript:
         cancel_after_s=round(rng.uniform(0.0, 0.4), 4) if rng.random() < 0.15 else None,
         comes_back=comes_back,
         brings_tokens=n == 1 and not beam_width and rng.random() < 0.6,
-        # Some clients send it twice at once.
+        # The client then asks again, so its request may run twice at the same time.
         breaks_after_s=round(rng.uniform(0.0, 0.3), 4) if comes_back and rng.random() < 0.4 else None,
         patience_s=rng.choice([0.5, 2.0]) if comes_back and rng.random() < 0.3 else None,
         grace_s=rng.choice([0.0, 0.1, 3.0]),
@@ -163,7 +163,7 @@ def _random_ask(rng: random.Random, families: list[list[int]]) -> ClientScript:
 
 
 def _random_fault(rng: random.Random, num_workers: int) -> Fault:
-    """Mostly while the requests run; more often than not a short fault."""
+    """A fault, mostly while the requests run. Half of the faults are short."""
     workers = [f"worker-{i}" for i in range(num_workers)]
     gateways = [f"gateway-{i}" for i in range(NUM_GATEWAYS)]
     target = rng.choice([*workers, *workers, "cache", "cache", "scheduler", "scheduler", *gateways])

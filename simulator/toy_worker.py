@@ -56,7 +56,7 @@ def toy_logprob(tokens: list[int]) -> float:
 
 
 def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
-    """The most likely next tokens, best first: any, now and then with the end of the sequence."""
+    """The most likely next tokens, best first: any tokens of the vocabulary; one in five lists contains EOS."""
     digest = zlib.crc32(np.array(tokens, np.int64).tobytes())
     likely = [8 + (digest + 7919 * i) % (VOCAB - 8) for i in range(count)]
     if count and digest % 5 == 0:
@@ -215,7 +215,7 @@ class ToyWorker:
         )
 
     def _prompt_logprobs(self, slot: int, num_tokens: int) -> SlotPromptLogprobs | None:
-        """The log probabilities of the tokens after those of the chunk that is about to be computed."""
+        """The log probability of the next token at every position of the chunk that is about to be computed."""
         sequence = self._at(slot, "prefilled")
         first = sequence.num_computed + 1
         end = min(first + num_tokens, sequence.num_prompt)

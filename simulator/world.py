@@ -24,7 +24,7 @@ from simulator.schedule import NUM_GATEWAYS, ClientScript, Fault, PartySizes, Sc
 from simulator.toy_worker import ToyWorker
 
 PATIENCE_S = 120.0  # after the last event of the schedule; a request that is still open then never ends
-START_S = 0.5  # after this time a scheduler that lost an election is started again
+START_S = 0.5  # after this time a scheduler that lost its lease is started again
 QUIET_S = 2 * KEEPALIVE_S + 1  # time in which every party notices its lost peers
 
 
@@ -121,7 +121,7 @@ class World:
         self._restart(party, START_S)
 
     def _dial_leader(self, client: Party) -> None:
-        """As services/runtime/masters.py: ask all whether they serve, and dial the first that does."""
+        """As services/runtime/leaders.py: ask all schedulers whether they serve, and dial one that does."""
         if not self._elects:
             self.network.connect(client, self.parties["scheduler"])
             return
@@ -154,7 +154,7 @@ class World:
             num_host_blocks=sizes.num_host_blocks,
         )
 
-    # ── what befalls them ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _befall(self, fault: Fault) -> None:
         party = self._named(fault.target)

@@ -30,8 +30,8 @@ class SwapLane:
         side stream    |          `- A -> host  ..........`- B -> host ... host -> A (swapped in) -'
 
     A gather reads the blocks as the earlier steps left them, and later steps may overwrite them at once. Only the side
-    stream reads and writes host blocks, so this happens in the order of the calls. A buffer is written again after its
-    last reader, on either stream.
+    stream reads and writes host blocks, so this happens in the order of the calls. A buffer is written again only when
+    its last reader is done, on either stream.
     """
 
     def __init__(self, rows: BlockRows, host: Tensor) -> None:

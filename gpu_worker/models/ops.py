@@ -1,7 +1,7 @@
 """The operations of a decoder layer other than matrix products and attention: one contract, two implementations.
 
-There is no fused add+norm. The products before the norms add to the residual stream themselves (`addmm_`). This reads
-and writes it once less than a product followed by a kernel for add and norm.
+There is no fused add+norm. The products before the norms add to the residual stream themselves (`addmm_`). This
+takes one pass over memory less than a product followed by a kernel for add and norm.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ batch.
 
 FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used. They first round to float32 probabilities, in which
 different logits may be equal. And top_p_renorm_probs is reproducible only with is_deterministic, which costs part of
-its advantage. `beyond_by_radix` finds exactly the threshold of its radix search, with torch's own kernels."""
+its advantage. `beyond_by_radix` is also a radix search. It finds the exact threshold, with torch's own kernels."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def whole_weights(logits: Tensor) -> Tensor:
 
 
 def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
-    """The tokens that are left, bool [rows, vocab]. Tokens are taken by descending value until they have their row's
-    share of its weight, and then all that are equal to the last. The other tokens are left.
+    """The tokens to mask, bool [rows, vocab]. Tokens are taken by descending value until they have their row's share of
+    its weight, and then all that are equal to the last taken one. The other tokens are masked.
 
     values: float32 [rows, vocab], no NaN. weights: whole_weights(). shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
@@ -134,7 +134,8 @@ def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest digit with less than `wanted` above it, including `before`; and that weight [rows, 1]."""
+    """The smallest digit for which `before` and the weight of all larger digits are less than `wanted` together; and
+    their sum. Both [rows, 1]."""
     # Tokens without weight get spread digits. When most of a row is filtered out, these tokens have one digit, and a
     # GPU would add a hundred thousand zeros to one number, one after the other.
     anywhere = torch.arange(digits.shape[-1], device=digits.device) % _DIGITS

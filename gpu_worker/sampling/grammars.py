@@ -55,7 +55,7 @@ class _Held:
     original: Compiled | None = None
     matcher: LLMatcher | None = None
     num_told: int = 0  # tokens of the sequence that the matcher has read, plus the prompt's
-    num_slow: int = 0  # tokens that took too long: alone, or together with the rows that took less
+    num_slow: int = 0  # tokens for which this row was blamed, see _share_out
     error: str = ""
 
     def begin(self, original: Compiled) -> None:
@@ -158,9 +158,9 @@ class Grammars:
         self._is_slow = time.monotonic() - began_s > SLOW_STEP_S
 
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
-        """Blame the rows with slow masks: rows beyond their own limit, and beyond the limit of the step the rows that
-        cost the most, or that were blamed before. So many rows, each within its limit, hold up other sequences for a
-        few steps only."""
+        """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
+        longer than a step may, more rows are blamed: first those that were blamed before, then those that cost the
+        most. So even many rows that each keep their limit hold up other sequences for a few steps only."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s

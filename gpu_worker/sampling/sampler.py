@@ -3,8 +3,8 @@ for the device: it decides by the requests' parameters (`SamplingRows`), never b
 
 The order is that of vLLM V1 (its Sampler's documentation). The definitions are those of transformers' processors:
 
- 1. reported log probabilities are the model's own, before all following steps;
- 2. the grammar, then allowed_token_ids;
+ 1. the grammar; the reported log probabilities are taken after it, before all following steps;
+ 2. allowed_token_ids;
  3. bad_words, then min_tokens (bans commute: no later step makes a banned token possible again);
  4. logit_bias;
  5. repetition_penalty, frequency_penalty, presence_penalty;

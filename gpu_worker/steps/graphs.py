@@ -1,6 +1,6 @@
 """CUDA graphs for steps with decodes only.
 
-A graph is captured once for some batch sizes. A step runs in the graph of the next larger size, padded to that size.
+There is one graph for each of some batch sizes. A step runs in the graph of the next larger size, padded to that size.
 One call then launches all kernels of a step, instead of some hundreds of calls."""
 
 from __future__ import annotations

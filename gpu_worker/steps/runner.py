@@ -174,7 +174,7 @@ class ModelRunner:
         self._is_whole = True
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """The sequences of an ended link with their tokens and block tables, up to `max_bytes`. None after a failed
+        """The sequences of an ended link with their tokens and block tables, up to `max_bytes`. Empty after a failed
         step. Waits for the launched steps."""
         if not self._is_whole:
             return []

@@ -1,9 +1,10 @@
 """The clients of a simulated Paceline: they ask, read, lose patience or their gateway, and come back for the rest.
 
-A client comes back to the other gateway as real clients do (docs/resuming.md). It brings the tokens that it has, to
-continue after them (the Python gRPC client). Or it brings its key, for the answer from its beginning (it skips what it
-has), or for the copy that still runs there (HTTP). The copy that it has left may go on for a while, so its request has
-two or more copies, and the client reads the newest. All copies are checked, read or not.
+A client comes back to the other gateway as real clients do (docs/resuming.md). The Python gRPC client brings the tokens
+that it has, and the answer continues after them. An HTTP client brings its idempotency key. If a copy of its request
+still runs there, the client reads that copy. Otherwise it gets the answer from the beginning, and skips what it has.
+The copy that a client has left may go on for a while. So a request may have several copies, and the client reads the
+newest. All copies are checked, also those that no client reads.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Copy:
         return self.cancelled or any(r.ending is not None and r.ending.reason not in DONE for r in self.requests)
 
     def cancel(self) -> None:
-        """The copy at its gateway."""
+        """Cancel the copy. Call this as an event of its gateway."""
         if self.is_over:
             return
         self.cancelled = True
@@ -96,7 +97,7 @@ class SimulatedClient:
         self._try()
 
     def lost(self, gateway: Party) -> None:
-        """The client's connection is closed, if it belongs to this copy's gateway, which has died."""
+        """The gateway has died, and the copies there with it. If the client was reading one of them, it comes back."""
         for copy in self.copies:
             copy.gone = copy.gone or copy.gateway is gateway
         if self._reads is not None and self._reads.gone and not self.done:
@@ -158,7 +159,7 @@ class SimulatedClient:
             self._leave(self._reads)
 
     def _leave(self, copy: Copy) -> None:
-        """The gateway notices later, or gives up waiting."""
+        """The client leaves the copy. `grace_s` later the gateway cancels it, unless the client has come back."""
         copy.num_left += 1
         num_left = copy.num_left
 
@@ -208,7 +209,7 @@ class SimulatedClient:
             copy.num_checked.append(len(brought))
             self._clients.by_request[id(request)] = copy, i
         for i, request in enumerate(copy.requests):
-            if request.ending is not None:  # it had everything but the ending
+            if request.ending is not None:  # the client had everything but the ending
                 self.news(copy, i)
 
     def _take_up(self, copy: Copy) -> None:
@@ -234,7 +235,7 @@ class SimulatedClient:
     def _read(self, copy: Copy, i: int) -> None:
         if self.done or self._reads is not copy:
             return
-        if copy.failed:  # its gateway's time to leave was over
+        if copy.failed:  # its gateway's drain took too long
             self._come_back()
             return
         mine, request = self.got[i], copy.requests[i]
@@ -259,12 +260,12 @@ class SimulatedClient:
             return
         found = [(np.frombuffer(h.token_ids, np.int32).tolist(), h.score) for h in ending.hypotheses]
         expected = expected_hypotheses(prompt, make_search(request.beam, request.sampling, [EOS]))
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], "another search"
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], "wrong hypotheses"
         assert np.allclose([score for _, score in found], [score for _, score in expected])
 
 
 class SimulatedClients:
-    """All clients. `gateway` returns the current process of a number."""
+    """All clients. `gateway` returns the gateway process that runs under a number now."""
 
     def __init__(self, network: Network, gateway: Callable[[int], GatewayParty]) -> None:
         self.network = network

@@ -23,7 +23,7 @@ class GatewayParty(Party):
     ) -> None:
         super().__init__(network, name)
         self.core = core
-        self.has_failed_all = False  # it has failed every request that was open at the end of its time to leave
+        self.has_failed_all = False  # DRAIN_S are over: it has failed every request that was still open
         self._dial = dial
         self._on_news = on_news
         self._leader_term = 0
@@ -32,7 +32,7 @@ class GatewayParty(Party):
         dial(self)
 
     def drain(self) -> None:
-        """Finish what its clients read."""
+        """Finish the requests of its clients, and fail those that are still open after DRAIN_S."""
         self.leaving = True
         self.after(DRAIN_S, self._fail_all)
 

@@ -45,7 +45,7 @@ RETRY_S = 0.2
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
 STEP_ALLOWED_S = 1.0
-# Time for a leaving party: what gRPC gives calls to end, and a gateway its clients.
+# How long gRPC waits for the open calls of a leaving party: a cache, and a scheduler (server.py of both).
 LAST_CALLS_S = 0.2
 LAST_STREAMS_S = 0.5
 
@@ -70,7 +70,7 @@ class SchedulerParty(Party):
         return self.core.epoch
 
     def begin(self) -> None:
-        """Whether it is the leader."""
+        """Start as the leader: tick, and connect to the cache."""
         self._epochs = itertools.count(self.core.epoch)
         self.every(TICK_S, lambda: self._event(self.core.tick, self.network.now_s))
         self.network.connect(self, self._cache())
@@ -107,7 +107,7 @@ class SchedulerParty(Party):
                     self._hang_up(self._workers[worker])
 
     def _check(self, worker: int, message: WorkerServiceLinkResponse) -> None:
-        """A plan. It is valid as long as the cache that granted its blocks holds this link."""
+        """Check a plan, if the cache that granted its blocks still holds this link. Otherwise it cannot be checked."""
         cache = self._cache_link.server if self._cache_link else None
         if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
             check_plan(cache.core, worker, message.plan)

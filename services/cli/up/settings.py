@@ -33,7 +33,7 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json alone")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
     pooling: Literal["auto", "last", "mean"] = Field(
-        "auto", description="serve embeddings, pooled so; auto: as the checkpoint says"
+        "auto", description="serve embeddings with this pooling; auto: as the checkpoint says"
     )
     block_size: int = Field(16, ge=1, le=128, description="tokens in a KV block")
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
