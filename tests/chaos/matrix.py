@@ -2,8 +2,8 @@
 
 python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--seed 1] [--out FILE]
 
-`--cells`: only those that these words name, as worker, SIGKILL, decode. Another seed asks for other tokens, and draws
-others. Pauses go to FILE.json, their table to FILE.md. docs/reliability-measurements.md sums it up.
+`--cells`: plays only the cells that have these words, such as worker,SIGKILL,decode. Another seed gives other prompts
+and other random seeds. Pauses go to FILE.json, their table to FILE.md. docs/reliability-measurements.md sums them up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FREEZE_S, CUT_S = 6.0, 0.5
 # Seconds of silence after which a client takes its gateway for dead and goes to the other one.
 PATIENCE_S = 3.0
 TIMEOUT_S = 90.0
-# A cell that leaves its stack broken has failed; those after it get another one.
+# A cell that leaves its stack broken has failed; the cells after it get another stack.
 MOST_STACKS = 5
 
 
@@ -85,7 +85,7 @@ class Matrix:
         streams = [answer for answer in caught if answer.question.body["stream"]]
         outcome.pauses_s = sorted(round(answer.longest_pause_s(moment.begin_s), 3) for answer in streams)
         if not caught:
-            outcome.problems.append("all had ended before")
+            outcome.problems.append("all requests had ended before the fault")
         for number, (answer, whole) in enumerate(zip(answers, right, strict=True)):
             outcome.num_breaks += len(answer.breaks)
             if difference := answer.differs(whole):
@@ -131,7 +131,7 @@ def salted(question: Question, salt: str) -> Question:
 
 
 async def fault(stack: Stack, cell: Cell) -> None:
-    """Do it, and undo it as an operator would. AssertionError if a drain ends with a failure."""
+    """Cause the fault, and undo it as an operator would. Raises AssertionError if a drained service fails."""
     victim, links = VICTIMS[cell.service], [stack.links[name] for name in LINKS[cell.service]]
     match cell.fault:
         case "SIGKILL":
@@ -170,7 +170,7 @@ def wait_rest(stack: Stack) -> None:
 
 
 async def play_all(stack: Stack, cells: Iterable[Cell], tell: Callable[[Outcome], None], seed: int = 0) -> None:
-    """Ends early where the stack is broken: what follows would say nothing."""
+    """Stops when the stack is broken: the results of later cells would mean nothing."""
     matrix = Matrix(stack, seed)
     for cell in cells:
         try:
@@ -189,13 +189,13 @@ def up(stack: Stack) -> Stack:
 
 
 def cells_named(words: Iterable[str]) -> list[Cell]:
-    """The cells that have one of the words in each column that words are given for; all of them without."""
+    """The cells that match the words. A column (service, fault, workload) without a word matches every cell."""
     wanted = set(words)
     if unknown := wanted - {*SERVICES, *FAULTS, *WORKLOADS}:
         raise SystemExit(f"matrix: no such service, fault or workload: {', '.join(sorted(unknown))}")
     places = [[name for name in names if name in wanted] or list(names) for names in (SERVICES, FAULTS, WORKLOADS)]
     pairs, workloads = list(itertools.product(*places[:2])), places[2]
-    # A run that is ended early has seen each fault, and each workload.
+    # In this order, a run that ends early has seen each fault and each workload.
     turns = itertools.product(range(len(workloads)), enumerate(pairs))
     return [Cell(service, fault, workloads[(turn + i) % len(workloads)]) for turn, (i, (service, fault)) in turns]
 
@@ -220,7 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="words with commas between them (default: all cells)")
     parser.add_argument("--rounds", type=int, default=1, help="how often each cell is played")
-    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--seed", type=int, default=0, help="changes prompts and random seeds")
     parser.add_argument("--out", type=Path, help="where the table goes, without suffix")
     arguments = parser.parse_args()
     cells = cells_named(word for word in arguments.cells.split(",") if word) * arguments.rounds

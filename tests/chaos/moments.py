@@ -1,4 +1,4 @@
-"""Faults of services, and their allowed effects: a pause for all clients, errors only if their own gateway had it."""
+"""Faults of services, and their allowed effects: a pause for all clients; errors only if a gateway has the fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 @dataclass
 class Moment:
-    """From its first fault until all services are back. `gateway`: the gateway that gets the faults of gateways."""
+    """The time from the first fault until all services are back. `gateway`: the one that gets faults of gateways."""
 
     cells: Sequence[Cell]
     gateway: Gateway

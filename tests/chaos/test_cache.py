@@ -1,4 +1,4 @@
-"""kill -9 of the cache under running streams: they pause, and nothing that runs is computed again."""
+"""kill -9 of the cache under running streams: they pause, and no running request is prefilled again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUM_TOKENS = 300
 PREFILLED = 'paceline_worker_tokens_total{phase="prefill"}'
 REQUEUED, RESTORED = "paceline_scheduler_requeued_requests_total", "paceline_scheduler_restored_requests_total"
 
-# On a busy machine no service counts as lost: this is about the cache alone.
+# A long timeout, so that no service counts as lost on a busy machine: these tests are about the cache alone.
 PATIENT = ["--heartbeat-timeout-s", "20"]
 
 
 async def samples(http: httpx.AsyncClient, prompt: list[int]) -> list[str]:
-    """Four of one prompt, which share its blocks."""
+    """Four samples of one prompt, which share its blocks."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "n": 4, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)
     answer.raise_for_status()
@@ -28,7 +28,7 @@ async def samples(http: httpx.AsyncClient, prompt: list[int]) -> list[str]:
 
 
 async def texts(stack: Stack) -> list[str]:
-    """What clients get, greedy, seeded, of several samples."""
+    """The texts that clients get: of greedy requests, of seeded requests, and of one request for several samples."""
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(8, 11, VOCAB)]
     async with load.client(stack.url) as http:
         greedy, seeded, forked = await asyncio.gather(

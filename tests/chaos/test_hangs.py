@@ -1,7 +1,7 @@
-"""Processes that are frozen, event loops that are stuck, steps that never end: noticed in seconds, and no stream is any
-different for it. And long prefills, which are none of that.
+"""Frozen processes, stuck event loops and steps that never end are noticed in seconds, and no stream changes. A long
+prefill is not taken for a hang.
 
-How long it took is printed (`pytest -s`), not asserted: the machine may have other things to do.
+The times are printed (`pytest -s`), not asserted: the machine may be busy with other work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LARGE = {
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
-# The scheduler last: a service that was frozen expects others to be late for a while (its link to the cache survives).
+# The scheduler is last, because a service that was frozen lets others be late for a while. So its link to the cache
+# survives.
 LINK_LOST = {
     "worker-1": ("scheduler", "worker lost"),
     "cache": ("scheduler", "cache link broke"),
@@ -59,7 +60,7 @@ async def said(log: Path, words: str) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGUSR1], ids=["frozen", "stuck"])
 async def test_a_service_that_hangs_is_noticed_and_may_come_back(stack: Stack, how: signal.Signals) -> None:
-    """Frozen: nothing of it runs. Stuck: its event loop does not, and all else does; so its pings are answered."""
+    """Frozen: the whole process stops. Stuck: only its event loop stops, so its pings are still answered."""
     stack.module = "tests.support.stuck_service"
     await asyncio.to_thread(stack.up)
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(6, 3, VOCAB)]
@@ -90,7 +91,7 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
     stack.scheduler_flags = ["--poison-failures", "1"]
     await asyncio.to_thread(stack.up)
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(3, 3, VOCAB)]
-    # The worker learns its pace; the second time also with what is cached, which it has to copy.
+    # The worker learns its pace. The second time it also learns the pace with cached blocks, which it has to copy.
     right = await load.stream_all(stack.url, wanted)
     assert await load.stream_all(stack.url, wanted)
     async with restarted(stack) as statuses:
@@ -98,11 +99,12 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
         poisoned = load.Wanted(poison(fault, 4, 30, 31, 32), NUM_TOKENS)
         failing = asyncio.create_task(load.stream_all(stack.url, [poisoned]))
         began_s = time.monotonic()
-        # Of 60 s configured. Alone with it, the next worker knows nothing yet: that would take 600 s.
+        # The limits are 60 s for a step, and 600 s for a worker's first step. The next worker does not know its pace
+        # yet: alone with the poisoned request, it would take 600 s.
         async with asyncio.timeout(50):
             if fault is Fault.SULK:
                 await said(stack.folder / "scheduler.log", "that it was allowed")
-                stack.processes["worker-1"].kill()  # which is of no use any more, and would find out in 600 s
+                stack.processes["worker-1"].kill()  # this worker is of no use any more
             while not statuses:  # noqa: ASYNC110 - a process ends
                 await asyncio.sleep(0.02)
         print(f"step that hangs ({fault.name}): noticed after {time.monotonic() - began_s:.2f} s")

@@ -1,6 +1,6 @@
-"""The cells of the kill matrix that are worth most beside the other tests here: zombies and silence.
+"""The cells of the kill matrix that the other tests here cover least: zombies and silence.
 
-All of them: `make chaos`.
+`make chaos` plays all cells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CELLS = [
 ]
 
 
-async def test_streams_are_those_that_nothing_happened_to(stack: Stack) -> None:
+async def test_streams_equal_those_of_an_undisturbed_run(stack: Stack) -> None:
     outcomes: list[Outcome] = []
     stack = new_stack(stack.folder)
     try:

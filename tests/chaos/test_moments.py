@@ -44,18 +44,18 @@ def test_an_error_of_another_gateway_or_at_another_time_is_wrong(fault: str, bro
     assert judge(broken, [moment("gateway", fault)]).problem
 
 
-def test_a_gateway_that_dies_breaks_connections() -> None:
+def test_a_killed_gateway_may_break_connections_but_send_no_error() -> None:
     assert not judge(lost(101.0), [moment("gateway", "SIGKILL")]).problem
     assert judge(sent(101.0), [moment("gateway", "SIGKILL")]).problem
 
 
-def test_a_channel_may_say_for_a_moment_that_a_gateway_is_not_there_yet() -> None:
+def test_a_channel_may_report_a_failed_connection_for_a_moment_after_a_gateway_is_back() -> None:
     why = "UNAVAILABLE: failed to connect to all addresses"
     back = [Break("lost", why, VICTIM, time_s, time_s, time_s) for time_s in (111.0, 112.0)]
     assert [bool(judge(broken, [moment("gateway", "SIGKILL")]).problem) for broken in back] == [False, True]
 
 
-def test_a_gateway_that_leaves_refuses_the_new_and_finishes_the_old() -> None:
+def test_a_draining_gateway_may_refuse_new_requests_but_finishes_running_ones() -> None:
     leaving = [moment("gateway", "SIGTERM")]
     assert not judge(lost(101.0, asked_s=100.5), leaving).problem
     assert not judge(sent(101.0, asked_s=100.5), leaving).problem
@@ -64,12 +64,12 @@ def test_a_gateway_that_leaves_refuses_the_new_and_finishes_the_old() -> None:
 
 
 @pytest.mark.parametrize("fault", ["SIGSTOP", "cut", "silent"])
-def test_a_gateway_that_comes_back_owes_no_error(fault: str) -> None:
+def test_an_error_of_a_gateway_that_comes_back_is_wrong(fault: str) -> None:
     assert judge(sent(107.0), [moment("gateway", fault)]).problem
     assert not judge(gave_up(107.0), [moment("gateway", fault)]).problem
 
 
-def test_patience_with_a_gateway_that_is_well_needs_an_explanation() -> None:
+def test_a_client_may_leave_a_healthy_gateway_only_during_a_fault() -> None:
     scheduler = [moment("scheduler", "silent")]
     assert judge(gave_up(105.0), scheduler) == ("", True)
     assert "nothing" in judge(gave_up(99.0), scheduler).problem

@@ -1,6 +1,7 @@
 """SGLang's bench_serving. Its warm-up ends at any line of a stream that does not begin with `data:`.
 
-Its package imports all of SGLang. What a client does not use is made up, as for SGLang's scheduler (tests/peer).
+Its package imports all of SGLang. Stubs replace the modules that a client does not use, as for SGLang's scheduler
+(tests/peer).
 """
 
 from __future__ import annotations

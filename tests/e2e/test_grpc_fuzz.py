@@ -173,7 +173,7 @@ def draw(rng: Random, method: MethodDescriptor, info: common_pb2.ModelInfo) -> l
 
 
 async def call(channel: Any, method: MethodDescriptor, messages: list[bytes]) -> grpc.StatusCode | None:
-    """Its status; None if it still went on when we lost patience, or we wrote to it when it had ended."""
+    """The call's status. None if it takes longer than PATIENCE_S, or if it had ended before we wrote a message."""
     path = f"/{method.containing_service.full_name}/{method.name}"
 
     async def requests() -> AsyncIterator[bytes]:
@@ -214,7 +214,7 @@ async def fuzz(stack: Stack, server: str, method: MethodDescriptor, info: common
 
 
 async def clean_up(stack: Stack) -> None:
-    """What an operator may do by such a call, he may."""
+    """A random message may be a valid admin call: undo its changes of the policy and of pins."""
     async with open_channel(stack.scheduler) as channel:
         await admin_pb2_grpc.AdminServiceStub(channel).SetPolicy(admin_pb2.SetPolicyRequest())
     async with open_channel(target(stack, "cache")) as channel:
@@ -260,8 +260,9 @@ async def test_random_messages_to_every_method_do_no_harm(stack: Stack, server: 
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_calls_that_no_method_accepts_get_their_status(stack: Stack, server: str) -> None:
-    """A method that is none, metadata without end, a deadline that is past or far off, a message beyond the limit."""
+async def test_odd_calls_get_the_right_grpc_status(stack: Stack, server: str) -> None:
+    """An unknown method, 1 MiB of metadata, a deadline in the past or far in the future, a message that is too large,
+    and bytes that are no message."""
     right = await tokens(stack)
     async with open_channel(target(stack, server), [("grpc.max_send_message_length", -1)]) as channel:
         check = "/grpc.health.v1.Health/Check"
@@ -280,8 +281,8 @@ async def test_calls_that_no_method_accepts_get_their_status(stack: Stack, serve
 
 
 @pytest.mark.parametrize("server", SERVERS)
-async def test_floods(stack: Stack, server: str) -> None:
-    """Streams that are opened and reset at once (RST_STREAM), and questions to the reflection without end."""
+async def test_floods_of_resets_and_reflection_requests_do_no_harm(stack: Stack, server: str) -> None:
+    """Streams that are opened and reset at once (RST_STREAM), and 1,000 reflection requests on one stream."""
     right, before = await tokens(stack), resident(stack)
     async with open_channel(target(stack, server)) as channel:
         found = await methods(channel)

@@ -30,7 +30,8 @@ async def cached_tokens(http: httpx.AsyncClient, prompt: list[int], **fields: An
 
 
 async def test_guessing_another_tenants_prompt_finds_nothing(stack: Stack) -> None:
-    """Each guess is right for longer. `cached_tokens` said so once, and the prompt could be read token by token."""
+    """Each guess begins with more of the secret. `cached_tokens` must not show this: otherwise a client could read the
+    prompt token by token."""
     async with load.client(stack.url) as http:
         assert await cached_tokens(http, SECRET, tenant="victim") == 0
         for right in (1, 15, 16, 17, 33, 49):
@@ -42,7 +43,7 @@ async def test_guessing_another_tenants_prompt_finds_nothing(stack: Stack) -> No
         assert await cached_tokens(http, SECRET) == 0
         assert await cached_tokens(http, SECRET, tenant="victim", cache_salt="own") == 0
         assert await cached_tokens(http, SECRET, tenant="victim") == len(SECRET) - 1
-        assert await cached_tokens(http, SECRET) == len(SECRET) - 1, "without a tenant all is as before"
+        assert await cached_tokens(http, SECRET) == len(SECRET) - 1, "requests without a tenant share their cache"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def events_until_complete(stack: Stack) -> list[dict[str, Any]]:
     return events
 
 
-async def test_a_watcher_of_the_cache_reads_no_tokens_and_an_operator_forgets_one_tenant(stack: Stack) -> None:
+async def test_cache_events_show_no_tokens_and_an_operator_can_reset_one_tenant(stack: Stack) -> None:
     prompt = [*range(300, 340)]
     async with load.client(stack.url) as http:
         for tenant in ("first", "second"):
@@ -101,7 +102,7 @@ async def test_a_watcher_of_the_cache_reads_no_tokens_and_an_operator_forgets_on
 
 
 async def test_a_restarted_scheduler_finds_the_kv_that_a_worker_kept_for_a_tenant(own_stack: Stack) -> None:
-    """The worker knows only a name; the next scheduler makes the same one."""
+    """The worker knows only the name of the cache namespace. The next scheduler makes the same name."""
     own_stack.up()
     hits = "paceline_cache_prefix_hit_tokens_total"
     wanted = load.Wanted([*range(100, 200)], 400)

@@ -33,7 +33,7 @@ LONG = BODY | {"max_tokens": 400, "temperature": 1.0, "stream": True}
 
 
 class KeyFile:
-    """Written by the command that users have."""
+    """A key file. `paceline keys new` writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ def test_grpc_clients_need_a_key_at_gateway_and_scheduler(keyed: Stack, secrets:
 
     gateway = f"127.0.0.1:{keyed.grpc_port}"
     assert [ask(gateway, name) for name in ("", "app", "boss")] == [grpc.StatusCode.UNAUTHENTICATED, None, None]
-    # No quota is known there.
+    # The scheduler takes only admin keys, because it does not check quotas.
     denied = [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, None]
     assert [ask(keyed.scheduler, name) for name in ("", "app", "boss")] == denied
 
@@ -171,7 +171,7 @@ def test_the_trace_of_a_client_is_in_the_schedulers_log(keyed: Stack, secrets: d
     assert (line["message"], line["trace_id"], line["key"]) == ("request submitted", trace, "app")
 
 
-async def test_a_killed_gateways_stream_goes_on_at_another_for_its_key_alone(
+async def test_only_its_own_key_resumes_a_killed_gateways_stream_at_another_gateway(
     keyed: Stack, secrets: dict[str, str]
 ) -> None:
     other = f"http://127.0.0.1:{keyed.gateway_ports['gateway-2'][0]}"
@@ -189,7 +189,7 @@ async def test_a_killed_gateways_stream_goes_on_at_another_for_its_key_alone(
     await asyncio.to_thread(keyed.wait_ready)
 
 
-async def test_a_revoked_key_starts_nothing_and_its_stream_ends(
+async def test_a_revoked_key_starts_no_request_but_its_running_stream_finishes(
     keyed: Stack, file: KeyFile, secrets: dict[str, str]
 ) -> None:
     headers = bearer(secrets["gone"])

@@ -103,7 +103,7 @@ def test_a_killed_worker_and_a_killed_cache_go_down_and_come_back(own_stack: Sta
 
 
 def ask(url: str, prompt: list[int], name: str, max_tokens: int = 2) -> dict[str, Any]:
-    """Completes the prompt. What its timeline says of the prefix cache."""
+    """Completes the prompt, and returns what the request's timeline says about the prefix cache."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "user": "ann"}
     headers = {"X-Request-ID": name}
     assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200

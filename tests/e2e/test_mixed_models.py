@@ -67,7 +67,7 @@ def test_a_worker_with_blocks_of_another_size_ends_with_one_line(stack: Stack) -
     assert "block_size: 8, but the workers here use 16" in refused_worker(stack, "--block-size", "8")
 
 
-def test_a_gateway_of_another_model_answers_nothing(stack: Stack, other_model: Path) -> None:
+def test_a_gateway_of_another_model_refuses_requests(stack: Stack, other_model: Path) -> None:
     stack.model = str(other_model)
     stack.gateway_ports["gateway-2"] = free_port(), free_port()
     stack.start("gateway-2")

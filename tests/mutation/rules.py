@@ -32,7 +32,7 @@ class Mutation:
     rule: Rule
     before: str
     after: str
-    nth: int  # among those of the module that read the same
+    nth: int  # index among the module's mutations with the same text
     line: int
 
     @property
@@ -41,7 +41,8 @@ class Mutation:
 
     @property
     def digest(self) -> str:
-        """Orders mutations at random. Each stays where it is when others come and go, and when its function moves."""
+        """Orders mutations at random. The order of two mutations stays the same when others come and go, and when their
+        functions move."""
         function = self.function.rpartition(".")[2]
         return hashlib.sha256(f"{function} {self.rule}: {self.before} -> {self.after}".encode()).hexdigest()
 
@@ -68,7 +69,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _all(tree: ast.Module, path: Path, root: Path) -> Iterator[tuple[Mutation, ast.AST, ast.AST]]:
-    """With each, the node of the tree to replace, and by what."""
+    """Every mutation, with the node of the tree that it replaces and the new node."""
     seen: Counter[tuple[str, ...]] = Counter()
     for site in _sites(tree):
         for rule, node, replacement in _changes(site):

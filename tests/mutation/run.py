@@ -101,7 +101,7 @@ def first_failure(path: str, tree: ast.Module, batches: Sequence[Sequence[str]])
 
 
 def in_child(job: Callable[[], str]) -> tuple[int, int]:
-    """Starts a process for the job; returns its pid, and what its answer can be read from."""
+    """Starts a process for the job; returns its pid, and the read end of the pipe for its answer."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -125,11 +125,11 @@ def verdicts(
     chosen: Sequence[Mutation], batches: Callable[[Mutation], Sequence[Sequence[str]]], processes: int
 ) -> Iterator[Verdict]:
     """Yields verdicts in the order in which they arrive."""
-    running: dict[int, tuple[Mutation, int, float]] = {}  # by pid: its answer's end of the pipe, when to end it
+    running: dict[int, tuple[Mutation, int, float]] = {}  # by pid: read end of its pipe, end time
     try:
         yield from _as_they_come(list(reversed(chosen)), running, batches, processes)
     finally:
-        for pid in running:  # each leads a group of its own, which a signal to ours does not reach
+        for pid in running:  # each leads its own process group, and gets no signal that our group gets
             os.killpg(pid, signal.SIGKILL)
 
 
@@ -176,7 +176,7 @@ def check_control(mutation: Mutation, batches: Callable[[Mutation], Sequence[Seq
     os.waitpid(pid, 0)
     with os.fdopen(reader, encoding="utf-8") as answer:
         if said := answer.read():
-            raise RuntimeError(f"without any mistake, too: {said}")
+            raise RuntimeError(f"the tests fail without a mistake, too: {said}")
 
 
 def import_what_is_slow() -> None:
@@ -190,7 +190,7 @@ def import_what_is_slow() -> None:
 
 
 def run_sample(count: int, processes: int, record: bool, reuse_lines: bool, quick: bool) -> int:
-    """The whole table. Status 1 if the score is too low, or a survivor has no reason."""
+    """Tries all chosen mutations. Status 1 if the score is too low, or a survivor has no reason."""
     file = ROOT / ".run" / "mutation-lines.json"
     covering = Covering.read(file) if reuse_lines else Covering.measure(ROOT, file)
     reasons: dict[str, str] = yaml.safe_load(SURVIVORS.read_text(encoding="utf-8")) or {}
@@ -258,10 +258,12 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=300, help="mutations to plant (default: 300)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--record", action="store_true", help=f"write {NOTICED.name}, of which CI plants some again")
-    parser.add_argument("--reuse-lines", action="store_true", help="of the last run, if no line has moved since")
-    parser.add_argument("--quick", action="store_true", help="without the simulation, which is slow to notice nothing")
+    parser.add_argument(
+        "--reuse-lines", action="store_true", help="do not measure coverage again (only if no line moved)"
+    )
+    parser.add_argument("--quick", action="store_true", help="do not run the simulation, which is slow")
     parser.add_argument("--recorded", action="store_true", help="plant only what was noticed in the last whole run")
-    parser.add_argument("--first", type=int, default=0, help="with --recorded: which of them comes first")
+    parser.add_argument("--first", type=int, default=0, help="with --recorded: index of the first mutation")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import_what_is_slow()

@@ -1,4 +1,4 @@
-"""SGLang's Scheduler without its processes, sockets and model: what decides, and on what. See sglang_driver.py."""
+"""SGLang's Scheduler without its processes, sockets and model: its decisions and their state. See sglang_driver.py."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ VOCAB = 2**31 - 1
 
 
 def match_what_can_be_reused(req: Req, cache: RadixCache, tokens: array[int], **options: Any) -> MatchResult:
-    """For the order of the queue. SGLang takes the longest match there and one token off, even where that leaves less
-    than a block less: a prompt of whole blocks that are all cached ranks higher than what it can reuse."""
+    """The match that orders the queue. SGLang's own subtracts one token from the longest match, even if the rest is no
+    whole number of blocks. So a prompt of whole blocks that are all cached gets more tokens than it can reuse."""
     return match_kv_cache(req, cache, tokens, max_prefix_len=len(tokens) - 1, **options)
 
 
@@ -143,7 +143,8 @@ class Loop(Scheduler):
         self.processed_tokens_counter = self.forward_ct = 0
         self.max_prefill_bs = 0
         self.priority_scheduling_preemption_threshold = 0
-        # Only what decodes is protected: SGLang lets steps pass empty if nothing does, with its own default of 0.
+        # With 1, the interval only protects decoding requests. With SGLang's default of 0, steps stay empty even if no
+        # request decodes.
         self.prefill_decode_interval_min_bs = 1
         self._prefill_decode_interval_remaining = 0
         for name in (

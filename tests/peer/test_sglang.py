@@ -1,11 +1,11 @@
 """Our `sglang` and `sglang-lpm` presets beside SGLang's own scheduler, step by step, on random workloads.
 
-Every step must schedule the same requests with the same numbers of tokens, find the same of them cached, retract the
-same requests and finish the same ones. One thing is excused (docs/preset-checks.md): the caches may hold different
-things, after SGLang has evicted, retracted, or replaced blocks that were computed twice. So where the decisions differ,
-the state before the step must differ too, in the blocks that can be had or in what is cached of a request that waits,
-and one of these three must have happened. There the comparison of that run ends; a run in which the states agree is
-compared to its end.
+Every step must schedule the same requests with the same numbers of tokens and of cached tokens, retract the same
+requests and finish the same requests. One difference is allowed (docs/preset-checks.md): the caches may hold different
+blocks after SGLang has evicted, retracted, or replaced blocks that were computed twice. So where the decisions differ,
+one of these three must have happened before. The state before the step must differ too: the available blocks, or the
+cached tokens of a waiting request. The comparison of that run ends there. A run in which the states agree is compared
+to its end.
 
 `make peer-test` runs this; PEER_SGLANG_PYTHON names the interpreter of SGLang's environment (tests/peer/env.sh).
 """

@@ -29,7 +29,7 @@ MAX_MOVES = 50_000
 class Run:
     """One seeded run: random requests over shared prefixes, cancels, worker kills, cache restarts."""
 
-    # Workers are killed at random, and often: more than two coincidences in a row are none of a request's doing.
+    # Workers are killed at random, and often. A request that loses several workers in a row is not poisoned.
     poison_failures = 9
     tenant_limits: tuple[int, ...] = (0, 0, 10, 40, 100)
 
@@ -234,7 +234,7 @@ class Run:
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in best]
             assert [score for _, score in found] == pytest.approx([score for _, score in best])
         counters = self.system.scheduler.counters
-        assert (counters.requeued, counters.refused_restores) == (self.requeued, 0), "a lost cache costs nothing"
+        assert (counters.requeued, counters.refused_restores) == (self.requeued, 0), "a lost cache requeues no request"
         self.system.assert_at_rest()
 
 

@@ -1,4 +1,4 @@
-"""Embedding models under the real scheduler and cache cores: transformers' vectors, whatever happens on the way."""
+"""Embedding models under the real scheduler and cache cores give transformers' vectors, also when a service is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def check(client: Client, path: Path, asked: list[list[int]], pooling: Pooling, 
 def test_vectors_are_those_of_transformers_under_every_preset(
     models: dict[tuple[str, Pooling], Path], pooling: Pooling, preset: str
 ) -> None:
-    """Chunked, in a pool of two inputs or so. The second time, `last` finds cached prefixes, and `mean` uses none."""
+    """Inputs come in chunks, and the pool holds about two inputs. The second time, `last` finds cached prefixes, and
+    `mean` uses none."""
     path = models["llama", pooling]
     system = LocalSystem(SchedulerConfig(), build(choose(preset)))
     system.attach(ModelWorker(path, block_size=4, num_blocks=40, max_batched_tokens=20, max_num_seqs=16))
@@ -65,7 +66,7 @@ def test_vectors_are_those_of_transformers_under_every_preset(
 
 
 @pytest.mark.parametrize(("family", "pooling"), [("qwen3", "last"), ("mistral", "mean")])
-def test_inputs_that_share_a_prefix_in_one_step(
+def test_inputs_that_share_a_prefix_in_one_step_get_the_right_vectors(
     models: dict[tuple[str, Pooling], Path], family: str, pooling: Pooling
 ) -> None:
     path, asked = models[family, pooling], [[*MIXED[4], i] for i in (5, 6, 7)] + [MIXED[4]] * 2
@@ -81,7 +82,7 @@ def test_inputs_that_share_a_prefix_in_one_step(
 
 @pytest.mark.parametrize("loss", ["worker", "cache", "both"])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_nothing_is_lost_with_a_worker_or_the_cache_in_the_midst(
+def test_a_lost_worker_or_cache_changes_no_vector(
     models: dict[tuple[str, Pooling], Path], pooling: Pooling, loss: str
 ) -> None:
     """After each number of moves: also between two chunks, and before a vector has left the worker."""

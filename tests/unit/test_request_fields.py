@@ -118,7 +118,7 @@ def test_metadata_travels_from_the_client_to_the_scheduler(field: MetadataField)
         assert getattr(new_request("s", submission, 0.0), field.name) == value
 
 
-def test_the_documented_rows_are_these() -> None:
+def test_the_docs_show_the_rows_of_the_table() -> None:
     """Print them with: python -c 'from paceline.request_fields import docs_rows; print(docs_rows())'"""
     assert f"\n{request_fields.docs_rows()}\n" in (DOCS / "sampling.md").read_text("utf-8")
 

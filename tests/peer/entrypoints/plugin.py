@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 SERVER = "RemoteOpenAIServer("
 ERROR_CHARS = 2000
 
-if not callable(current_platform.device_count):  # a CPU has None, and modules fail at a mark for several GPUs
+if not callable(current_platform.device_count):  # None on a CPU: modules that call it in a mark fail
     type(current_platform).device_count = classmethod(lambda cls: 0)
 
 

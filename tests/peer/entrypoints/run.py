@@ -2,7 +2,7 @@
 
     python -m tests.peer.entrypoints.run [--server vllm|paceline] [openai/responses anthropic/test_messages.py ...]
 
-The tests are those that ask a server in the source distribution of vLLM, unmodified, of the version in
+The tests come unmodified from vLLM's source distribution: those that ask a server. vLLM's version is that of
 tests/peer/vllm-server-requirements.txt. Both servers find the demo model under every name that the tests use (hub.py).
 All tests on both servers take about an hour on two cores. The outcomes replace those of the same tests in
 bench/results/vllm_entrypoint_tests.json, from which vllm_entrypoint_tests.md is written. Exit status 1: a test
@@ -54,7 +54,7 @@ def fetch(python: Path) -> Path:
         file.extractall(HOME, filter="data")
     archive.unlink()
     shutil.rmtree(folder / "vllm")
-    shutil.rmtree(folder / "vllm.egg-info")  # it names another version, by which vLLM finds out that it runs on a CPU
+    shutil.rmtree(folder / "vllm.egg-info")  # its version hides the installed one, which tells vLLM of the CPU
     return folder
 
 

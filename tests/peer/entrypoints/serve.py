@@ -1,4 +1,4 @@
-"""`vllm serve MODEL ...` as vLLM's tests call it, by Paceline. An argument that it lacks is an error."""
+"""Runs Paceline for `vllm serve MODEL ...`, as vLLM's tests call it. An argument that Paceline lacks is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.ports import free_port
 
-# No answer depends on them: speed, memory, or the time at which something is compiled.
+# No answer depends on these arguments: they set speed, memory, or the time at which something is compiled.
 WITHOUT_EFFECT = {
     "--attention-backend": True,
     "--enable-chunked-prefill": False,
@@ -25,7 +25,7 @@ WITHOUT_EFFECT = {
     "--show-hidden-metrics-for-version": True,
     "--structured-outputs-config.backend": True,
 }
-# What they turn on is always on here.
+# What these arguments turn on is always on here.
 ALWAYS_ON = {
     "--enable-auto-tool-choice": False,
     "--enable-prompt-tokens-details": False,
@@ -67,7 +67,7 @@ def command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[l
     parser.add_argument("--return-tokens-as-token-ids", action="store_true")
     for name, has_value in {**WITHOUT_EFFECT, **ALWAYS_ON, **NOT_SERVED}.items():
         parser.add_argument(name, action="store" if has_value else "store_true")
-    # vLLM takes _ for - in names.
+    # vLLM also accepts _ instead of - in names.
     given = [word.replace("_", "-") if word.startswith("--") else word for word in arguments]
     asked = parser.parse_args(given)
     flags = {

@@ -1,4 +1,4 @@
-"""Speaks exchanges to a core: one method per operation, refusals as exceptions."""
+"""Sends exchanges to a core: one method per operation, refusals as exceptions."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def watch_refusals(core: CacheCore) -> None:
 
 
 def digest(core: CacheCore) -> object:
-    """The whole state, except the cuts of runs into nodes and the places of subscriptions, which decide nothing."""
+    """The whole state, except where runs are cut into nodes and where subscriptions are: nothing depends on these."""
     stored = {}
     for root in core.tree.roots.values() if core.tree is not None else ():
         for node in subtree(root):

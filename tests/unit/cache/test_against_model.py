@@ -22,11 +22,11 @@ from tests.unit.cache.model_memory import Prefix
 workers = st.integers(0, 2)
 sequences = st.integers(0, 7)
 tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.lists(st.integers(0, 1), max_size=6))
-# Mostly sent at once; else together with the operations that follow, in one exchange.
+# True: the operation waits, and goes in one exchange with the operations that follow.
 held = st.sampled_from([False, False, True])
 
 
-# Mostly none; else a priority, and ranges of tokens to be kept with another one, for a while or for ever.
+# Ranges of tokens, each kept with a retention priority, for a while or for ever. Most requests have no metadata.
 ranges = st.builds(
     lambda cuts, levels: [(a, b, p, ms) for a, b, (p, ms) in zip(cuts, [*cuts[1:], 0], levels, strict=False)],
     st.lists(st.integers(0, 8), min_size=1, max_size=3, unique=True).map(sorted),
@@ -241,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
     def run(
         self, tokens: list[int], made: list[int], metadata: tuple[float, d.Retention, str], data: st.DataObject
     ) -> None:
-        """From beginning to end, what it makes fitting into its blocks."""
+        """Runs a sequence from beginning to end. Its generated tokens fit into its blocks."""
         sequence = next(s for s in range(1, 100) if s not in self.everything())
         worker = data.draw(st.sampled_from(sorted(self.model.workers)))
         self.do(d.match_op(sequence, tokens, *metadata), self.model.match, sequence, tokens, *metadata, hold=True)
@@ -264,7 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), hold=held)
     def commit_progress(self, data: st.DataObject, hold: bool) -> None:
-        """Entries that are valid as long as they name different sequences, and often when not."""
+        """Entries that are valid if they name different sequences, and often also if they name one twice."""
         entries = []
         for s in data.draw(st.lists(st.sampled_from(sorted(self.model.running)), max_size=4)):
             sequence = self.model.running[s]
@@ -273,7 +273,7 @@ class CacheMachine(RuleBasedStateMachine):
             entries.append((s, new, data.draw(st.integers(sequence.computed, max(sequence.computed, most)))))
         self.do(d.commit_op(entries), self.model.commit, entries, hold=hold)
 
-    @precondition(lambda self: any(self.model.running))  # 0 is no id to fork
+    @precondition(lambda self: any(self.model.running))  # fork_of=0 means no fork
     @rule(data=st.data(), last=st.integers(1, 2), hold=held)
     def fork(self, data: st.DataObject, last: int, hold: bool) -> None:
         """Forks a sequence. In most cases it has computed the shared tokens."""
@@ -345,7 +345,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), sequence=sequences, several=st.lists(sequences, max_size=4), hold=held)
     def anything(self, data: st.DataObject, sequence: int, several: list[int], hold: bool) -> None:
-        """Whether it makes sense or not."""
+        """Any operation, valid or not."""
         ops = ["match", "admit", "fork", "extend", "commit", "free", "rematch", "swap_out", "swap_in"]
         match data.draw(st.sampled_from(ops)):
             case "swap_out":

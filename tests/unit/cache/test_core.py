@@ -62,7 +62,7 @@ def test_a_hit_needs_equal_tokens_from_the_first_on(link: Driver) -> None:
     assert link.probe([*A[:4], *A[8:]]) == {0: (4, 0)}
 
 
-def test_admit_reuses_the_prefix_there_is_at_that_moment(link: Driver) -> None:
+def test_admit_reuses_the_prefix_that_is_cached_at_that_moment(link: Driver) -> None:
     assert link.match(2, A) == {}
     link.run(1, A)
     assert link.admit(2, 0)[0] == 12
@@ -170,7 +170,7 @@ def test_a_shared_block_is_freed_by_its_last_user(link: Driver) -> None:
 # ---------------------------------------------------------------------------------------------------- free, eviction
 
 
-def test_free_releases_admitted_and_waiting_ones(link: Driver) -> None:
+def test_free_releases_admitted_and_waiting_sequences(link: Driver) -> None:
     link.start(1, A)
     link.match(2, A)
     link.free(1, 2)

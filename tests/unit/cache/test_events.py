@@ -229,7 +229,7 @@ def test_recording_ends_when_no_watcher_could_continue(link: d.Driver) -> None:
     assert len(follower.stored[0, pb.CACHE_TIER_DEVICE]) == 2
 
 
-def test_numbers_of_another_start_mean_a_snapshot(link: d.Driver) -> None:
+def test_a_watcher_with_a_number_from_another_start_gets_a_snapshot(link: d.Driver) -> None:
     log = link.core.events = EventLog(first_number=1000)
     link.add_worker(0, 8)
     assert follow(link).last == 999

@@ -39,7 +39,9 @@ def test_a_share_above_zero_arrives_above_zero() -> None:
     given: dict[str, Any] = {"top_p": 1e-46, "typical_p": 1e-300}
     sampling = make_request("hi", None, None, "", given).sampling  # type: ignore[arg-type]
     assert (sampling.top_p, sampling.typical_p) == (2.0**-149, 2.0**-149)
-    assert make_request("hi", None, None, "", {"top_p": 0.0}).sampling.top_p == 0.0, "refused by the server"
+    assert make_request("hi", None, None, "", {"top_p": 0.0}).sampling.top_p == 0.0, (
+        "0.0 is sent unchanged, and the server refuses it"
+    )
 
 
 def test_every_sampling_option_is_sent() -> None:
@@ -74,7 +76,7 @@ def test_every_sampling_option_is_sent() -> None:
         make_request("hi", None, None, "", {"allowed_token_ids": []})
 
 
-def test_options_that_are_no_sampling() -> None:
+def test_options_outside_sampling_are_sent() -> None:
     beam = BeamParams(width=4, num_return=2, length_penalty=0.5, early_stopping="never")
     request = make_request(
         "hi", None, None, "", {"priority": 2, "tenant": "a", "deadline_s": 5, "beam": beam, "seed": 1}
@@ -90,7 +92,9 @@ def test_options_that_are_no_sampling() -> None:
 
 
 @pytest.mark.parametrize("prompts", [(None, None, None), ("a", [], None), ("a", None, [1])])
-def test_exactly_one_kind_of_prompt(prompts: tuple[str | None, list[dict[str, str]] | None, list[int] | None]) -> None:
+def test_a_request_needs_exactly_one_kind_of_prompt(
+    prompts: tuple[str | None, list[dict[str, str]] | None, list[int] | None],
+) -> None:
     with pytest.raises(TypeError, match="exactly one"):
         make_request(*prompts, "", {})
 
@@ -106,7 +110,7 @@ def test_empty_prompts_keep_their_kind() -> None:
     assert make_request(None, None, [], "", {}).WhichOneof("prompt") == "token_ids"
 
 
-def test_pieces_and_results() -> None:
+def test_a_result_joins_its_pieces() -> None:
     first = piece_from(inference_pb2.GenerateResponse(token_ids=[1, 2], text="a"))
     assert first == Piece("a", [1, 2])
     last = piece_from(
@@ -138,12 +142,12 @@ def test_errors_have_types_and_the_servers_message() -> None:
     assert type(error_from(grpc.StatusCode.INTERNAL, None, None)) is PacelineError
 
 
-def test_no_server_at_the_address() -> None:
+def test_no_server_at_the_address_raises_unavailable() -> None:
     with PacelineClient("127.0.0.1:1", retry_for_s=0) as client, pytest.raises(Unavailable):
         client.generate("x", timeout_s=60)
 
 
-def test_a_stop_string_is_one_and_not_its_letters() -> None:
+def test_a_single_stop_string_is_not_split_into_letters() -> None:
     sampling = make_request("a", None, None, "", {"stop": "zebra", "bad_words": "yak"}).sampling
     assert list(sampling.stop) == ["zebra"]
     assert list(sampling.bad_words) == ["yak"]
@@ -155,14 +159,14 @@ def test_options_that_are_none_are_left_out(name: str) -> None:
     assert make_request("hi", None, None, "", options) == make_request("hi", None, None, "", {})
 
 
-def test_arrays_are_sequences() -> None:
+def test_numpy_arrays_are_accepted_as_lists() -> None:
     ids = np.array([3, 4], np.int32)
     options: Any = {"allowed_token_ids": ids, "stop_token_ids": ids, "bad_words": [ids], "seed": np.int64(-2)}
     lists: Any = {"allowed_token_ids": [3, 4], "stop_token_ids": [3, 4], "bad_words": [[3, 4]], "seed": -2}
     assert make_request(None, None, ids, "", options) == make_request(None, None, [3, 4], "", lists)  # type: ignore[arg-type]
 
 
-def test_seeds_are_those_of_http() -> None:
+def test_seeds_mean_the_same_as_over_http() -> None:
     assert make_request("a", None, None, "", {"seed": -2}).sampling.seed == 2**64 - 2
     assert not make_request("a", None, None, "", {"seed": -1}).sampling.HasField("seed")
 

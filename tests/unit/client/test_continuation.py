@@ -33,10 +33,10 @@ def token(request: inference_pb2.GenerateRequest, position: int) -> int:
 def messages(
     request: inference_pb2.GenerateRequest, sizes: list[int] | None = None, shift: int = 0
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """The answer after the client's tokens (or, shifted, after another token), in messages of these sizes."""
+    """The answer from the client's position on, in messages of these sizes. With `shift`, from a wrong position on."""
     position = request.resume_after
     expected = [token(request, i) for i in range(position)]
-    assert list(request.resume_token_ids) == expected, "the tokens that it got"
+    assert list(request.resume_token_ids) == expected, "the client sends the tokens that it got"
     position = max(0, position + shift)
     sizes = list(sizes or [])
     while True:
@@ -63,7 +63,7 @@ def is_whole(pieces: list[Piece], seed: int) -> bool:
     return True
 
 
-# How a call goes: messages of these sizes, or until the answer ends; from a token before or behind the right one.
+# Calls: the sizes of a call's messages, the shift of its first position from the right one, the code of its error.
 CALLS = st.lists(
     st.tuples(
         st.lists(st.integers(1, 4), max_size=5), st.sampled_from([0, 0, 0, -1, 1, -12, 5]), st.sampled_from(PASSING)
@@ -120,7 +120,7 @@ def test_retries_last_for_retry_for_s_after_the_last_token() -> None:
         going.pause_s(away, heard_s + 10.0)
 
 
-def test_the_deadlines_are_of_the_whole_answer() -> None:
+def test_deadlines_hold_for_the_whole_answer() -> None:
     going = Continuation(
         make_request("hi", None, None, "", {"seed": 0, "deadline_s": 8.0}), retry_for_s=30.0, timeout_s=5.0, now_s=100.0
     )
@@ -132,7 +132,7 @@ def test_the_deadlines_are_of_the_whole_answer() -> None:
 
 
 @pytest.mark.parametrize("code", FINAL)
-def test_other_errors_are_the_answer(code: grpc.StatusCode) -> None:
+def test_other_errors_are_raised_at_once(code: grpc.StatusCode) -> None:
     going = Continuation(make_request("hi", None, None, "", {}), retry_for_s=30.0, timeout_s=None, now_s=0.0)
     error = error_from(code, "no", None)
     with pytest.raises(PacelineError) as raised:
@@ -149,7 +149,7 @@ def test_a_full_queue_raises_overloaded_before_the_first_token() -> None:
     assert going.pause_s(full, 0.0) == 4.0
 
 
-def test_a_stream_that_was_reset_is_a_connection_that_was_lost() -> None:
+def test_a_reset_stream_is_retried_like_a_lost_connection() -> None:
     going = Continuation(make_request("hi", None, None, "", {}), retry_for_s=30.0, timeout_s=None, now_s=0.0)
     assert going.pause_s(error_from(CODES.INTERNAL, "Received RST_STREAM with error code 2", None), 0.0) < 1.0
 
@@ -189,9 +189,10 @@ BREAKS: dict[str, Break] = {
 
 
 class Dying(inference_pb2_grpc.InferenceServiceServicer):
-    """Each call gets so many messages and breaks; the last one is whole.
+    """Each call sends as many messages as `lives` says, and then breaks. The last call sends the whole answer.
 
-    What the client has not read when a call fails, gRPC throws away. So it breaks when the client has `taken` all.
+    When a call fails, gRPC drops the messages that the client has not read. So the call breaks only when the client has
+    `taken` all.
     """
 
     def __init__(self, lives: list[int], how: Break, shift: int = 0) -> None:
@@ -262,7 +263,7 @@ both = pytest.mark.parametrize("ask", [from_blocking, from_asyncio])
 
 @both
 @pytest.mark.parametrize("how", BREAKS)
-async def test_a_server_that_dies_after_each_message(ask: Any, how: str) -> None:
+async def test_a_server_that_dies_after_any_message_costs_no_token(ask: Any, how: str) -> None:
     lives = [*range(4), 0, 0]
     servicer = Dying(list(lives), BREAKS[how])
     with served(servicer) as target:
@@ -274,7 +275,7 @@ async def test_a_server_that_dies_after_each_message(ask: Any, how: str) -> None
 
 @both
 async def test_a_client_tries_each_server_and_takes_no_tokens_of_another_position(ask: Any) -> None:
-    """The first one dies after three messages; the second does not know how to go on; there is no third."""
+    """The first server dies after three messages, the second sends wrong positions, the third does not exist."""
     dying, confused = Dying([3], BREAKS["unavailable"]), Dying([9], BREAKS["ends"], shift=-2)
     with served(dying) as first, served(confused) as second:
         pieces = await ask([first, second, "127.0.0.1:1"], dying.taken.release)
@@ -291,7 +292,7 @@ async def test_a_refusal_is_raised_at_once(ask: Any) -> None:
 
 
 @both
-async def test_a_timeout_is_of_all_calls(ask: Any) -> None:
+async def test_a_timeout_holds_for_all_calls_together(ask: Any) -> None:
     with pytest.raises(PacelineError) as raised:
         await ask("127.0.0.1:1", timeout_s=0.3)
     assert raised.value.code in (CODES.UNAVAILABLE, CODES.DEADLINE_EXCEEDED)
@@ -299,7 +300,7 @@ async def test_a_timeout_is_of_all_calls(ask: Any) -> None:
 
 @asynccontextmanager
 async def stuck() -> AsyncIterator[tuple[Dying, AsyncPacelineClient, str]]:
-    """A server that sends two messages, the second one of them in the second call, and waits."""
+    """A server that sends one message in each of two calls. The first call then fails, the second one waits."""
     release = threading.Event()
     servicer = Dying([1, 1], BREAKS["unavailable"])
 
@@ -318,7 +319,7 @@ async def stuck() -> AsyncIterator[tuple[Dying, AsyncPacelineClient, str]]:
 
 
 @pytest.mark.parametrize("how", ["close", "task"])
-async def test_to_leave_is_to_cancel_the_call_of_now(how: str) -> None:
+async def test_an_async_client_that_leaves_cancels_its_current_call(how: str) -> None:
     async with stuck() as (servicer, client, _):
         stream = client.stream("hi")
         await anext(stream)

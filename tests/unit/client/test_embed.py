@@ -1,4 +1,4 @@
-"""The client's embed(): what it sends, and which errors it repeats the call after."""
+"""The client's embed(): what it sends, and after which errors it repeats the call."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def embed(targets: list[str], *, is_async: bool, **given: Any) -> EmbedResult:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_vector_comes_from_the_next_server(is_async: bool) -> None:
-    """The first one stops, the second one is full of broken connections for a moment."""
+def test_a_failed_embed_call_is_repeated_at_the_next_server(is_async: bool) -> None:
+    """Each server fails once. The third call goes to the first server again."""
     first, second = EmbeddingServicer(CODES.CANCELLED), EmbeddingServicer(CODES.UNAVAILABLE)
     with serving(first) as one, serving(second) as two:
         result = embed([one, two], is_async=is_async, token_ids=[7, 8], tenant="t", dimensions=2, deadline_s=50)
@@ -66,7 +66,7 @@ def test_a_vector_comes_from_the_next_server(is_async: bool) -> None:
     [request] = second.requests
     assert (request.model, request.tenant, request.dimensions) == ("m", "t", 2)
     assert list(request.token_ids.ids) == [7, 8]
-    assert 40 < request.deadline_s < 50, "what is left of it"
+    assert 40 < request.deadline_s < 50, "the time that is left"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -78,7 +78,7 @@ def test_a_final_error_of_an_embed_is_raised_at_once(code: grpc.StatusCode, is_a
     assert (caught.value.code, len(servicer.requests)) == (code, 1)
 
 
-def test_the_arguments_of_an_embed() -> None:
+def test_the_arguments_of_an_embed_call_are_checked() -> None:
     assert make_embed_request("", None, "", {}).WhichOneof("input") == "text"
     assert make_embed_request(None, [], "", {}).WhichOneof("input") == "token_ids"
     options: Any = dict.fromkeys(EmbedOptions.__annotations__)

@@ -106,7 +106,7 @@ def test_tokens_and_endings_reach_their_requests() -> None:
     assert a.tokens == [7, 9]
 
 
-def test_everything_unfinished_is_submitted_again_with_what_has_arrived() -> None:
+def test_unfinished_requests_are_submitted_again_with_their_tokens() -> None:
     core = make_core()
     a, b, c = submit(core), submit(core), submit(core)
     opened(core)
@@ -158,7 +158,7 @@ def test_a_stream_that_never_opened_accepted_nothing() -> None:
 @pytest.mark.parametrize(
     ("final", "reason"), [(6, common_pb2.FINISH_REASON_LENGTH), (5, common_pb2.FINISH_REASON_STOP)]
 )
-def test_an_ending_lost_with_the_stream_is_made_up(final: int, reason: int) -> None:
+def test_an_ending_lost_with_the_stream_is_derived_from_the_tokens(final: int, reason: int) -> None:
     core = make_core()
     request = submit(core, max_tokens=2, final=frozenset({final}))
     opened(core)
@@ -278,7 +278,7 @@ def test_a_large_resubmission_is_cut_into_messages() -> None:
     assert max(m.ByteSize() for m in messages) < 8 * 2**20
 
 
-def test_all_that_a_submission_carries_counts() -> None:
+def test_every_field_of_a_submission_counts_for_the_message_size() -> None:
     core, metadata = make_core(), inference_pb2.Submission(cache_salt="x" * 2**20)
     for _ in range(10):
         core.submit("id", b"1234", common_pb2.SamplingParams(max_tokens=1), 0.0, metadata=metadata)
@@ -359,7 +359,7 @@ def test_every_request_sees_each_token_once_in_order(actions: list[str]) -> None
     assert core.num_live == sum(request.ending is None for request in requests)
 
 
-def test_a_scheduler_that_has_been_succeeded_is_refused() -> None:
+def test_a_scheduler_with_a_lower_epoch_is_refused() -> None:
     core = make_core()
     request = submit(core)
 
@@ -371,7 +371,7 @@ def test_a_scheduler_that_has_been_succeeded_is_refused() -> None:
 
     core.receive(opening(0))
     core.receive(opening(7))
-    for fence in (6, 0):  # 0: it stands alone, and should not
+    for fence in (6, 0):  # 0: a scheduler without an election
         with pytest.raises(StaleScheduler, match="there was a leader of epoch 7"):
             core.receive(opening(fence))
         assert not core.opened
@@ -426,7 +426,7 @@ def test_a_submission_carries_the_tokens_that_another_gateway_delivered() -> Non
     assert core.num_live == 1
 
 
-def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_refused() -> None:
+def test_a_request_refused_by_a_full_scheduler_retries_after_those_that_the_gateway_refused() -> None:
     core = make_core()
     opened(core)
     core.tick(0.0)
@@ -444,7 +444,7 @@ def test_a_request_refused_by_a_full_scheduler_comes_behind_those_the_gateway_re
         assert request.ending is not None
         return request.ending.retry_after_s
 
-    assert refuse(refused[0], full=False) == 0.5, "a tenant's limit: the scheduler knows best"
+    assert refuse(refused[0], full=False) == 0.5, "at a tenant's limit, the scheduler's time counts"
     assert [core.retry_after_s(1.0) for _ in range(3)] == pytest.approx([1 / 3.6, 2 / 3.6, 3 / 3.6])
     assert refuse(refused[1], full=True) == pytest.approx(4 / 3.6)
     assert refuse(refused[2], full=True) == pytest.approx(5 / 3.6)
@@ -579,7 +579,7 @@ def test_a_heartbeat_brings_the_load_and_a_lost_stream_forgets_it() -> None:
     )
     assert core.load is not None
     assert (core.load.num_running, core.load.num_waiting) == (3, 2)
-    core.receive(inference_pb2.SessionResponse(heartbeat=True))  # of an older scheduler
+    core.receive(inference_pb2.SessionResponse(heartbeat=True))  # an older scheduler sends no load
     assert core.load is not None
     core.disconnect(1.0)
     assert core.load is None

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: the parsers read every text that llguidance allows. Formats that templates show."""
+"""Grammars of tool calls: the parsers read every text that llguidance allows. Templates show the formats."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_forced_calls_follow_their_schemas(
 
 @pytest.mark.parametrize("style", sorted(CALL_STYLES))
 @pytest.mark.parametrize("with_tokens", [True, False])
-def test_strict_schemas_hold_calls_and_leave_text_free(
+def test_strict_schemas_bind_calls_and_leave_other_text_free(
     marked: Vocabulary, plain: Vocabulary, style: str, with_tokens: bool
 ) -> None:
     vocabulary = marked if with_tokens else plain
@@ -137,7 +137,9 @@ def test_strict_schemas_hold_calls_and_leave_text_free(
 
 
 @pytest.mark.parametrize("with_tokens", [True, False])
-def test_a_schema_of_the_answer_or_calls(marked: Vocabulary, plain: Vocabulary, with_tokens: bool) -> None:
+def test_with_a_schema_the_output_is_a_matching_answer_or_calls(
+    marked: Vocabulary, plain: Vocabulary, with_tokens: bool
+) -> None:
     vocabulary = marked if with_tokens else plain
     grammars = CallGrammars(HERMES, vocabulary.ids)
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "additionalProperties": False})
@@ -184,7 +186,7 @@ def planned(use: ToolUse, answer: Structure | None = None, formats: ModelFormats
     return reply_structure(formats, use, reply_format(formats, use, ""), answer)
 
 
-def test_which_calls_a_request_allows() -> None:
+def test_the_grammar_allows_the_calls_that_the_request_allows() -> None:
     assert planned(ToolUse()) is None
     assert planned(ToolUse(TYPED, "none")) is None
     assert planned(ToolUse(TYPED[1:], "auto")) is None
@@ -217,7 +219,7 @@ def test_fields_that_exclude_tools_are_refused_by_name() -> None:
     assert "answer" in either.text
 
 
-def test_the_formats_that_templates_show() -> None:
+def test_templates_show_the_formats_of_calls_and_reasoning() -> None:
     def style(template: str | None) -> str | None:
         found = model_formats(template, {}).calls
         return found.name if found else None
@@ -249,7 +251,7 @@ def test_detokenizers_show_the_markers_that_are_special(marked: Vocabulary) -> N
     assert tokenizer.detokenizer().push(ids).strip() == "<tool_call>"
 
 
-def test_a_template_of_its_own_for_chats_with_tools(tmp_path: Path) -> None:
+def test_chats_with_tools_may_have_their_own_template(tmp_path: Path) -> None:
     def rendered(**extras: Any) -> str:
         template = ChatTemplate.from_folder(tmp_path)
         assert template is not None

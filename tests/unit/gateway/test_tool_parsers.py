@@ -121,7 +121,9 @@ EXAMPLES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("style", "text", "content", "calls"), EXAMPLES)
-def test_the_formats_of_models(style: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_calls_in_the_formats_of_models_are_parsed(
+    style: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     expected = content, "", calls
     assert read(reply(style), text) == expected
     assert read(reply(style), *text, "") == expected
@@ -204,13 +206,13 @@ def test_reasoning_is_split_off(thinking: ThinkingAt, text: str, expected: Messa
     assert read(reply(None, thinking, shows_reasoning=False), text) == (expected[0], "", [])
 
 
-def test_tools_come_after_the_reasoning_and_none_inside() -> None:
+def test_a_call_inside_the_reasoning_is_text() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     expected = "", f"so {call}", [("f", "{}")]
     assert read(reply("hermes", ThinkingAt.MAYBE), f"<think>so {call}</think>\n\n{call}") == expected
 
 
-def test_where_an_output_begins() -> None:
+def test_a_prompt_shows_whether_the_output_begins_inside_the_reasoning() -> None:
     assert thinking_at("<|im_start|>assistant\n<think>\n") is ThinkingAt.INSIDE
     assert thinking_at("<|im_start|>assistant\n<think>\n\n</think>\n\n") is ThinkingAt.BEHIND
     assert thinking_at("what is <think>?<|im_end|>\n<|im_start|>assistant\n") is ThinkingAt.MAYBE

@@ -99,7 +99,7 @@ def test_an_error_names_at_most_ten_fields() -> None:
         schema.parse(schema.ChatRequest, CHAT | unknown, 99)
 
 
-def test_structured_outputs_refuse_every_name_but_theirs() -> None:
+def test_structured_outputs_refuse_every_name_that_is_not_served() -> None:
     served = {field.alias or name for name, field in StructuredOutputs.model_fields.items()}
     for name in set(THEIRS["StructuredOutputsParams"]) - served:
         with pytest.raises(ApiError) as caught:
@@ -108,7 +108,7 @@ def test_structured_outputs_refuse_every_name_but_theirs() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED_IN_MESSAGES)
-def test_fields_of_messages_that_would_change_the_answer(name: str) -> None:
+def test_fields_of_messages_that_would_change_the_answer_are_refused(name: str) -> None:
     message = {"role": "assistant", "content": "x", name: {"id": "a"}}
     with pytest.raises(ApiError, match=f"{name} is not supported in a message"):
         schema.parse(schema.ChatRequest, {"messages": [message]}, 99)
@@ -145,7 +145,7 @@ def table(title: str) -> dict[str, str]:
     return dict(rows)
 
 
-def test_the_docs_show_the_tables() -> None:
+def test_the_docs_show_the_refused_renamed_and_ignored_fields() -> None:
     neutral = REFUSED | dict.fromkeys((f"messages.{name}" for name in REFUSED_IN_MESSAGES), ())
     assert table("Refused") == {
         name: f"{', '.join(f'`{json.dumps(value)}`' for value in values) or '`null`'} | {refused_by(name)}"

@@ -26,7 +26,7 @@ def test_every_option_reaches_the_parameters() -> None:
     )  # fmt: skip
     sampling = to_submission(GenerateRequest(token_ids=PROMPT, sampling=options), None).sampling
     unlike = {"logit_bias", "bad_word_ids", "bad_words", "allowed_token_ids", "logprobs", "prompt_logprobs", "stop"}
-    unlike |= {"include_stop_str_in_output", "skip_special_tokens"}  # about text, which the scheduler has none of
+    unlike |= {"include_stop_str_in_output", "skip_special_tokens"}  # about text, which the scheduler does not have
     unlike |= {"json_schema", "regex", "choice", "grammar"}
     for field in SamplingOptions.DESCRIPTOR.fields:
         if field.name not in unlike:
@@ -79,7 +79,7 @@ def test_cache_fields_are_passed_on_unchanged() -> None:
         ("resume_token_ids", {"resume_after": 2, "resume_token_ids": [7, 7]}),
     ],
 )
-def test_the_scheduler_keeps_no_answers(field: str, wrong: dict[str, Any]) -> None:
+def test_fields_that_need_stored_answers_are_refused(field: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(Rejection) as refused:
         to_submission(GenerateRequest(token_ids=PROMPT, **wrong), None)
     assert refused.value.field == field
@@ -91,7 +91,7 @@ def test_a_resubmission_continues_after_the_delivered_tokens(sampling: SamplingO
     again: dict[str, Any] = {"resume_after": 2, "resume_token_ids": [7, 8], "idempotency_key": "k"}
     submission = to_submission(GenerateRequest(token_ids=PROMPT, sampling=sampling, **again), None)
     assert np.frombuffer(submission.output_token_ids, np.int32).tolist() == [7, 8]
-    assert not submission.sampling.prompt_logprobs, "which came with the first token"
+    assert not submission.sampling.prompt_logprobs, "they came with the first token"
 
 
 def test_a_beam_search_refuses_fields_for_samples() -> None:
@@ -105,7 +105,7 @@ def test_a_beam_search_refuses_fields_for_samples() -> None:
     assert to_submission(GenerateRequest(token_ids=PROMPT, sampling=SamplingOptions(temperature=0), beam=beam), None)
 
 
-def test_the_least_repetition_penalty_is_possible() -> None:
+def test_the_smallest_repetition_penalty_is_accepted() -> None:
     """As a float32 it is a little less than its limit."""
     check_sampling(SamplingParams(top_p=1, max_tokens=1, repetition_penalty=0.01))
 

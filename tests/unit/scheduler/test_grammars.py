@@ -59,7 +59,7 @@ def test_others_run_while_a_grammar_is_prepared(system: LocalSystem) -> None:
     assert client.endings[3].reason == FINISH_REASON_LENGTH
 
 
-def test_a_worker_that_prepares_none_gets_all(system: LocalSystem) -> None:
+def test_a_worker_that_prepares_no_grammars_gets_requests_at_once(system: LocalSystem) -> None:
     end = system.attach(toy(prepares=False))
     client = system.open("s")
     system.submit("s", 1, PROMPT, params("form"))
@@ -99,7 +99,7 @@ def test_each_worker_prepares_a_grammar_once(system: LocalSystem) -> None:
     system.assert_at_rest()
 
 
-def test_a_worker_that_joins_is_asked(system: LocalSystem) -> None:
+def test_a_worker_that_joins_prepares_the_grammars_of_waiting_requests(system: LocalSystem) -> None:
     client = system.open("s")
     system.submit("s", 1, PROMPT, params("form"))
     first = system.attach(toy())
@@ -144,8 +144,8 @@ def test_a_wrong_answer_is_a_protocol_error(system: LocalSystem) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_number_of_grammars_and_of_lost_workers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """With room for few. Toys check that each grammar is prepared when its sequence comes."""
+def test_many_grammars_and_lost_workers_change_no_output(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """With low limits. Toy workers check that each grammar is prepared when its sequence comes."""
     monkeypatch.setattr(grammars, "MAX_IDLE", 3)
     monkeypatch.setattr(grammars, "MAX_ASKED", 2)
     rng, system = random.Random(seed), LocalSystem()
@@ -208,7 +208,7 @@ def test_a_worker_is_asked_for_a_limited_number_of_grammars_at_once() -> None:
     assert [order.id for order in orders.prepare] == [grammars.MAX_ASKED + 1]
 
 
-def test_a_flood_of_arrivals_keeps_no_grammar_waiting_that_is_next() -> None:
+def test_a_flood_of_arrivals_does_not_delay_the_grammar_of_the_next_request() -> None:
     prepared, asked = WorkerGrammars(True), deque[int]()
 
     def send() -> None:

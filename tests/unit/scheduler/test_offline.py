@@ -59,7 +59,7 @@ def scenarios(draw: st.DrawFn, num_blocks: int | None = None) -> dict[str, Any]:
 
 
 def play_both(scenario: dict[str, Any]) -> tuple[ScenarioOutcome, ScenarioOutcome]:
-    """With its offline requests, and without them. All requests end."""
+    """Plays the scenario with its offline requests and without them. All requests must end."""
     online = [request for request in scenario["requests"] if not request.get("offline")]
     outcomes = []
     for requests in (scenario["requests"], online):

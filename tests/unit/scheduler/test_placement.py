@@ -65,7 +65,7 @@ def test_a_burst_fills_the_first_steps_of_all_workers(preset: str) -> None:
     system.assert_at_rest()
 
 
-def test_equal_requests_go_round() -> None:
+def test_equal_requests_alternate_between_workers() -> None:
     workers = [Recorder(), Recorder()]
     system = system_of(workers)
     submit_at_once(system, [[9 + i] * 8 for i in range(6)])

@@ -21,7 +21,7 @@ NUM_BYTES = 4 * len(SHARED)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_sequences_that_fill_a_message_go_in_several(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_do_not_fit_into_one_message_go_in_several(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 5 * NUM_BYTES
     monkeypatch.setattr(step, "MAX_PLAN_BYTES", limit)
     system = LocalSystem(policies=build(choose(preset)))
