@@ -300,20 +300,14 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "429",
         "429 p50/p99 ms",
         "Retry-After s",
-        "came back: served",
-    ):
-        table.add_column(column, justify="left" if column == "load" else "right")
-    for column in (
-        "429 p50/p99 ms",
-        "Retry-After s",
-        "came back: served",
+        "came back: served after one return",
         "/health p50/p99 ms",
         "lag p99 ms: gateway, clients",
         "stolen cores",
         "gateway MiB: before, most",
         "dropped",
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="left" if column == "load" else "right")
     for row in rows:
         span, users = row["retry_after_s"], row["users_by_returns"]
         came_back = sum(count for times, count in users.items() if times)
@@ -326,7 +320,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             str(row["refused"]),
             f"{row['refused_p50_ms']} / {row['refused_p99_ms']}" if row["refused"] else "",
             f"{span[0]} to {span[1]}" if span else "",
-            f"{came_back}: {users.get(1, 0)} at once" if came_back else "",
+            f"{came_back}: {users.get(1, 0)}" if came_back else "",
             f"{row['health_p50_ms']} / {row['health_p99_ms']}",
             f"{row['gateway_lag_p99_ms']}, {row['client_lag_p99_ms']}",
             f"{row['stolen_cores']:.2f}",
