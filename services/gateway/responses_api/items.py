@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from services.gateway.engine.list_limits import MAX_MESSAGES, MAX_PARTS
 from services.gateway.errors import invalid
@@ -11,6 +13,76 @@ from services.gateway.errors import invalid
 Item = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class InputShape(BaseModel):
+    """What `input_items` accepts, for /openapi.json. Other fields (ids, states, annotations) are dropped."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class InputText(InputShape):
+    """A part of a message or of an output."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputRefusal(InputShape):
+    """A part of an answer that refuses. The model reads it as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class InputReasoningText(InputShape):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text", "input_text", "output_text", "text"]
+    text: str
+
+
+class InputMessage(InputShape):
+    """A message to the assistant."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user"]
+    content: str | list[InputText]
+
+
+class InputAnswer(InputShape):
+    """A message of the assistant."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant"]
+    content: str | list[InputText | InputRefusal]
+
+
+class InputCall(InputShape):
+    """A call that the assistant has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputCallOutput(InputShape):
+    """What the call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+
+
+class InputReasoning(InputShape):
+    """What the assistant thought, as an answer had it."""
+
+    type: Literal["reasoning"]
+    content: str | list[InputReasoningText] | None = None
+
+
+InputItem = InputMessage | InputAnswer | InputCall | InputCallOutput | InputReasoning
 
 
 def input_items(value: Any) -> list[Item]:

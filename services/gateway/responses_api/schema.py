@@ -12,7 +12,7 @@ from services.gateway.fields.closed import ClosedPart
 from services.gateway.fields.numbers import Flag, Integer
 from services.gateway.openai.schema import PlainFields
 from services.gateway.openai.values import Seed, Stop, Variables
-from services.gateway.responses_api.items import Item, input_items
+from services.gateway.responses_api.items import InputItem, Item, input_items
 
 # Fields of OpenAI that are not served, with the values that change nothing (null is always one).
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -136,7 +136,10 @@ class ResponsesRequest(PlainFields):
     renamed: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
-    input: Annotated[list[Item], BeforeValidator(input_items, json_schema_input_type=str | list[Item])]
+    input: Annotated[
+        list[Item],
+        BeforeValidator(input_items, json_schema_input_type=str | Annotated[list[InputItem], Field(min_length=1)]),
+    ]
     instructions: str | None = None
     previous_response_id: str | None = None
     background: Flag | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from services.gateway.errors import ApiError, invalid
 from services.gateway.openai import schema
@@ -172,3 +173,40 @@ def test_an_unknown_field_of_a_text_format_is_refused_with_its_path() -> None:
         parsed(text={"format": {"type": "text", "foo": 1}})
     with pytest.raises(ApiError, match=r"Unknown parameter: 'text.formatt'"):
         parsed(text={"formatt": {"type": "text"}})
+
+
+ACCEPTED = [
+    "Hi",
+    [{"role": "user", "content": "Hi"}],
+    [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Hi"}]}],
+    [CALL, OUTPUT, THOUGHT, SAID],
+    [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
+    [{"type": "reasoning", "id": "rs", "content": None}],
+]
+REFUSED = [
+    [],
+    1,
+    ["Hi"],
+    [{"role": "user"}],
+    [{"role": "tool", "content": "Hi"}],
+    [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}],
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+    [{"role": "user", "content": ["Hi"]}],
+    [CALL | {"arguments": {}}],
+    [{"type": "function_call", "call_id": "c1", "name": "f"}],
+    [OUTPUT | {"output": None}],
+    [THOUGHT | {"content": [{"type": "summary_text", "text": "Hm."}]}],
+    [{"type": "web_search_call", "id": "ws"}],
+]
+
+
+@pytest.mark.parametrize("value", [*ACCEPTED, *REFUSED])
+def test_the_openapi_document_describes_the_items_that_are_accepted(value: Any) -> None:
+    shape = ResponsesRequest.model_json_schema()
+    described = Draft202012Validator({**shape["properties"]["input"], "$defs": shape["$defs"]}).is_valid(value)
+    assert described == (value in ACCEPTED)
+    if described:
+        assert input_items(value)
+    else:
+        with pytest.raises(ApiError):
+            input_items(value)
