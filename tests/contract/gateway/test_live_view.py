@@ -17,7 +17,7 @@ from services.gateway.live_view import feed
 from services.gateway.live_view.schema import LiveSnapshot
 from tests.contract.cache.test_server import A, ask
 from tests.contract.cache.test_server import running as cache_running
-from tests.contract.gateway.conftest import Running, Start, eventually, until
+from tests.contract.gateway.conftest import Running, Start, eventually, statuses_at_once, until
 from tests.contract.gateway.test_keys import Keys, bearer
 from tests.unit.cache import driver as d
 
@@ -190,6 +190,17 @@ async def test_viewers_are_bounded_and_do_not_hold_up_a_drain(start: Start, monk
         async for _ in found:
             pass
         await running.task
+
+
+async def test_viewers_of_one_instant_do_not_exceed_the_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
+    running = await start()
+    assert sorted(await statuses_at_once(running, f"{LIVE}?stream=true", 4)) == [200, 429, 429, 429]
+
+    async def is_free() -> bool:
+        return (await running.http.get(LIVE)).status_code == 200
+
+    await eventually(is_free)
 
 
 async def test_only_an_admin_key_sees_all_tenants(start: Start, keys: Keys) -> None:
