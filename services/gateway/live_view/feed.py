@@ -128,7 +128,7 @@ class LiveFeed:
             scheduler=None,
             cache=None,
             services=self._services.take(
-                snapshot, cache, watches_cache=bool(self._cache.target), now_s=now_s, unix_s=unix_s
+                snapshot, cache, watches_cache=self._cache.can_watch, now_s=now_s, unix_s=unix_s
             ),
         )
         shown = answer.model_dump()
