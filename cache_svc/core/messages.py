@@ -20,10 +20,15 @@ def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matche
 
 def add_misses(granted: pb.AdmitResult, misses: Misses) -> None:
     """Adds what is known of the tokens that were not reused. Usually nothing is."""
-    if misses is not NO_MISSES:
-        for name, value in misses._asdict().items():
-            if value:
-                setattr(granted, name, value)
+    if misses is NO_MISSES:
+        return
+    num_other, other, num_in_flight, num_evicted = misses
+    if num_other:
+        granted.num_other_worker_tokens, granted.other_worker = num_other, other
+    if num_in_flight:
+        granted.num_in_flight_tokens = num_in_flight
+    if num_evicted:
+        granted.num_evicted_tokens = num_evicted
 
 
 def pool_counters(worker_id: int, counters: PoolCounts) -> pb.PoolCounters:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,48 @@ def test_policies_are_switched_on_the_page(stack: Stack, browser: Browser) -> No
             expect(page.locator(".plot .mark").first).to_be_attached()
     finally:
         httpx.post(f"{stack.url}/v1/policies", json={"preset": "paceline"}).raise_for_status()
+
+
+def own_address() -> str:
+    """An address of this machine that is not of loopback: without one, the test is skipped."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # of documentation; nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback's")
+        return str(sock.getsockname()[0])
+
+
+def test_policies_that_cannot_be_switched_are_not_offered(stack: Stack, browser: Browser) -> None:
+    flags, address = stack.gateway_flags, own_address()
+    stack.gateway_flags = [*flags, "--host", "0.0.0.0", "--insecure"]
+    try:
+        url = stack.start_gateway("gateway-open").replace("127.0.0.1", address)
+        assert httpx.post(f"{url}/v1/policies", json={"preset": "sglang"}).status_code == 403
+        # Not open_page: from an address without TLS, Chromium's console reports that it ignores a header of isolation.
+        with closing(browser.new_context()) as context:
+            page = context.new_page()
+            page.goto(url)
+            card = page.locator("section", has_text="in force:")
+            expect(card.locator(".notice")).to_contain_text(
+                "give the server keys, and use one with admin (docs/keys.md)"
+            )
+            expect(page.get_by_label("Preset")).to_be_disabled()
+            expect(card.get_by_role("button", name="Switch")).to_be_disabled()
+    finally:
+        stack.gateway_flags = flags
+        stack.kill("gateway-open")
+        del stack.gateway_ports["gateway-open"]
+
+
+def test_the_page_says_that_the_scheduler_refuses_policies(stack: Stack, browser: Browser) -> None:
+    """In docker compose the gateway is not on the scheduler's machine."""
+    error = {"message": "the scheduler refuses the call (docs/keys.md)", "reason": "admin_required"}
+    with open_page(browser, "about:blank", refusals=True) as page:
+        page.route("**/v1/policies", lambda route: route.fulfill(status=403, json={"error": error}))
+        page.goto(stack.url)
+        expect(page.locator(".notice")).to_contain_text("cannot be switched here: the scheduler refuses the call")
+        expect(page.get_by_label("Preset")).to_be_disabled()
 
 
 def test_the_page_asks_for_a_key_below_a_prefix(stack: Stack, browser: Browser, tmp_path: Path) -> None:

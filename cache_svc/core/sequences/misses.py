@@ -34,7 +34,8 @@ NO_MISSES = Misses()
 
 
 class MissFinder:
-    """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute."""
+    """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute, and forgets
+    those that have computed them."""
 
     def __init__(self) -> None:
         self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)
@@ -61,26 +62,31 @@ class MissFinder:
         reached = num_cached_tokens + num_other
         in_flight = evicted = 0
         if depth == node.end and reached // block_size == depth:
-            wanted = token_ids[depth * tree.block_bytes : limit * tree.block_bytes]
-            num_in_flight = self._num_in_flight(tree, node, wanted, admitted)
+            num_in_flight = self._num_in_flight(tree, node, token_ids, limit, admitted)
             num_evicted = tree.evicted.count(node, token_ids, num_in_flight, limit)
-            # The sequence may have copied the beginning of the first one of these blocks.
-            in_flight = max((depth + num_in_flight) * block_size - reached, 0)
-            evicted = max((depth + num_in_flight + num_evicted) * block_size - reached - in_flight, 0)
+            if num_in_flight or num_evicted:
+                # The sequence may have copied the beginning of the first one of these blocks.
+                in_flight = max((depth + num_in_flight) * block_size - reached, 0)
+                evicted = max((depth + num_in_flight + num_evicted) * block_size - reached - in_flight, 0)
         self._prefilling.append(sequence.sequence_id)
         return Misses(num_other, other, in_flight, evicted) if num_other or in_flight or evicted else NO_MISSES
 
     def _num_in_flight(
-        self, tree: PrefixTree, node: PrefixNode, wanted: bytes, admitted: Mapping[int, Sequence]
+        self, tree: PrefixTree, node: PrefixNode, token_ids: bytes, limit: int, admitted: Mapping[int, Sequence]
     ) -> int:
-        """Returns how many of the whole blocks of `wanted`, which follow the node, another sequence will compute."""
+        """Returns how many whole blocks after a node, up to block `limit`, another sequence will compute."""
         most, block_size = 0, tree.block_size
+        begin, end = node.end * tree.block_bytes, limit * tree.block_bytes
+        first, computing = token_ids[begin : begin + tree.block_bytes], list[int]()
         for sequence_id in self._prefilling:
             sequence = admitted.get(sequence_id)
-            if sequence is None or sequence.node is not node:
+            if sequence is None or sequence.num_computed_tokens + block_size > sequence.num_tokens:
                 continue
-            if sequence.num_computed_tokens + block_size <= sequence.num_tokens:
-                begin = node.end * tree.block_bytes
-                own = sequence.tokens[begin : min(begin + len(wanted), sequence.num_tokens * TOKEN_BYTES)]
-                most = max(most, common_tokens(own, wanted) // block_size)
+            computing.append(sequence_id)
+            # Other prompts usually differ in this block already. Then neither prompt is copied.
+            if sequence.node is node and sequence.tokens.startswith(first, begin):
+                own = sequence.tokens[begin : min(end, sequence.num_tokens * TOKEN_BYTES)]
+                most = max(most, common_tokens(own, token_ids[begin:end]) // block_size)
+        if len(computing) < len(self._prefilling):
+            self._prefilling = deque(computing, MAX_PREFILLING)
         return most

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from cache_svc.core.packing import TOKEN_BYTES, common_tokens
-from cache_svc.core.tree.evicted import EvictedPrefixes
+from cache_svc.core.tree.evicted import EvictedPrefixes, front_hash
 from cache_svc.core.tree.nodes import (
     BlockResidency,
     Namespace,
@@ -217,6 +217,7 @@ class PrefixTree:
         assert 0 < num_blocks < node.end - parent.end, "a node is split within it"
         cut, block_bytes = num_blocks * self.block_bytes, self.block_bytes
         front = PrefixNode(parent, node.key[:cut], depth)
+        front.path_hash = front_hash(node, cut)
         parent.children[node.key[:block_bytes]] = front
         node.key, node.parent, node.start = node.key[cut:], front, depth
         front.children = {node.key[:block_bytes]: node}

@@ -17,6 +17,8 @@ _log = get_logger(__name__)
 
 _INTERVAL_MS = 1000
 _RETRY_S = 0.5
+# A cache without WatchBlocks is asked again after this time: another version may have replaced it.
+_RETRY_OLDER_S = 30.0
 
 
 class CacheWatch:
@@ -29,7 +31,13 @@ class CacheWatch:
         self.target = target
         self._tls = tls
         self.latest: cache_pb2.WatchBlocksResponse | None = None  # None without a connection
+        self._is_older = False  # the cache has answered that it has no WatchBlocks
         self._first = asyncio.Event()
+
+    @property
+    def can_watch(self) -> bool:
+        """Whether `latest` None means that there is no connection to the cache."""
+        return bool(self.target) and not self._is_older
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -39,15 +47,15 @@ class CacheWatch:
                 try:
                     await self._read()
                 except grpc.aio.AioRpcError as error:
-                    _log.debug("no snapshots of the cache", code=str(error.code()), error=error.details())
+                    self._note(error)
                 finally:
                     self.latest = None
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_OLDER_S if self._is_older else _RETRY_S)
         finally:
             self._first.clear()
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Until there is a snapshot, or no longer than this."""
+        """Until there is a snapshot or it is known that none will come, or no longer than this."""
         if not self.target:
             return
         try:
@@ -55,11 +63,21 @@ class CacheWatch:
         except TimeoutError:
             _log.debug("the cache has sent no snapshot yet", target=self.target)
 
+    def _note(self, error: grpc.aio.AioRpcError) -> None:
+        is_older = error.code() is grpc.StatusCode.UNIMPLEMENTED
+        if is_older and not self._is_older:
+            _log.warning("the cache is an older one without WatchBlocks: there are no block maps", target=self.target)
+        elif not is_older:
+            _log.debug("no snapshots of the cache", code=str(error.code()), error=error.details())
+        self._is_older = is_older
+        if is_older:
+            self._first.set()  # no snapshot will come
+
     async def _read(self) -> None:
         async with open_channel(self.target, tls=self._tls) as channel:  # its own, with the newest certificates
             request = cache_pb2.WatchBlocksRequest(interval_ms=_INTERVAL_MS)
             async for snapshot in cache_pb2_grpc.CacheServiceStub(channel).WatchBlocks(request):
-                self.latest = snapshot
+                self.latest, self._is_older = snapshot, False
                 self._first.set()
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import grpc
 import grpc.aio
@@ -35,6 +34,7 @@ _RETRY_S = 5
 _FIRST_CACHE_S = 0.5
 # Namespaces of which the tenant is known.
 _MAX_TENANTS = 4096
+_STOPS = "the server is shutting down"
 
 
 class LiveFeed:
@@ -45,7 +45,7 @@ class LiveFeed:
         self._cache = cache
         self._services = ServiceStates(gateway)
         self._tenants: dict[str, str] = {}  # by namespace, as the scheduler has told
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -54,35 +54,26 @@ class LiveFeed:
         """Open streams."""
         return len(self._viewers)
 
-    def check_room(self) -> None:
-        """Raises ApiError 429 and 503."""
+    def join(self) -> Viewer:
+        """Takes a slot at once, so that requests of the same instant cannot exceed the limit. Raises ApiError 429 and
+        503."""
         if self._closing:
-            raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
+            raise ApiError(503, _STOPS, retry_after_s=1.0)
         if len(self._viewers) >= MAX_VIEWERS:
             message = f"{MAX_VIEWERS} viewers watch this gateway already"
             raise ApiError(429, message, code="too_many_viewers", retry_after_s=_RETRY_S)
+        viewer = Viewer(self)
+        self._viewers.add(viewer)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return viewer
 
-    async def snapshot(self) -> bytes:
-        """One snapshot, as JSON. Raises ApiError 503 if the gateway stops."""
-        async with aclosing(self.snapshots()) as snapshots:
-            async for snapshot in snapshots:
-                return snapshot
-        raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
-
-    async def snapshots(self) -> AsyncGenerator[bytes]:
-        """Snapshots as JSON, until the gateway stops."""
-        latest: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
-        self._viewers.add(latest)
-        try:
-            if self._task is None:
-                self._task = asyncio.create_task(self._run())
-            while (snapshot := await latest.get()) is not None:
-                yield snapshot
-        finally:
-            self._viewers.discard(latest)
-            if not self._viewers and self._task is not None:
-                self._task.cancel()
-                self._task = None
+    def leave(self, viewer: Viewer) -> None:
+        """The viewer looks no more. After the last one the stream ends."""
+        self._viewers.discard(viewer)
+        if not self._viewers and self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     def close(self) -> None:
         """End all streams. A drain would otherwise wait for them."""
@@ -90,10 +81,8 @@ class LiveFeed:
         self._send(None)
 
     def _send(self, snapshot: bytes | None) -> None:
-        for latest in self._viewers:
-            with contextlib.suppress(asyncio.QueueEmpty):
-                latest.get_nowait()
-            latest.put_nowait(snapshot)
+        for viewer in self._viewers:
+            viewer.put(snapshot)
 
     async def _run(self) -> None:
         watching = asyncio.create_task(self._cache.run())
@@ -139,7 +128,7 @@ class LiveFeed:
             scheduler=None,
             cache=None,
             services=self._services.take(
-                snapshot, cache, watches_cache=bool(self._cache.target), now_s=now_s, unix_s=unix_s
+                snapshot, cache, watches_cache=self._cache.can_watch, now_s=now_s, unix_s=unix_s
             ),
         )
         shown = answer.model_dump()
@@ -148,3 +137,32 @@ class LiveFeed:
         if cache is not None:
             shown["cache"] = cache_view(cache, names, self._tenants)
         return orjson.dumps(shown)
+
+
+class Viewer:
+    """One reader of the stream."""
+
+    def __init__(self, feed: LiveFeed) -> None:
+        self._feed = feed
+        self._latest: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=1)
+
+    def put(self, snapshot: bytes | None) -> None:
+        """The newest snapshot replaces one that was not read. None: the stream ends."""
+        with contextlib.suppress(asyncio.QueueEmpty):
+            self._latest.get_nowait()
+        self._latest.put_nowait(snapshot)
+
+    async def items(self) -> AsyncGenerator[bytes]:
+        """Snapshots as JSON, until the gateway stops."""
+        while (snapshot := await self._latest.get()) is not None:
+            yield snapshot
+
+    async def snapshot(self) -> bytes:
+        """One snapshot, as JSON. Raises ApiError 503 if the gateway stops."""
+        if (snapshot := await self._latest.get()) is None:
+            raise ApiError(503, _STOPS, retry_after_s=1.0)
+        return snapshot
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        self._feed.leave(self)

@@ -36,6 +36,10 @@ PATH = "/v1/policies"
 KINDS = ("order", "capacity", "batch", "preemption", "placement")
 _WHY = "policies are those of all tenants"
 _TIMEOUT_S = 10.0
+_FROM_ELSEWHERE = (
+    "without API keys, policies are changed from this machine only: give the server keys, and use one with admin "
+    "(docs/keys.md)"
+)
 _NO_ANSWER = "the scheduler does not answer"
 _Metadata = tuple[tuple[str, str | bytes], ...]
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -60,13 +64,15 @@ class PoliciesRequest(RequestBody):
 
 class PoliciesAnswer(BaseModel):
     """The policies in force, and all that the scheduler knows. `preset` is empty if the policies are those of no
-    preset; `options` has all defaults filled in."""
+    preset; `options` has all defaults filled in. `why_not_settable`: why this caller may not set them, and what to do;
+    null if it may."""
 
     preset: str
     policies: dict[str, str]
     options: dict[str, Any]
     presets: list[str]
     known: dict[str, list[str]]
+    why_not_settable: str | None
 
 
 def policies_api(gateway: Gateway) -> OtherApi:
@@ -74,8 +80,9 @@ def policies_api(gateway: Gateway) -> OtherApi:
 
     @described(answer=PoliciesAnswer, errors=(401, 403, 503))
     async def policies(request: Request) -> Response:
-        """The policies in force, and all that the scheduler knows. With API keys only for an admin key."""
-        return _answer(await _call(gateway, request, _get))
+        """The policies in force, all that the scheduler knows, and whether the caller may set them. With API keys only
+        for an admin key."""
+        return _answer(await _call(gateway, request, _get), why_not_settable(request))
 
     @described(body=PoliciesRequest, answer=PoliciesAnswer, errors=(*BODY_ERRORS, 403, 503))
     async def set_policies(request: Request) -> Response:
@@ -90,18 +97,23 @@ def policies_api(gateway: Gateway) -> OtherApi:
             await stub.SetPolicy(SetPolicyRequest(choice=choice), timeout=_TIMEOUT_S, metadata=metadata)
             return await _get(stub, metadata)
 
-        return _answer(await _call(gateway, request, change))
+        return _answer(await _call(gateway, request, change), None)
 
     return OtherApi(PATH, [Route(PATH, policies), Route(PATH, set_policies, methods=["POST"])], {})
 
 
 def check_local(request: Request) -> None:
-    """Raises ApiError 403 for a caller on another machine, if there are no keys. The scheduler would take the call for
-    one of its own machine, if the gateway runs there."""
+    """Raises ApiError 403 for a caller on another machine, if there are no keys."""
+    if (why := why_not_settable(request)) is not None:
+        raise ApiError(403, why, code="admin_required")
+
+
+def why_not_settable(request: Request) -> str | None:
+    """Why a caller on another machine may not set policies if there are no keys. The scheduler would take the call for
+    one of its own machine, if the gateway runs there. A caller that may get them may set them otherwise: the scheduler
+    asks for the same right."""
     host = request.client.host if request.client is not None else ""
-    if caller_of(request).key is None and not is_loopback(host):
-        message = "without API keys, policies are changed from this machine only"
-        raise ApiError(403, message, code="admin_required")
+    return _FROM_ELSEWHERE if caller_of(request).key is None and not is_loopback(host) else None
 
 
 def _choice(body: PoliciesRequest) -> PolicyChoice:
@@ -138,11 +150,13 @@ async def _call(
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             raise invalid(details.partition(":")[0], details, code="invalid_policy") from error
         if error.code() in _NOT_ALLOWED:
-            raise ApiError(403, f"the scheduler refuses the call: {details}", code="admin_required") from error
+            raise ApiError(
+                403, f"the scheduler refuses the call: {details} (docs/keys.md)", code="admin_required"
+            ) from error
         raise ApiError(503, _NO_ANSWER, code="service_unavailable", retry_after_s=1.0) from error
 
 
-def _answer(found: GetPolicyResponse) -> Response:
+def _answer(found: GetPolicyResponse, why_not: str | None) -> Response:
     choice = found.choice
     shown = PoliciesAnswer(
         preset=choice.preset,
@@ -156,5 +170,6 @@ def _answer(found: GetPolicyResponse) -> Response:
             "preemption": list(found.preemptions),
             "placement": list(found.placements),
         },
+        why_not_settable=why_not,
     )
     return JsonResponse(orjson.dumps(shown.model_dump()))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.v1.admin_pb2 import ExplainRequest, ExplainResponse, Explanation, PrefixReuse
 from services.gateway.errors import invalid
 from services.gateway.live_view.admins import check_admin, is_admin
+from services.gateway.live_view.event_stream import EventStream
 from services.gateway.live_view.feed import LiveFeed
 from services.gateway.live_view.policies import policies_api
 from services.gateway.live_view.schema import LiveSnapshot, PrefixShown, SequenceTimeline, TimelineAnswer, TimelineSpan
 from services.gateway.live_view.trace_schema import TraceRecord
-from services.gateway.live_view.traces import LiveTraces, check_seconds
-from services.gateway.openai.answers import STREAM_HEADERS, JsonResponse
+from services.gateway.live_view.traces import MAX_BEHIND_S, LiveTraces, check_seconds
+from services.gateway.openai.answers import JsonResponse
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openapi.description import described
@@ -39,10 +37,13 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
         streamed = request.query_params.get("stream", "false")
         if streamed not in ("true", "false"):
             raise invalid("stream", "stream must be true or false")
-        feed.check_room()
-        if streamed == "false":
-            return JsonResponse(await feed.snapshot())
-        return _stream(feed.snapshots())
+        viewer = feed.join()
+        if streamed == "true":
+            return EventStream(viewer)
+        try:
+            return JsonResponse(await viewer.snapshot())
+        finally:
+            viewer.close()
 
     @described(answer=TraceRecord, event=TraceRecord, query=_SECONDS, errors=(400, 401, 403, 429, 503))
     async def trace(request: Request) -> Response:
@@ -51,8 +52,7 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
         time."""
         check_admin(caller_of(request), "a trace names all tenants")
         seconds = check_seconds(request.query_params.get("seconds"))
-        traces.check_room()
-        return _stream(traces.records(seconds))
+        return EventStream(traces.begin(seconds), max_s=seconds + MAX_BEHIND_S, max_write_s=MAX_BEHIND_S)
 
     @described(answer=TimelineAnswer, query=_OWNER, errors=(400, 401, 404, 409, 429, 503))
     async def timeline(request: Request) -> Response:
@@ -74,16 +74,6 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
         OtherApi("/v1/requests", [Route("/v1/requests/{request_id}/timeline", timeline)], {}),
         policies_api(gateway),
     ]
-
-
-def _stream(items: AsyncGenerator[bytes]) -> Response:
-    return StreamingResponse(_events(items), headers={k.decode(): v.decode() for k, v in STREAM_HEADERS})
-
-
-async def _events(items: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(items) as found:
-        async for item in found:
-            yield b"data: " + item + b"\n\n"
 
 
 def _timeline(name: str, found: ExplainResponse, *, shows_others: bool) -> TimelineAnswer:

@@ -5,24 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any, cast
 
 import grpc.aio
-from google.protobuf.json_format import MessageToDict
 
 from paceline.v1 import live_pb2, live_pb2_grpc
 from services.gateway.errors import ApiError, invalid
-from services.gateway.live_view.trace_schema import (
-    EndedTrace,
-    GatewayTrace,
-    SchedulerTrace,
-    ToldTrace,
-    TraceRecord,
-    WrittenTrace,
-)
+from services.gateway.live_view.trace_records import SchedulerAnswer, records
 from services.gateway.openai.gateway import Gateway
-from services.gateway.telemetry.trace_log import Ended, now_us
+from services.gateway.telemetry.trace_log import now_us
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -30,6 +21,9 @@ _log = get_logger(__name__)
 # Each question to the scheduler is also a sample of its clock.
 INTERVAL_S = 0.1
 MAX_SECONDS = 60.0
+# A reader loses its connection if it takes no event for so long, or has not read a trace so long after its end. So it
+# cannot keep the only slot.
+MAX_BEHIND_S = 10.0
 # No answer for so long: the scheduler is gone.
 _ANSWER_S = 2.0
 _RETRY_S = 5
@@ -40,31 +34,51 @@ class LiveTraces:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._log = gateway.session.trace
         self._closing = asyncio.Event()
 
     def close(self) -> None:
         """End the trace. A drain would otherwise wait for it."""
         self._closing.set()
 
-    def check_room(self) -> None:
-        """Raises ApiError 429 and 503."""
+    def begin(self, seconds: float) -> RunningTrace:
+        """Takes the slot at once, so that a second request of the same instant finds it taken. Raises ApiError 429 and
+        503."""
         if self._closing.is_set():
             raise ApiError(503, "the server is shutting down", retry_after_s=1.0)
-        if self._log.recording:
+        if self._gateway.session.trace.recording:
             message = "a trace is recorded already"
             raise ApiError(429, message, code="too_many_traces", retry_after_s=_RETRY_S)
+        return RunningTrace(self._gateway, self._closing, seconds)
 
-    async def records(self, seconds: float) -> AsyncGenerator[bytes]:
-        """Records as JSON, for so long or until the gateway stops. Call check_room() in the same turn of the loop."""
-        end_s = asyncio.get_running_loop().time() + seconds
-        with self._log.reading():
-            async with aclosing(self._scheduler_records()) as found:
-                async for of_scheduler in found:
-                    yield self._record(of_scheduler).model_dump_json().encode()
-                    left_s = end_s - asyncio.get_running_loop().time()
-                    if left_s <= 0 or await self._stops_within(min(INTERVAL_S, left_s)):
-                        return
+
+class RunningTrace:
+    """The trace that is recorded now. `closing`: the gateway stops."""
+
+    def __init__(self, gateway: Gateway, closing: asyncio.Event, seconds: float) -> None:
+        self._gateway = gateway
+        self._log = gateway.session.trace
+        self._closing = closing
+        self._seconds = seconds
+        self._is_over = False
+        self._log.start()
+
+    def close(self) -> None:
+        """Gives the slot back."""
+        if not self._is_over:
+            self._is_over = True
+            self._log.stop()
+
+    async def items(self) -> AsyncGenerator[bytes]:
+        """Records as JSON, for so long or until the gateway stops."""
+        end_s = asyncio.get_running_loop().time() + self._seconds
+        async with aclosing(self._scheduler_records()) as found:
+            async for of_scheduler in found:
+                for record in records(of_scheduler, self._log.take(), now_us()):
+                    yield record
+                    await asyncio.sleep(0)  # other requests' tokens go out before the next record is converted
+                left_s = end_s - asyncio.get_running_loop().time()
+                if left_s <= 0 or await self._stops_within(min(INTERVAL_S, left_s)):
+                    return
 
     async def _stops_within(self, seconds: float) -> bool:
         try:
@@ -73,7 +87,7 @@ class LiveTraces:
             return False
         return True
 
-    async def _scheduler_records(self) -> AsyncGenerator[SchedulerTrace | None]:
+    async def _scheduler_records(self) -> AsyncGenerator[SchedulerAnswer | None]:
         """Without end. None: the scheduler does not answer; the next record is of a new call."""
         while True:
             call: Any = None
@@ -86,7 +100,7 @@ class LiveTraces:
                     answer = await asyncio.wait_for(call.read(), _ANSWER_S)
                     if not isinstance(answer, live_pb2.TraceResponse):  # grpc.aio.EOF
                         break
-                    yield _of_scheduler(answer, asked_us, now_us())
+                    yield SchedulerAnswer(answer, asked_us, now_us())
             except (ApiError, grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
                 _log.debug("no trace of the scheduler", error=str(error))
             except asyncio.CancelledError:
@@ -98,18 +112,6 @@ class LiveTraces:
                     call.cancel()
             yield None
 
-    def _record(self, of_scheduler: SchedulerTrace | None) -> TraceRecord:
-        told, written, ended = self._log.take()
-        return TraceRecord(
-            gateway=GatewayTrace(
-                at_us=now_us(),
-                told=[ToldTrace(**asdict(one)) for one in told],
-                written=[WrittenTrace(**asdict(one)) for one in written],
-                requests=[_request(one) for one in ended],
-            ),
-            scheduler=of_scheduler,
-        )
-
 
 def check_seconds(given: str | None) -> float:
     """The length of a trace. Raises ApiError 400."""
@@ -120,27 +122,3 @@ def check_seconds(given: str | None) -> float:
     if not 0 < seconds <= MAX_SECONDS:
         raise invalid("seconds", f"seconds must be a number above 0 and at most {MAX_SECONDS:g}")
     return seconds
-
-
-def _of_scheduler(answer: live_pb2.TraceResponse, asked_us: int, got_us: int) -> SchedulerTrace:
-    # protobuf's JSON has 64-bit numbers as text; the model makes numbers of them
-    fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    return SchedulerTrace.model_validate({**fields, "asked_us": asked_us, "got_us": got_us})
-
-
-def _request(one: Ended) -> EndedTrace:
-    outcome = one.outcome
-    return EndedTrace(
-        request_id=outcome.request_id,
-        answer_id=outcome.answer_id,
-        endpoint=outcome.endpoint,
-        tenant=outcome.tenant,
-        finish_reason=outcome.finish_reason,
-        ended_us=one.ended_us,
-        latency_s=outcome.latency_s,
-        queue_s=outcome.timing.queue_s if outcome.timing is not None else None,
-        ttft_s=outcome.ttft_s,
-        prompt_tokens=outcome.prompt_tokens,
-        cached_tokens=outcome.cached_tokens,
-        output_tokens=outcome.output_tokens,
-    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.gateway.outcome import SequenceOutcome
@@ -46,6 +44,15 @@ class Ended:
     outcome: SequenceOutcome
 
 
+@dataclass(slots=True)
+class Noted:
+    """Items of all kinds, each kind in order."""
+
+    told: list[Told]
+    written: list[Written]
+    ended: list[Ended]
+
+
 class GatewayTraceLog:
     """The items of one trace at a time."""
 
@@ -72,19 +79,18 @@ class GatewayTraceLog:
     def ended(self, outcome: SequenceOutcome) -> None:
         self._ended.append(Ended(now_us(), outcome))
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """The context in which items are noted. Only one at a time."""
+    def start(self) -> None:
+        """Notes items from now on. Only one trace at a time."""
         self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-            self.take()
 
-    def take(self) -> tuple[list[Told], list[Written], list[Ended]]:
+    def stop(self) -> None:
+        """Notes no more items, and forgets those that were not taken."""
+        self.recording = False
+        self.take()
+
+    def take(self) -> Noted:
         """The items since the last take. The oldest are missing if there were too many."""
-        taken = list(self._told), list(self._written), list(self._ended)
+        taken = Noted(list(self._told), list(self._written), list(self._ended))
         self._told.clear()
         self._written.clear()
         self._ended.clear()

@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import structlog
 from openai import AsyncOpenAI
 
 from paceline.v1 import common_pb2
+from services.gateway.http import server as http_server
 from services.gateway.server import serve
 from services.gateway.settings import GatewaySettings
 from services.runtime.logs import configure_logging
@@ -184,3 +186,29 @@ async def running(_shared: Running) -> Running:
     await until(lambda: _shared.scheduler.num_running == 0)  # requests of the previous test may still be ending
     _shared.scheduler.submissions.clear()
     return _shared
+
+
+@pytest.fixture
+def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the kernel's send buffers tiny, so that answers wait in the gateway."""
+    bind = http_server._bind
+
+    def small(host: str, port: int) -> socket.socket:
+        sock = bind(host, port)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return sock
+
+    monkeypatch.setattr(http_server, "_bind", small)
+
+
+async def statuses_at_once(running: Running, path: str, number: int) -> list[int]:
+    """The statuses of GET requests that arrive in one turn of the gateway's event loop, each on its own connection."""
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    streams = [await asyncio.open_connection(host, int(port)) for _ in range(number)]
+    for _, writer in streams:
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    statuses = [int((await reader.readline()).split()[1]) for reader, _ in streams]
+    for _, writer in streams:
+        writer.close()
+    return statuses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.v1 import live_pb2
+from services.gateway.live_view import routes
+from services.gateway.live_view.trace_schema import TraceRecord
 from services.gateway.live_view.traces import MAX_SECONDS
-from tests.contract.gateway.conftest import Running, Start, until
+from tests.contract.gateway.conftest import Running, Start, eventually, statuses_at_once, until
 from tests.contract.gateway.test_keys import Keys, bearer
 
 TRACE = "/v1/live/trace"
@@ -75,6 +78,70 @@ async def test_one_trace_at_a_time(start: Start) -> None:
     await found.aclose()  # type: ignore[attr-defined]
     await until(lambda: running.scheduler.num_watchers == 0)
     assert [one async for one in records(running, 0.1)]
+
+
+async def test_two_traces_of_one_instant_are_not_both_recorded(start: Start) -> None:
+    running = await start()
+    assert sorted(await statuses_at_once(running, f"{TRACE}?seconds=20", 4)) == [200, 429, 429, 429]
+
+    async def is_free() -> bool:
+        return (await running.http.get(TRACE, params={"seconds": 0.1})).status_code == 200
+
+    await eventually(is_free)
+
+
+async def ask_for_much(running: Running, seconds: float) -> socket.socket:
+    """Begins a trace with 700 kB in each answer of the scheduler, without reading it."""
+    steps = [live_pb2.TracedStep(worker=3, step=n, name="w") for n in range(4000)]
+    running.scheduler.traced = live_pb2.TraceResponse(epoch=1, steps=steps)
+    assert running.addresses.http is not None
+    host, port = running.addresses.http.split(":")
+    loop, sock = asyncio.get_running_loop(), socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await loop.sock_connect(sock, (host, int(port)))
+    await loop.sock_sendall(sock, f"GET {TRACE}?seconds={seconds} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+    await until(lambda: running.scheduler.num_watchers == 1)
+    assert (await running.http.get(TRACE, params={"seconds": 1})).status_code == 429
+    return sock
+
+
+@pytest.mark.usefixtures("small_send_buffers")
+async def test_a_reader_that_reads_nothing_loses_the_trace(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_BEHIND_S", 0.2)
+    running = await start()
+    with await ask_for_much(running, 60):
+        await until(lambda: running.scheduler.num_watchers == 0)
+        running.scheduler.traced = live_pb2.TraceResponse(epoch=1)
+        assert [one async for one in records(running, 0.1)]
+
+
+@pytest.mark.usefixtures("small_send_buffers")
+async def test_a_reader_that_reads_little_loses_the_trace_some_time_after_its_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_BEHIND_S", 2.0)
+    running = await start()
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    with await ask_for_much(running, 0.5) as sock:
+        while running.scheduler.num_watchers:
+            await loop.sock_recv(sock, 8192)  # each record is taken in time
+            await asyncio.sleep(0.03)
+    assert 2.5 <= loop.time() - began_s < 6
+
+
+async def test_a_large_answer_comes_in_records_of_bounded_size(start: Start) -> None:
+    running = await start()
+    steps = [live_pb2.TracedStep(worker=3, step=n) for n in range(1000)]
+    runs = [live_pb2.TracedRun(began_us=n, event="tick") for n in range(300)]
+    running.scheduler.traced = live_pb2.TraceResponse(epoch=1, steps=steps, runs=runs, num_missed=7)
+    found = [one async for one in records(running, 0.05)]
+    parts = [TraceRecord.model_validate(one, strict=True).scheduler for one in found]
+    first = [part for part in parts if part is not None][:8]
+    assert [step.step for part in first for step in part.steps] == [*range(1000)]
+    assert [run.began_us for part in first for run in part.runs] == [*range(300)]
+    assert [part.num_missed for part in first] == [7, *[0] * 7]
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "inf", "x", ""])

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
-from paceline.v1 import admin_pb2, live_pb2
+from paceline.v1 import admin_pb2, cache_pb2_grpc, live_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
-from services.gateway.live_view import feed
+from services.gateway.live_view import cache_watch, feed
 from services.gateway.live_view.schema import LiveSnapshot
 from tests.contract.cache.test_server import A, ask
 from tests.contract.cache.test_server import running as cache_running
-from tests.contract.gateway.conftest import Running, Start, eventually, until
+from tests.contract.gateway.conftest import Running, Start, eventually, statuses_at_once, until
 from tests.contract.gateway.test_keys import Keys, bearer
 from tests.unit.cache import driver as d
 
@@ -102,6 +103,65 @@ async def test_snapshots_have_the_blocks_of_the_cache(start: Start) -> None:
     shown = (await running.http.get(LIVE)).json()
     assert shown["cache"] is None
     assert [one["state"] for one in shown["services"] if one["kind"] == "cache"] == ["down"]
+
+
+class OlderCache(cache_pb2_grpc.CacheServiceServicer):
+    """A cache service that has no WatchBlocks."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def WatchBlocks(self, request: object, context: Any) -> None:  # type: ignore[override]
+        self.num_calls += 1
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+async def test_an_older_cache_is_up_without_block_maps_and_is_rarely_asked(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_watch, "_RETRY_S", 0.01)
+    monkeypatch.setattr(feed, "INTERVAL_S", 0.1)
+    server, older = grpc.aio.server(), OlderCache()
+    cache_pb2_grpc.add_CacheServiceServicer_to_server(older, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        running = await start(settings={"cache": f"127.0.0.1:{port}"})
+        view = live_pb2.WatchResponse(load=SchedulerLoad(), policies=admin_pb2.PolicyChoice(), cache_connected=True)
+        running.scheduler.view = view
+        found = snapshots(running)
+        for _ in range(4):
+            shown = await anext(found)
+            assert shown["cache"] is None
+            assert [one["state"] for one in shown["services"] if one["kind"] == "cache"] == ["ready"]
+        assert older.num_calls == 1
+        view.cache_connected = False
+        shown = await anext(found)
+        while [one["state"] for one in shown["services"] if one["kind"] == "cache"] != ["down"]:
+            shown = await anext(found)
+        await found.aclose()  # type: ignore[attr-defined]
+    finally:
+        await server.stop(None)
+
+
+async def test_an_older_cache_that_is_replaced_is_watched(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_watch, "_RETRY_OLDER_S", 0.05)
+    async with cache_running() as cache:
+        running = await start(settings={"cache": cache.addresses.grpc})
+        read, refusals = cache_watch.CacheWatch._read, iter([True, True])
+
+        async def older_at_first(watch: cache_watch.CacheWatch) -> None:
+            if next(refusals, False):
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, nothing, nothing, "", "")
+            await read(watch)
+
+        monkeypatch.setattr(cache_watch.CacheWatch, "_read", older_at_first)
+        found = snapshots(running)
+        assert (await anext(found))["cache"] is None
+        while (await anext(found))["cache"] is None:
+            pass
+        await found.aclose()  # type: ignore[attr-defined]
 
 
 async def test_the_cache_is_watched_only_while_a_viewer_looks(start: Start) -> None:
@@ -190,6 +250,17 @@ async def test_viewers_are_bounded_and_do_not_hold_up_a_drain(start: Start, monk
         async for _ in found:
             pass
         await running.task
+
+
+async def test_viewers_of_one_instant_do_not_exceed_the_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_VIEWERS", 1)
+    running = await start()
+    assert sorted(await statuses_at_once(running, f"{LIVE}?stream=true", 4)) == [200, 429, 429, 429]
+
+    async def is_free() -> bool:
+        return (await running.http.get(LIVE)).status_code == 200
+
+    await eventually(is_free)
 
 
 async def test_only_an_admin_key_sees_all_tenants(start: Start, keys: Keys) -> None:

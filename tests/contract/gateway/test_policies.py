@@ -24,6 +24,7 @@ async def test_policies_are_shown_and_changed(start: Start) -> None:
     shown = (await running.http.get(POLICIES)).json()
     assert (shown["preset"], shown["policies"]["order"], shown["options"]) == ("paceline", "fcfs", {"watermark": 0.1})
     assert (shown["presets"], shown["known"]["order"]) == (["paceline", "sglang"], ["fcfs", "lpm"])
+    assert shown["why_not_settable"] is None
     body = {"preset": None, "order": "lpm", "options": {"watermark": 0.2, "name": "x"}}
     changed = await running.http.post(POLICIES, json=body)
     assert (changed.status_code, changed.json()["policies"]["order"]) == (200, "lpm")

@@ -18,17 +18,7 @@ BODY = {"prompt": "one two three", "max_tokens": 2000, "ignore_eos": True, "stre
 LARGE = b"#" * 400_000
 
 
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the kernel's send buffers tiny, so that answers wait in the gateway."""
-    bind = http_server._bind
-
-    def small(host: str, port: int) -> socket.socket:
-        sock = bind(host, port)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return sock
-
-    monkeypatch.setattr(http_server, "_bind", small)
+pytestmark = pytest.mark.usefixtures("small_send_buffers")
 
 
 async def ask(running: Running, request: bytes) -> socket.socket:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_svc.core import admin
+from cache_svc.core.memory.memory import Memory
 from cache_svc.core.tree import evicted
 from cache_svc.core.tree.evicted import path_hash
 from cache_svc.core.tree.nodes import Namespace, subtree
@@ -164,3 +165,65 @@ def test_a_split_and_an_undone_split_keep_the_hash() -> None:
     assert path_hash(node) == known != path_hash(front)
     tree.absorb(front, node)
     assert path_hash(front) == known
+
+
+def hashed_bytes(monkeypatch: pytest.MonkeyPatch, tree: PrefixTree, num_blocks: int) -> int:
+    """How many bytes of tokens are hashed to evict a run of `num_blocks` blocks, one block after the other."""
+    sizes: list[int] = []
+    extended = evicted._extended
+
+    def counted(hashed: int, tokens: bytes) -> int:
+        sizes.append(len(tokens))
+        return extended(hashed, tokens)
+
+    memory = Memory(0, tree, num_blocks, keeps=True)
+    run = tree.grow(tree.acquire_root(Namespace()), d.pack(range(num_blocks * tree.block_size)))
+    memory.hold(run, memory.take(num_blocks))
+    memory.leave_path(run)
+    monkeypatch.setattr(evicted, "_extended", counted)
+    for _ in range(num_blocks):
+        memory.take(1)
+    assert len(tree.evicted) == num_blocks
+    return sum(sizes)
+
+
+def test_evicting_a_run_block_by_block_hashes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = PrefixTree(4)
+    assert hashed_bytes(monkeypatch, tree, 64) <= 64 * tree.block_bytes
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_the_hash_of_a_front_part_is_that_of_its_tokens(cuts: list[int]) -> None:
+    tokens = d.pack(range(1000, 1160))  # 40 blocks
+    tree = PrefixTree(4)
+    node = tree.grow(tree.acquire_root(Namespace()), tokens)
+    path_hash(node)
+    for depth in sorted({cut for cut in cuts if cut < 40}, reverse=True):
+        node = tree.split(node, depth)
+        other = PrefixTree(4)
+        alone = other.grow(other.acquire_root(Namespace()), tokens[: depth * tree.block_bytes])
+        assert path_hash(node) == path_hash(alone)
+
+
+def test_a_prompt_with_a_new_next_block_needs_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = link(num_blocks=16)
+    for sequence in range(1, 9):
+        cache.run(sequence, [*A[:8], *[sequence] * 16], worker=1)
+    tree = cache.core.tree
+    assert tree is not None
+    assert len(tree.evicted)
+    (root,) = tree.roots.values()
+    (shared,) = root.children.values()
+    shared.path_hash = None
+    assert tree.evicted.count(shared, d.pack([*A[:8], *B]), 0, 7) == 0
+    assert shared.path_hash is None
+
+
+def test_sequences_that_have_computed_their_prompts_are_forgotten() -> None:
+    cache = link(num_blocks=64)
+    for sequence in range(1, 6):
+        cache.run(sequence, [sequence] * 16, worker=1)
+    cache.start(6, [6] * 16, worker=1)
+    cache.start(7, [7] * 16, worker=1)
+    assert [*cache.core._misses._prefilling] == [6, 7]
+    assert admitted(cache, 8, [6] * 16) == (0, 0, 0, 12, 0)

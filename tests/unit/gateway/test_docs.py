@@ -19,6 +19,7 @@ from services.gateway.engine import idempotency, list_limits, request, sampling
 from services.gateway.grammars import structure
 from services.gateway.grpc import kserve_tensors
 from services.gateway.http import body, connection
+from services.gateway.live_view import trace_records, traces
 from services.gateway.openai import jobs, middleware
 from services.gateway.responses_api import creation
 from services.gateway.responses_api.schema import IGNORED, IGNORED_INSIDE, REFUSED, ResponsesRequest
@@ -142,3 +143,13 @@ def test_each_row_of_the_page_on_limits_is_compared_with_the_code() -> None:
 
 def test_the_page_on_limits_has_the_number_of_choices() -> None:
     assert f"`choice` has at most {structure.MAX_CHOICES:,} texts" in (ROOT / "docs/limits.md").read_text()
+
+
+def test_the_page_on_overload_has_the_limits_of_traces() -> None:
+    page = (ROOT / "docs/overload.md").read_text()
+    [one, reader] = [line for line in page.splitlines() if "trace" in line and line.startswith("| ")]
+    assert f"1, of {traces.MAX_SECONDS:g} s" in one
+    assert f"| {traces.MAX_BEHIND_S:g} s; {traces.MAX_BEHIND_S:g} s |" in reader
+    trace_page = (ROOT / "docs/perfetto.md").read_text()
+    assert f"at most {trace_records.MAX_ITEMS} items of a kind" in trace_page
+    assert f"for {traces.MAX_BEHIND_S:g} s" in trace_page

@@ -6,7 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from services.gateway.errors import ApiError
-from services.gateway.live_view.policies import check_local
+from services.gateway.live_view.policies import check_local, why_not_settable
 
 
 def request_from(host: str) -> Request:
@@ -16,6 +16,7 @@ def request_from(host: str) -> Request:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 def test_this_machine_may(host: str) -> None:
     check_local(request_from(host))
+    assert why_not_settable(request_from(host)) is None
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "2001:db8::1", ""])
@@ -23,3 +24,5 @@ def test_another_machine_may_not(host: str) -> None:
     with pytest.raises(ApiError, match="from this machine only") as refused:
         check_local(request_from(host))
     assert (refused.value.status, refused.value.code) == (403, "admin_required")
+    assert why_not_settable(request_from(host)) == refused.value.message
+    assert "docs/keys.md" in refused.value.message

@@ -200,4 +200,6 @@ export interface PoliciesAnswer {
   options: Record<string, unknown>;
   presets: string[];
   known: Record<Kind, string[]>;
+  /** Why this caller may not set them, and what to do; null if it may. */
+  why_not_settable: string | null;
 }

@@ -194,7 +194,7 @@ test("figures of a run are those of each part", () => {
 
 test("the policies before a comparison come back as a preset, or each by its name", () => {
   const kinds = { order: "fcfs", capacity: "c", batch: "b", preemption: "e", placement: "l" };
-  const rest = { policies: kinds, options: { watermark: 0.01 }, presets: [], known: {} as never };
+  const rest = { policies: kinds, options: { watermark: 0.01 }, presets: [], known: {} as never, why_not_settable: null };
   assert.deepEqual(restored({ preset: "paceline", ...rest }), { preset: "paceline", options: { watermark: 0.01 } });
   assert.deepEqual(restored({ preset: "", ...rest }), { ...kinds, options: { watermark: 0.01 } });
 });

@@ -11,6 +11,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
   const [wanted, setWanted] = useState<Partial<Record<Kind | "preset", string>>>({});
   const [said, setSaid] = useState("");
   const [problem, setProblem] = useState("");
+  const [refused, setRefused] = useState("");
   const [busy, setBusy] = useState(false);
   const inForce = KINDS.map((kind) => view.policies[kind]).join(" ");
   useEffect(() => {
@@ -18,13 +19,18 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
     let timer = 0;
     const load = async () => {
       try {
-        setKnown(await getJson<PoliciesAnswer>("v1/policies", leaving.signal));
+        const found = await getJson<PoliciesAnswer>("v1/policies", leaving.signal);
+        setKnown(found);
+        setRefused(found.why_not_settable ?? "");
         setProblem("");
       } catch (error) {
         if (leaving.signal.aborted) return;
-        setProblem(reason(error));
         const isRefusal = error instanceof ApiProblem && error.status < 500;
-        if (!isRefusal) timer = window.setTimeout(load, AGAIN_MS); // a scheduler that has just come back
+        if (isRefusal) setRefused(reason(error));
+        else {
+          setProblem(reason(error));
+          timer = window.setTimeout(load, AGAIN_MS); // a scheduler that has just come back
+        }
       }
     };
     void load();
@@ -49,6 +55,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
   };
   const choose = (name: Kind | "preset") => (event: Event & { currentTarget: HTMLSelectElement }) =>
     setWanted({ ...wanted, [name]: event.currentTarget.value || undefined });
+  const isOffered = known !== null && !refused;
   const failed = view.failed_policies.length > 0;
   return (
     <section class="card" aria-labelledby="policies-title">
@@ -59,11 +66,12 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
         </p>
       </div>
       {failed && <p class="notice bad">Failed, and replaced by the defaults: {view.failed_policies.join(", ")}</p>}
+      {refused && <p class="notice">They cannot be switched here: {refused}.</p>}
       <form onSubmit={apply}>
         <div class="policy-fields">
           <label class="field">
             Preset
-            <select name="preset" value={wanted.preset ?? ""} onChange={choose("preset")} disabled={!known}>
+            <select name="preset" value={wanted.preset ?? ""} onChange={choose("preset")} disabled={!isOffered}>
               <option value="">{view.policies.preset || "(none)"}</option>
               {known?.presets.filter((name) => name !== view.policies.preset).map((name) => (
                 <option key={name} value={name}>
@@ -75,7 +83,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
           {KINDS.map((kind) => (
             <label key={kind} class="field">
               {kind[0]?.toUpperCase() + kind.slice(1)}
-              <select name={kind} value={wanted[kind] ?? ""} onChange={choose(kind)} disabled={!known}>
+              <select name={kind} value={wanted[kind] ?? ""} onChange={choose(kind)} disabled={!isOffered}>
                 <option value="">{view.policies[kind]}</option>
                 {known?.known[kind]
                   .filter((name) => name !== view.policies[kind])
@@ -89,7 +97,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
           ))}
         </div>
         <div class="row">
-          <button class="primary" type="submit" disabled={busy || !Object.values(wanted).some(Boolean)}>
+          <button class="primary" type="submit" disabled={busy || !isOffered || !Object.values(wanted).some(Boolean)}>
             Switch
           </button>
           <span role="status">{problem || said}</span>

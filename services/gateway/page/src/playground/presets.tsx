@@ -21,6 +21,7 @@ export function PresetComparison({ isShown }: { isShown: boolean }) {
   const wrong = mixProblem(mix);
   if (problem?.needsKey) return <KeyForm why={problem.message} />;
   if (problem) return <p class="notice bad">{problem.message}</p>;
+  if (known?.why_not_settable) return <p class="notice">Presets cannot be compared here: {known.why_not_settable}.</p>;
 
   const start = async (event: Event) => {
     event.preventDefault();
