@@ -134,7 +134,7 @@ def test_a_request_is_poisoned_when_its_workers_do_not_come_back(system: LocalSy
     assert not client.endings
     system.attach(toy("c"))  # another process
     pass_time(system, 0.2)
-    message = "request: alone in what failed, 2 times in a row; the last time, worker 2 was lost in step 1"
+    message = "request: was the only request in 2 failed steps in a row; the last time, worker 2 was lost in step 1"
     assert client.endings[1].message == message
     assert system.scheduler.counters.poisoned == 1
     system.run()
