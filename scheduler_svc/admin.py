@@ -34,9 +34,9 @@ from services.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
-MAX_WORDS = 2000
+MAX_TEXT_CHARS = 2000
 MAX_SEQUENCES = 64  # sequences of one request that are explained at once
-MAX_OWNERS = 8  # of the requests of one id that are named
+MAX_OWNERS = 8  # owners that an error names, if requests of several owners have the id
 MAX_EXPLANATIONS = 10_000  # after this many, no further sequence is explained; about 150 bytes each
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,7 +48,7 @@ class Admin(AdminServiceServicer):
     def __init__(self, core: SchedulerCore, choice: PolicySet) -> None:
         self.core = core
         self.choice = self._configured = choice
-        self._order = core.policies.order  # of the choice
+        self._order = core.policies.order  # the order that `choice` names; the core replaces it if it fails
 
     @property
     def policies(self) -> PolicyChoice:
@@ -177,10 +177,10 @@ def _as_message(preset: str, choice: PolicySet) -> PolicyChoice:
 
 
 def encodable(text: str) -> str:
-    """A policy's text, cut and encodable: a status has no room for megabytes, and takes no half character."""
-    return text[:MAX_WORDS].encode("utf-8", "backslashreplace").decode()
+    """A policy's text, cut to MAX_TEXT_CHARS, with surrogates escaped: they cannot be encoded as UTF-8."""
+    return text[:MAX_TEXT_CHARS].encode("utf-8", "backslashreplace").decode()
 
 
 async def _invalid(context: Context, message: str) -> NoReturn:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, encodable(message))
-    raise AssertionError("abort returns never")
+    raise AssertionError("abort never returns")

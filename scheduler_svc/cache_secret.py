@@ -59,7 +59,7 @@ def own_secret() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret, unless another process is faster. No reader sees a part of it. Raises OSError."""
+    """Write a new secret, unless another process is faster. No reader sees a half-written file. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)  # only its owner can read it
     try:

@@ -156,7 +156,7 @@ async def generate(
 def _ended_already(
     request: GenerateRequest, submission: Submission, limits: Limits | None
 ) -> FinishReason.ValueType | None:
-    """Why nothing follows what the client already has: only the last message was lost."""
+    """The finish reason if the client already has every token (only the last message was lost), else None."""
     tokens, sampling = request.resume_token_ids, submission.sampling
     eos = limits.model.eos_token_ids if limits and not sampling.ignore_eos else ()
     if tokens and (tokens[-1] in sampling.stop_token_ids or tokens[-1] in eos):

@@ -112,7 +112,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                     what=failure.what,
                     num_retried=len(failure.requests),
                     retried=failure.requests[:MAX_NAMED],
-                    quarantined=failure.poisoned or None,
+                    poisoned=failure.poisoned or None,
                     trace_ids=failure.traces[:MAX_NAMED] or None,
                 )
             for worker, reason in outbox.lost_workers:

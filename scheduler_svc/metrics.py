@@ -37,7 +37,7 @@ class SchedulerMetrics(Collector):
         yield from _families(GaugeMetricFamily, gauges, {})
         totals = (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
-            ("retried_rows", "Rows of such steps that were retried", counters.retried),
+            ("retried_rows", "Rows of failed steps that were retried", counters.retried),
             ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that survived a cache loss", counters.restored),
             ("refused_claims", "Restore entries that a new cache refused", counters.refused_restores),
@@ -56,7 +56,7 @@ class SchedulerMetrics(Collector):
             ("work_waiting_seconds", "Time until the present queue is empty", load.waiting_s),
             ("num_requests_running", "Requests that hold a slot", load.num_running),
             ("num_offline_requests_waiting", "Offline requests in their queue", len(core.queue.offline)),
-            ("num_offline_tokens_waiting", "Known tokens of these requests", core.queue.offline.num_tokens),
+            ("num_offline_tokens_waiting", "Known tokens of waiting offline requests", core.queue.offline.num_tokens),
             (
                 "num_offline_requests_running",
                 "Offline requests that hold a slot",

@@ -61,7 +61,7 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
         256, ge=0, description="tokens of offline requests in a step that runs online requests, too; 0: none"
     )
     poison_failures: int = Field(
-        2, ge=1, description="a request fails if it was alone in this many failed steps or lost workers in a row"
+        2, ge=1, description="a request fails if it was the only one in this many failed steps or lost workers in a row"
     )
     preset: str = Field(DEFAULT, description=f"scheduling policies: {', '.join(PRESETS)}")
     order: str = Field("", description="order policy on top of the preset: a name, or module:Class")
@@ -83,10 +83,11 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
         description="while no worker is attached, a waiting request fails with 503 after this many seconds; 0: never",
     )
     conversation_ttl_s: float = Field(
-        300.0, gt=0, le=86400, description="seconds for which an idle session keeps its blocks and position"
+        300.0, gt=0, le=86400, description="seconds for which an idle conversation keeps its blocks and queue position"
     )
     allow_mixed_dtypes: bool = Field(
-        False, description="accept workers with different data types: a stream that moves may get other tokens"
+        False,
+        description="accept workers with different data types: a request that changes workers may get other tokens",
     )
     prefix_caching: bool = Field(True, description="reuse the KV of common prefixes")
     cache_scope: CacheScope = Field(
@@ -98,4 +99,4 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
         "place of tenants and salts (default: one in etcd, else a file that the scheduler makes in its state folder)",
     )
     partial_reuse: bool = Field(True, description="also reuse the beginning of a cached block, by a copy")
-    host_cache: bool = Field(True, description="keep KV that is evicted in the workers' host memory, if they have any")
+    host_cache: bool = Field(True, description="keep evicted KV in the workers' host memory, if they have any")

@@ -28,8 +28,8 @@ class SequenceSpans:
         self._export = export
 
     def ended(self, request: Request, events: Sequence[Event], how: str, error: Rejection | None, now_s: float) -> None:
-        """As EndedRequests says. `now_s`: on the monotonic clock. Another thread makes the spans, of what no longer
-        changes."""
+        """As EndedRequests says. `now_s`: on the monotonic clock. Another thread makes the spans, from data that no
+        longer changes."""
         trace = request.trace
         assert trace is not None
         num_spans = 1 + len(events) + len(trace.chunks)  # about

@@ -327,7 +327,8 @@ class SchedulerCore:
                 self.life.fail_poisoned(request, why)
             # otherwise it ended with the poisoned one, as a beam of the same search
             elif request.phase is not Phase.ENDED:
-                # Its sequence goes with the worker, unless the exchange that binds it is in flight.
+                # The cache drops its old sequence with the worker. If the exchange that admits it is in flight and the
+                # cache refuses it, StepExchanges.answered frees the sequence.
                 self.life.enqueue(request)
         self.life.recompute(worker.host.swapped.values())
         if num_steps:
@@ -379,7 +380,7 @@ class SchedulerCore:
         self._workers_changed()
 
     def cache_lost(self) -> None:
-        """Block tables are gone; the KV in the blocks is not. Running requests go on when there is a cache again."""
+        """The cache's block tables are gone, but not the KV on the workers. Running requests go on with a new cache."""
         self._recovery.cache_lost()
         self._workers_changed()
 

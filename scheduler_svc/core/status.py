@@ -22,7 +22,7 @@ class StatusReport:
     _config: SchedulerConfig
     _workers: Mapping[int, WorkerState]
     _sessions: Mapping[str, Session]
-    _queue: WaitingQueue  # of online requests: gateways refuse others by it
+    _queue: WaitingQueue  # of online requests: when it is full, gateways refuse new ones
     _cache: CacheLink
     _told: SchedulerStatus | None = field(default=None, init=False)
     told_full: bool = field(default=False, init=False)

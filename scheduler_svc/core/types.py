@@ -24,7 +24,7 @@ class SchedulerConfig:
     max_queued_offline_requests: int = 4096
     max_queued_offline_tokens: int = 4_000_000
     max_offline_tokens: int = 256  # that offline requests compute in a step with online requests
-    # seconds that a plan may be in flight, and that a step may exceed the time its worker allows it
+    # seconds that a plan may take to arrive, and that a step may take beyond twice the time that its worker allows it
     stall_s: float = 1.5
     poison_failures: int = 2  # a request fails after this many failed steps in a row with it as the only row
     prefix_caching: bool = True

@@ -33,7 +33,8 @@ KINDS: dict[str, type] = get_type_hints(Policies)  # order, capacity, batch, pre
 
 @cache
 def names(kind: str) -> dict[str, str]:
-    """Every known name of a policy of that kind, and the location of its class. A built-in policy keeps its name."""
+    """Every known name of a policy of that kind, and the location of its class. A policy of another package cannot
+    replace a built-in one."""
     prefix = f"{kind}."
     found = sorted(entry_points(group=GROUP), key=lambda point: point.value.startswith("scheduler_svc."))
     return {point.name.removeprefix(prefix): point.value for point in found if point.name.startswith(prefix)}

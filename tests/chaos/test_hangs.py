@@ -103,7 +103,7 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
         # yet: alone with the poisoned request, it would take 600 s.
         async with asyncio.timeout(50):
             if fault is Fault.SULK:
-                await said(stack.folder / "scheduler.log", "that it was allowed")
+                await said(stack.folder / "scheduler.log", "it was allowed")
                 stack.processes["worker-1"].kill()  # this worker is of no use any more
             while not statuses:  # noqa: ASYNC110 - a process ends
                 await asyncio.sleep(0.02)

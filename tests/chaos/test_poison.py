@@ -46,10 +46,10 @@ async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack
     undisturbed = await load.stream_all(stack.url, wanted)
     assert not [got.errors for got in undisturbed if got.errors]
     faults = {
-        Fault.RAISE: ("alone in what failed", "failed: ValueError: a planted fault"),
+        Fault.RAISE: ("was the only request in", "failed: ValueError: a planted fault"),
         Fault.NAN: ("the model's output contains NaN or infinity", ""),
-        Fault.DIE: ("alone in what failed", "was lost in step"),
-        Fault.HANG: ("alone in what failed", "failed: not done after 3.0 s"),
+        Fault.DIE: ("was the only request in", "was lost in step"),
+        Fault.HANG: ("was the only request in", "failed: not done after 3.0 s"),
     }
     poisoned = [load.Wanted(poison(fault, 10 + i, *range(20, 40)), NUM_TOKENS) for i, fault in enumerate(faults)]
     async with restarted(stack) as statuses:

@@ -39,4 +39,4 @@ def test_no_request_fails(first: int) -> None:
 def test_requests_fail_if_no_blame_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Suspects, "came_back", nothing)
     for seed in (3, 10):
-        assert "alone in what failed, 2 times in a row" in play(flapping(seed)).error
+        assert "was the only request in 2 failed steps in a row" in play(flapping(seed)).error

@@ -89,7 +89,7 @@ class PoisonRun(Run):
             client = self.system.clients[session]
             ending, got = client.endings[handle], client.tokens.get(handle, [])
             assert (ending.reason, ending.code) == (FinishReason.FINISH_REASON_ERROR, CODE_INTERNAL)
-            assert "alone in what failed" in ending.message
+            assert "was the only request in" in ending.message
             # The last tokens may have been in transit when the worker died.
             assert got == expected_output(prompt, sampling)[: len(got)]
             assert len(got) <= after
@@ -147,5 +147,5 @@ def test_one_poison_among_many(preset: str, kind: int) -> None:
     assert spans is not None
     assert any("it was in that step and is retried separately" in span.detail for span in spans)
     assert any("separately" in span.detail for span in spans if span.reason == "running")
-    assert "alone in what failed, 2 times in a row" in spans[-1].detail
+    assert "was the only request in 2 failed steps in a row" in spans[-1].detail
     system.assert_at_rest()

@@ -21,7 +21,7 @@ class Budgets:
 
     config: SchedulerConfig
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that the requests may grow to
-    # In tokens, by tenant, the last active at the end. None: of all tenants.
+    # Retry-after estimates, in tokens: by tenant, the last active one at the end. Key None: all tenants together.
     _estimates: dict[str | None, RetryAfter] = field(default_factory=dict)
     _waited: set[str | None] = field(default_factory=set)  # had waiting tokens at the last measurement
     _touched: set[str | None] = field(default_factory=set)  # since the last measurement
@@ -87,8 +87,8 @@ class Budgets:
             self._estimate(name, request.arrival_s).arrived(request.num_tokens)
 
     def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:
-        """Seconds until this many tokens will have left the queue, at the recent rate: the tenant's own rate, or that
-        of all tenants. Requests that were refused before come first."""
+        """Seconds until `excess_tokens` tokens will have left the queue, at the recent rate: the tenant's own rate, or
+        that of all tenants. Requests that were refused before come first."""
         return self._estimate(tenant, now_s).refuse(now_s, amount=num_tokens, excess=excess_tokens)
 
     def _estimate(self, name: str | None, now_s: float) -> RetryAfter:

@@ -15,8 +15,8 @@ from scheduler_svc.core.requests.request import Request, RequestView, view_of
 
 
 class WaitingQueue:
-    """Waiting requests of one class, by arrival index. Counts their tokens, in total and by tenant. The order is a
-    policy's.
+    """Waiting requests of one class, by arrival index. Counts their tokens, in total and by tenant. An order policy
+    decides their order.
 
     Entering and leaving, at any position in the queue, cost what the policy's index costs: mostly O(log n).
     """
@@ -93,9 +93,9 @@ class WaitingQueue:
         return len(self._shown) > shown
 
     def _change(self, change: Callable[[TenantLines], list[Request]]) -> None:
-        """Apply the change, and tell the order which requests it sees, and which no more. Removals come last, so that
-        no tenant seems to have no waiting request. The very last is the request that leaves the queue, as it may start
-        now."""
+        """Apply the change, and tell the order which requests it now sees, and which it no longer sees. Removals come
+        last, so that a tenant with waiting requests never seems to have none. The very last is the request that leaves
+        the queue, because it may start now."""
         assert self._lines is not None
         order, turned = self.order, dict[int, Request]()
         try:
@@ -161,7 +161,8 @@ class WaitingQueue:
             raise PolicyError(f"order: {len(waiting) - len(named)} of {len(waiting)} waiting requests are left out")
 
     def hopeless(self, now_s: float) -> list[Request]:
-        """Requests that the order gives up. Empty if it fails or names others: then another order replaces it."""
+        """Requests that the order gives up. Empty if the order fails, or names a request that it does not see: then
+        another order replaces it."""
         named: dict[int, Request] = {}
         try:
             for view in self.order.hopeless(now_s):

@@ -161,7 +161,8 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
-    # The request was accepted for a larger pool. After a restart the worker with this pool may register last.
+    # A request that was accepted before may have been accepted for a larger pool. After a restart, the worker with that
+    # pool may register last.
     pool = longest if request.accepted_before else limits.pool_tokens
     if num_tokens > pool:
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
@@ -227,8 +228,9 @@ def trace_of(submission: Submission) -> RequestTrace:
 
 
 def _in_tokens(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> Iterator[RetentionRange]:
-    """Copies of the ranges (which do not keep the submission in memory) that count from the first token of the prompt.
-    If there are ranges for generated tokens, the other ranges end with the prompt."""
+    """The ranges, counted from the first token of the prompt. They are copies, because the submission's own ranges
+    would keep the whole submission in memory. If there are ranges for generated tokens, the other ranges end with the
+    prompt."""
     about_output = any(one.decode for one in ranges)
     for one in ranges:
         start, end = one.start, one.end

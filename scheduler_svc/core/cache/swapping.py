@@ -43,11 +43,12 @@ class Swaps:
         """Whether a request that is preempted is swapped. `mode` as in PreemptionPolicy."""
         worker = self.workers[request.held.worker]
         wanted = mode == "swap" or (mode == "auto" and request.is_one_of_several)
-        # Otherwise tokens before the last known one are not computed. A beam forks more often than it decodes.
+        # A swap keeps all known tokens but the last, so they must be computed. Beams are not swapped: a beam forks more
+        # often than it decodes.
         computed = request.held.prompt_is_computed and not request.is_member
         if not (wanted and computed) or worker.draining:
             return False
-        # At most: tokens in flight are dropped, and sampled again when the request is back.
+        # An upper bound: tokens in flight are dropped, and sampled again when the request is back.
         return worker.blocks_for(worker.batch.num_tokens(request.held.slot) - 1) <= worker.host.free_blocks
 
     def start(self, worker: WorkerState, request: Request) -> None:
@@ -93,8 +94,8 @@ class Swaps:
         self.cache.add_commit(request.held.sequence, b"", request.num_tokens - 1)
 
     def forget(self, request: Request) -> None:
-        """The request's sequence is about to be forgotten. Its host blocks may be granted before a copy to them was
-        sent: that copy is dropped."""
+        """The request's sequence is about to be forgotten. The cache may then grant its host blocks again, so a copy to
+        them that was not sent yet is dropped."""
         worker = self.workers.get(request.held.swapped_on)
         if worker is not None:
             worker.host.forget(request.held.sequence)

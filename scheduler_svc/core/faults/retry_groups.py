@@ -56,7 +56,7 @@ class RetryGroups:
     ) -> Request | None:
         """These requests were in steps that failed, and hold no slot any more. See Suspects.blame."""
         for request in requests:
-            self._is_cleared(request)  # what it had done before counts
+            self._is_cleared(request)  # it may have got past an earlier failure before this step failed
         poisoned = self.suspects.blame([request.arrival_index for request in requests], num_rows, absence)
         for request in requests:
             request.is_suspect = request.arrival_index in self.suspects

@@ -10,7 +10,8 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     suspected again               It is retried alone.
     a group gets through          Its members are cleared, and all blames are forgotten.
     a group fails                 Its members stay suspects. A request outside the failed step is not suspected.
-    alone, for the second time    in a row (`poisoned_after`): the request is poisoned, and never retried.
+    a suspect alone fails         After `poisoned_after` failures in a row as the only row, the request is poisoned, and
+                                  never retried.
 
 Only a request that was alone is ever found poisoned, so a request that was in a step with a poisoned one is cleared as
 soon as it runs without it. One failure is not enough, as it may be a coincidence: an operator killed that worker. Where
@@ -99,8 +100,9 @@ class Suspects:
         return suspect in self._records
 
     def blame(self, rows: Sequence[int], num_rows: int, absence: Absence | None = None) -> int | None:
-        """A step has failed, or one of several. `rows` are its live requests, of `num_rows` rows in all. With an
-        absence, it is only known that the worker is away. Returns the suspect that is found poisoned, if any."""
+        """A step has failed, or one of several steps in flight has. `rows` are the live requests in these steps, of
+        `num_rows` rows in all. With an `absence`, it is only known that the worker is away. Returns the suspect that is
+        found poisoned, if any."""
         fresh = [suspect for suspect in rows if suspect not in self._records]
         for suspect in rows:
             record = self._records.setdefault(suspect, _Record())

@@ -65,8 +65,9 @@ class Conversations:
         self._of_tenant: dict[str, _Usage] = {}
 
     def join(self, request: Request, now_s: float) -> None:
-        """A request arrives. If it names a conversation, the request gets the position of the first one, and retains
-        its tokens unless it says itself which tokens to retain. Raises Rejection for another tenant's conversation."""
+        """A request arrives. If it names a conversation, the request gets the queue position of the conversation's
+        first request, and retains its tokens unless it says itself which tokens to retain. Raises Rejection for another
+        tenant's conversation."""
         if not request.conversation:
             return
         one = self._all.by_name.get(request.conversation)
@@ -89,7 +90,7 @@ class Conversations:
         if not request.conversation:
             return
         one = self._all.by_name.get(request.conversation)
-        if one is None:  # it ended while the request ran, which has retained blocks since
+        if one is None:  # the conversation ended while the request ran, and the request has retained blocks since
             self._cache.end_retention(request.lora, request.cache_salt, request.tenant, bytes(request.token_ids))
             return
         one.num_live = max(one.num_live - 1, 0)  # the conversation may be a new one of this name

@@ -208,7 +208,7 @@ class Lifecycle:
         """The request was the only row of `poison_failures` failed steps in a row: it is not retried."""
         self.counters.poisoned += 1
         times = self.config.poison_failures
-        self.fail(request, f"request: alone in what failed, {times} times in a row; the last time, {why}")
+        self.fail(request, f"request: was the only request in {times} failed steps in a row; the last time, {why}")
 
     def invalidate_kv(self, request: Request, message: str) -> None:
         """The worker could not compute the request. The cache keeps nothing of it, so no request reuses wrong KV."""

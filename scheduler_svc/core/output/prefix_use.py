@@ -33,8 +33,9 @@ class PrefixUse(NamedTuple):
     ) -> PrefixUse:
         """Of an admission that the cache has granted."""
         counts = [granted.num_other_worker_tokens, granted.num_in_flight_tokens, granted.num_evicted_tokens]
-        # What the client is told may be rounded to blocks, and the counts begin where the cache's own number ends. They
-        # must not tell the difference: it is how far the prompt agrees with a block of another tenant.
+        # What the client is told may be rounded down to blocks, but the counts begin where the cache's own number ends.
+        # The first count above 0 gets the difference. Otherwise the sum would tell the client how far the prompt agrees
+        # with a block of another tenant.
         for index, count in enumerate(counts):
             if count:
                 counts[index] += granted.num_cached_tokens - num_cached_tokens
@@ -61,9 +62,9 @@ class PrefixUse(NamedTuple):
                 else []
             )
         # A match has whole blocks, and never the last token. With partial reuse it may go beyond the last boundary.
-        border = (self.num_tokens - 1) // self.block_size * self.block_size
-        tail = min(left, self.num_tokens - border)
-        left -= tail
+        boundary = (self.num_tokens - 1) // self.block_size * self.block_size
+        partial = min(left, self.num_tokens - boundary)
+        left -= partial
         found: list[Missed] = []
         for reason, num_tokens, detail in (
             ("other_worker", self.num_other_worker_tokens, f"worker {self.other_worker} has them"),
@@ -75,7 +76,7 @@ class PrefixUse(NamedTuple):
             if num_tokens:
                 found.append(Missed(reason, num_tokens, detail))
                 left -= num_tokens
-        if tail:
+        if partial:
             detail = f"blocks have {self.block_size} tokens, and the last token of a prompt is always computed"
-            found.append(Missed("block_border", tail, detail))
+            found.append(Missed("block_border", partial, detail))
         return found

@@ -25,7 +25,8 @@ from scheduler_svc.core.requests.request import Request
 # Most bytes of prompt log probabilities and embeddings in a message, unless a single part is larger. Far below the
 # message limit.
 MAX_SCORE_BYTES = 4 * 2**20
-# The same for a late reader: log probabilities of tokens (about 180 bytes each, with 20 others), and steps.
+# For a slow reader: most log probabilities of tokens (about 180 bytes each, with the 20 likeliest), and most steps, in
+# a message.
 MAX_SCORES, MAX_STEPS = 2**14, 256
 
 
@@ -52,7 +53,7 @@ class Session:
     _tokens: list[Tokens] = field(default_factory=list)
     _scores_before: list[int] = field(default_factory=list)  # for each of these: scores gathered before it
     _sent_handles: Longs | None = None  # handles of the last message, if they came as one array
-    _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later is a copy
+    _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later would copy them
     _scores: list[TokenScore] = field(default_factory=list)
     _large: deque[PromptScores | Embedding] = field(default_factory=deque)  # sent before all else
 
@@ -114,8 +115,8 @@ class Session:
             message.scores.extend(self._scores)
         for gathered in (self._handles, self._tokens, self._scores, self._scores_before):
             gathered.clear()
-        if (room := (self.queue_credit, self.num_submissions)) != self._told_credit:
-            message.room.places, message.room.num_submissions = self._told_credit = room
+        if (credit := (self.queue_credit, self.num_submissions)) != self._told_credit:
+            message.room.places, message.room.num_submissions = self._told_credit = credit
         return message
 
     def _first_steps(self) -> SessionResponse:

@@ -171,9 +171,9 @@ class RequestTimeline:
         at_limit: Mapping[str, int] = MappingProxyType({}),
         without_grammar: Sequence[Request] = (),
     ) -> None:
-        """A decision for a worker looked at these requests and rejected them, in this order; or it is `closed` (reason,
-        detail) and looked at none. `at_limit`: the skipped tenants, and how many tokens of each run. `without_grammar`:
-        the requests with a grammar that the worker still prepares."""
+        """A decision for a worker looked at these requests and rejected them, in this order; or it looked at none, and
+        `closed` says why (reason, detail). `at_limit`: the skipped tenants, and how many tokens of each run.
+        `without_grammar`: the requests with a grammar that the worker still prepares."""
         self.decisions += 1
         if at_limit or worker in self._at_limit:
             self._note_at_limit(worker, at_limit, now_s)
@@ -226,8 +226,8 @@ class RequestTimeline:
         return len(self._live)
 
     def recent(self, num_live: int, num_ended: int) -> list[Record]:
-        """Sequences to show, by arrival: of more than `num_live` live ones the oldest and the newest half, and the last
-        `num_ended` that have ended."""
+        """Sequences to show, by arrival: at most `num_live` live ones (if there are more, half of these are the oldest
+        and half the newest), and the last `num_ended` finished ones."""
         live, half = self._live.values(), num_live // 2
         if len(live) <= num_live:
             shown = list(live)
@@ -313,7 +313,8 @@ class RequestTimeline:
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
-        """`before`: the worker's previous decision. A range that has it goes on, unless an event came since."""
+        """Extend the range that includes `before`, the worker's previous decision, unless an event came since;
+        otherwise begin a new range."""
         last = next((span for span in reversed(record.looks) if span.worker == worker), None)
         since = max(before, record.events[-1][2])
         if last is not None and last.reason == reason and last.last >= since:

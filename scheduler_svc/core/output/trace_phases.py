@@ -31,7 +31,7 @@ class EndedRequests(Protocol):
     """Takes traced requests that have ended."""
 
     def ended(self, request: Request, events: Sequence[Event], how: str, error: Rejection | None, now_s: float) -> None:
-        """`events`: of its timeline. `how`: stop, length, abort or error, and then why."""
+        """`events`: of its timeline. `how`: stop, length, abort or error. `error`: why, if it is an error."""
 
 
 def phases(events: Sequence[Event], chunks: Sequence[TracedChunk], *, resubmitted: bool) -> Iterator[TracedPhase]:

@@ -74,17 +74,18 @@ class PreemptionPolicy(ABC):
 class PlacementPolicy(ABC):
     """Decides which worker a waiting request is bound to. Called only while more than one worker is attached.
 
-    `place` binds nothing. In a round, the workers schedule steps in turn. Each pass places the waiting requests that it
-    comes to, in queue order and over all workers, until its step is full. Requests that an earlier pass of the round
-    has placed stay placed. Then the requests placed on the step's worker are bound to it. The round ends when a worker
-    schedules a second step. So what `place` remembers about a request is void at the next `begin`. Note lasting facts
-    in `bound`.
+    `place` binds nothing. In a round, the workers schedule steps in turn. While a worker schedules its step, `place` is
+    called for the waiting requests in queue order, until the step is full. It may choose any worker. Requests that were
+    placed earlier in the round stay placed. Then the requests placed on the step's worker are bound to it. The round
+    ends when a worker schedules a second step. So what `place` remembers about a request is void at the next `begin`.
+    Note lasting facts in `bound`.
 
     The core decides where a request fits (slots, blocks, adapters, refusals). A policy chooses among these workers.
     """
 
-    # If there are more workers than this, a request is compared on this many: up to half of them are the workers with
-    # most of the request in their caches, the others are workers with a free slot, in turn. 0: always all workers.
+    # If there are more workers than this, `place` gets at most this many for a request: up to half of them are the
+    # workers with most of the request in their caches, the others are workers with a free slot, in turn. 0: all
+    # workers.
     max_compared: int = 0
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027

@@ -125,7 +125,7 @@ class Step(StepView):
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
         if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
-            raise PolicyError(f"{request}: {num_tokens} tokens of {uncached}, or considered before")
+            raise PolicyError(f"{request}: {num_tokens} tokens of {uncached} uncached ones; or considered before")
         if self._num_free_slots <= 0:
             return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
@@ -161,7 +161,7 @@ class Step(StepView):
         num_new_tokens = considered.num_new_tokens if considered else 0
         if considered is None or not 1 <= num_tokens <= num_new_tokens or own.arrival_index in self._placed:
             raise PolicyError(
-                f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or in already"
+                f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or placed before"
             )
         same = num_tokens == considered.num_tokens
         self._place(considered if same else considered._replace(num_tokens=num_tokens))
@@ -192,7 +192,7 @@ class Step(StepView):
         if own := self._own_all(victims):
             raise Paused(own)
 
-    # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the result ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_empty(self) -> bool:
@@ -229,7 +229,7 @@ class Step(StepView):
         return list(own.values())
 
     def _close(self) -> None:
-        """The schedule has ended. Raises the lack of blocks if a policy has caught it."""
+        """The schedule has ended. Raises OutOfBlocks again if a policy has caught it."""
         self._open = False
         if self._lack is not None:
             raise self._lack

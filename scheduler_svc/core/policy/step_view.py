@@ -214,7 +214,7 @@ class StepView:
         order. Only these can be admitted."""
         for request in self._waiting():
             if request.lora and request.lora in self._full_loras:
-                continue  # its adapter has no room, as for the request before
+                continue  # an earlier request with this adapter did not fit the batch
             self._offered[request.arrival_index] = request
             yield request.view or view_of(request)
 
@@ -225,8 +225,8 @@ class StepView:
         return self._credit(own)[1]
 
     def _credit(self, request: Request) -> tuple[Request, int, int]:
-        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, those in this
-        step included. The last answer is kept, because a policy and then the step ask for the same request."""
+        """The request; its cached tokens; and of these, tokens in blocks that other sequences reference, also sequences
+        that this step admits. The last answer is kept, because a policy and then the step ask for the same request."""
         known = self._credit_of
         if known is not None and known[0] is request:
             return known
@@ -294,7 +294,8 @@ class StepView:
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         computing: list[PrefixIndex[Request] | PrefixIndex[RequestView]] = [self._prefills_by_prefix()]
-        if wanted < request.num_tokens:  # otherwise that block may be cached, and not reused because of its last token
+        # Otherwise the block has the request's last token, so it is not reused, even if it is cached.
+        if wanted < request.num_tokens:
             computing += [self._arriving, others] if others else [self._arriving]
         beginning, own = request.token_ids[: wanted * TOKEN_BYTES], request.namespace
         return any(

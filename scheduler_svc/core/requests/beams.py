@@ -75,7 +75,8 @@ class BeamSearch:
     - early_stopping True: at once;
     - False: the best live beam, scored at its present length, is not above the worst of them (this can be wrong: with a
       positive penalty a longer sequence may score better);
-    - "never": nor is it at the length that gives it the best score, so nothing better can come.
+    - "never": that beam, scored at the length that is best for it, is not above the worst either, so nothing better can
+      come.
 
     The log-probabilities must be those of the whole vocabulary: min_new_tokens is applied here and leaves the weights
     of the other tokens as they are. A log-probability of -inf (or NaN) is no candidate.

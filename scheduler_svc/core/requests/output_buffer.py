@@ -6,7 +6,8 @@ import numpy as np
 
 from scheduler_svc.core.arrays import Slots, Tokens
 
-# Decode steps that the buffer keeps, and after which it flushes a slot. The difference is for the steps in flight.
+# Decode steps that the ring holds, and decode steps between two flushes of a slot. The difference leaves room for the
+# steps in flight.
 BUFFER_STEPS = 256
 FLUSH_EVERY_STEPS = 192
 FAR = np.iinfo(np.int64).max
@@ -19,7 +20,7 @@ class OutputBuffer:
                        in request.output     | in the ring       | in flight, or not planned yet
 
     Every slot is flushed every FLUSH_EVERY_STEPS steps; `due` names the slots of a step. A slot decodes in spans of
-    steps, because a sequence may be held and resumed.
+    steps, because a sequence may be paused and resumed.
     """
 
     def __init__(self, num_slots: int) -> None:

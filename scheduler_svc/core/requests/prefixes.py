@@ -51,8 +51,8 @@ class PrefixIndex(Generic[R]):
 def longest_shared(
     request: Request, others: Iterable[tuple[Request | RequestView, int]], low: int, high: int, block_size: int
 ) -> int:
-    """Tokens of whole blocks at the beginning of `request` that one of the others has within its first so many tokens:
-    at least `low`, at most `high`."""
+    """Tokens of whole blocks at the beginning of `request` that one of the others has, too: at least `low`, at most
+    `high`. Of each other request, only the given number of first tokens counts."""
     tokens = request.token_ids
     for other, num_tokens in others:
         if low >= high:

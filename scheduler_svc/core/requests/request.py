@@ -40,7 +40,8 @@ class Request:
     """A request in any phase, and everything known of it. Policies see it through RequestView.
 
     `arrival_index` orders requests by arrival, names them, and survives preemption and the loss of a worker.
-    `queue_position` orders equal requests in the queue: the arrival index, unless a preemption policy changed it.
+    `queue_position` orders equal requests in the queue. It is the arrival index, or that of the first request of its
+    conversation, unless a preemption policy changed it.
     """
 
     arrival_index: int
@@ -235,7 +236,8 @@ class RequestView:
 
     @property
     def queue_position(self) -> int:
-        """Orders equal requests in the queue: the arrival index, unless a preemption policy changed it."""
+        """Orders equal requests in the queue: the arrival index, or that of the first request of its conversation,
+        unless a preemption policy changed it."""
         return self._request.queue_position
 
     @property

@@ -1,4 +1,4 @@
-"""What a traced request remembers, beside its timeline, for the spans that its end makes of both."""
+"""What is recorded of a traced request besides its timeline. When the request ends, both become its spans."""
 
 from __future__ import annotations
 

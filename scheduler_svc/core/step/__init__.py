@@ -1,4 +1,4 @@
 """One step of one worker: schedule it, exchange with the cache, emit the plan, read the result.
 
-May import every other room of the core.
+May import every other package of the core.
 """

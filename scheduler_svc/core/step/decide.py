@@ -16,8 +16,8 @@ from scheduler_svc.core.policy.views import Paused, Running
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.steps import OutOfBlocks
 
-# Reasons for rejecting a waiting request that preempting another sequence can remove.
-ROOM = ("slots", "capacity", "blocks")
+# If a waiting request was rejected for one of these reasons, the preemption of another sequence can help.
+PREEMPTION_HELPS = ("slots", "capacity", "blocks")
 # Pauses of one worker between two tokens. Without a limit, a policy could pause every sequence it admits, for ever.
 MAX_PAUSES = 64
 
@@ -95,7 +95,8 @@ class Decider:
 
     def _offline_blocks(self, worker: WorkerState) -> int:
         """Blocks that online requests can take from offline ones. Exact if waiting online requests may be admitted,
-        because the policies promise them blocks for later. Otherwise at least as many: _yield() takes what there is."""
+        because the policies promise them blocks for later. Otherwise an upper bound: if _yield() frees too few, the
+        step is scheduled again with the blocks that are free then."""
         return worker.only_offline_blocks() if len(self.life.queue.online) else worker.most_offline_blocks
 
     def _yield(self, worker: WorkerState, step: Step) -> bool:
@@ -181,7 +182,7 @@ class Decider:
     def _preempt_for_waiting(self, worker: WorkerState, policies: Policies, step: Step) -> bool:
         """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and admits
         nothing, so that there is progress in between."""
-        refused = any(reason in ROOM for _, reason, _ in step._rejected)
+        refused = any(reason in PREEMPTION_HELPS for _, reason, _ in step._rejected)
         if not (refused and worker.batch.num_further) or step.num_admissions or step.preempted:
             return False
         victims = step._own_all(policies.preemption.for_waiting(step))

@@ -128,7 +128,7 @@ class Emitter:
             plan.swap_in_to += granted.device_blocks
         if copy_from := granted.copy_from:
             plan.copy_from += copy_from.to_bytes(4, "little")
-            at = 4 * (num_cached_tokens // worker.block_size)  # the first token that is not cached
+            at = 4 * (num_cached_tokens // worker.block_size)  # byte offset of the block with the first uncached token
             plan.copy_to += block_table[at : at + 4]
         # filled in place: passing a message copies it, which costs more than the rest of this function
         new = plan.new_sequences.add()
@@ -184,8 +184,8 @@ class Emitter:
 
 
 def _device_tokens(granted: AdmitResult, block_size: int) -> int:
-    """The cached tokens that were in device memory. Blocks of the host follow them, and after these at most one copied
-    beginning of a block of the device."""
+    """The cached tokens that were in device memory. In the prompt they come first, then tokens from host memory, and
+    then perhaps the beginning of one more device block, which is copied. Its tokens count, too."""
     num_cached, num_host_blocks = granted.num_cached_tokens, len(granted.host_blocks) // TOKEN_BYTES
     if granted.copy_from:
         return num_cached - num_host_blocks * block_size

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from scheduler_svc.core.policy.interfaces import Policies
 from scheduler_svc.core.policy.order import PolicyError
 
-MAX_WORDS = 500
+MAX_ERROR_CHARS = 500
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class PolicyFailures:
         kind, place = self._blamed(error)
         failure = self.by_kind.setdefault(kind, PolicyFailure(kind))
         failure.count += 1
-        failure.last_error = f"{type(error).__name__}: {_text(error)[:MAX_WORDS]}{place}"
+        failure.last_error = f"{type(error).__name__}: {_text(error)[:MAX_ERROR_CHARS]}{place}"
 
     def _blamed(self, error: Exception) -> tuple[str, str]:
         """The kind of the policy that failed, and its source line. The core's own errors begin with the kind. Any other

@@ -210,7 +210,7 @@ class StepScheduler:
 
     def _offline_waiting(self, worker: WorkerState, now_s: float, closed: bool) -> Waiting:
         """The offline requests that the worker may admit, in their order. Placement does not choose their worker: a
-        worker with a rest takes the next one."""
+        worker with slots, blocks and tokens left takes the next request."""
 
         def waiting() -> Iterator[Request]:
             if not (worker.draining or closed):

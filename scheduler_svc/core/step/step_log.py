@@ -44,13 +44,13 @@ class StepLog:
         self._steps.append(EndedStep(worker, step.step, *times, *sizes))
 
     def since(self, num_seen: int) -> list[EndedStep]:
-        """The steps behind the first `num_seen` ones, without those that are no longer kept. Oldest first."""
+        """The steps after the first `num_seen` ones, without those that are no longer kept. Oldest first."""
         num_new = min(self.num_steps - num_seen, len(self._steps))
         return list(itertools.islice(self._steps, len(self._steps) - num_new, None))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """The context in which steps are noted. The last reader to leave takes them with it."""
+        """The context in which steps are noted. When the last reader leaves, all steps are dropped."""
         self.num_readers += 1
         try:
             yield

@@ -108,7 +108,8 @@ class TraceLog:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[TraceReader]:
-        """The context in which items are noted. Gives the reader's beginning. The last reader takes them with it."""
+        """The context in which items are noted. Yields what the reader has seen. Items are dropped with the last
+        reader."""
         self.num_readers += 1
         try:
             yield TraceReader(self._steps.num, self._exchanges.num, self._runs.num)

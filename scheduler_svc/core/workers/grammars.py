@@ -37,8 +37,8 @@ class WorkerGrammars:
 
     def want(self, grammar: str, *, early: bool = False) -> None:
         """Order the grammar if `has` says that the worker lacks it. At most MAX_ASKED orders are open; a grammar that
-        is still needed is wanted again later. `early`: its request has only just arrived. Early orders take half of the
-        open orders, so that a flood of arrivals does not delay the request that is next."""
+        is still needed is wanted again later. `early`: its request has only just arrived. Early orders take at most
+        half of the open orders, so that a flood of arrivals does not delay the request that is next."""
         most = MAX_ASKED // 2 if early else MAX_ASKED
         if not self.has(grammar) and grammar not in self._ids and len(self._asked) + len(self.wanted) < most:
             self.wanted[grammar] = None

@@ -40,7 +40,7 @@ class WorkerProgress:
         if heartbeat.received < step:
             return f"the plan of step {step} has not arrived after {age_s:.1f} s"
         if not heartbeat.allowed_s:
-            return f"step {step} has no result after {age_s:.1f} s, and is not run"
+            return f"step {step} has no result after {age_s:.1f} s, and the worker does not run it"
         if age_s <= stall_s + TIMES_ALLOWED * heartbeat.allowed_s:
             return ""
-        return f"step {step} is not done after {age_s:.1f} s, of {heartbeat.allowed_s:.1f} s that it was allowed"
+        return f"step {step} is not done after {age_s:.1f} s; it was allowed {heartbeat.allowed_s:.1f} s"

@@ -49,7 +49,7 @@ UNKNOWN = StepTime(base_s=5e-3, token_s=2e-5, context_s=3e-8, row_s=1e-5)
 class StepTimeFit:
     """Ridge regression with forgetting, in relative errors, non-negative. One per worker.
 
-    Steps with prompt tokens and steps without are summed apart, and each sum forgets only when a step of its kind
+    Steps with prompt tokens and steps without are summed separately, and each sum forgets only when a step of its kind
     comes: a worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the model before
     the latest steps, and at first to the model of the fleet. Where the steps determine nothing (the rows never change,
     so base and row cannot be told apart), the known values stay.

@@ -105,7 +105,7 @@ class PrefillFirst(BatchPolicy):
             if step.admit(request, tokens) is Verdict.STOP:
                 return
         if not step.is_empty:
-            step.reject_all("swapped", "what was swapped out comes back first")
+            step.reject_all("swapped", "swapped-out requests resume first")
 
     def _prefill(self, step: Step) -> None:
         left = self._left(step)
@@ -122,7 +122,7 @@ class PrefillFirst(BatchPolicy):
         elif step.preempted:
             reject_after_preemption(step)
         elif step.num_swapped and step.runs_prefills:
-            step.reject_all("swapped", "it comes back beside decodes, and this step runs prompts")
+            step.reject_all("swapped", "swapped-out requests resume beside decodes, and this step runs prompts")
         elif full:
             step.reject_all("full", "a request was rejected for want of room, and no sequence has left since")
         if unfinished or step.preempted or step.num_swapped or full:

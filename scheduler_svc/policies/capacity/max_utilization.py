@@ -117,7 +117,7 @@ def _rank(step: Step, request: RequestView, waits: bool = False) -> Any:
 
 
 def _growth(step: Step, sequence: Running) -> int:
-    """Blocks for its next token. In its prompt it may need some too, if less was cached than expected."""
+    """Blocks that its next token needs. A sequence in prefill may need some too, if less was cached than expected."""
     return max(0, step.blocks_for(sequence.num_computed_tokens + 1) - sequence.num_blocks)
 
 

@@ -4,8 +4,8 @@ A request is admitted if its prompt, the tokens that it may generate (at most `c
 fit the room that is left. That room is what remains after every running sequence is promised `ratio` of the tokens that
 it may still generate. The ratio falls a little with every decode step, so admission gets bolder, down to
 `min_ratio_factor` of the initial ratio. A preemption shows that admission was too bold: it sets the ratio to the share
-of their allowance that the remaining sequences have used, `retract_decode_steps` tokens ahead each. The ratio starts
-again when nothing runs.
+of their allowance that the remaining sequences will have used after `retract_decode_steps` more tokens each. The ratio
+starts again when nothing runs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class TokenRatio(CapacityPolicy):
         new_tokens = min(allowed - (request.num_tokens - request.num_prompt_tokens), self.clip)
         own_blocks = step.blocks_for(request.num_tokens) - step.cached_tokens(request) // step.block_size
         whole_need = step.need_blocks(request, tokens)
-        left = self._left_tokens - (whole_need - own_blocks) * step.block_size  # its cached prefix is taken too
+        # Its cached blocks that no sequence references are taken, too.
+        left = self._left_tokens - (whole_need - own_blocks) * step.block_size
         if tokens + new_tokens + step.block_size >= left:
             return Verdict.STOP
         self._left_tokens = left - (own_blocks + 1) * step.block_size - min(allowed, self.clip)

@@ -40,7 +40,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class TenantQueue:
+class ClientRequestQueue:
     """The waiting sequences of one client request, by queue position; mostly one."""
 
     key: Key = (0, 0, 0)  # its key in its tenant's `waiting`
@@ -54,15 +54,15 @@ class Tenant:
     name: str
     weight: float
     counter: float
-    waiting: SortedDict[Key, TenantQueue] = field(default_factory=SortedDict)
-    lines: dict[int, TenantQueue] = field(default_factory=dict)  # the same queues, by client request
+    waiting: SortedDict[Key, ClientRequestQueue] = field(default_factory=SortedDict)
+    lines: dict[int, ClientRequestQueue] = field(default_factory=dict)  # the same queues, by client request
     # by arrival index; output tokens charged so far
     running: dict[int, tuple[RequestView, int]] = field(default_factory=dict)
     charged_s: float = -math.inf  # when running sequences were charged last
 
     def add(self, request: RequestView) -> None:
         """Add a waiting sequence to the queue of its client's request."""
-        line = self.lines.setdefault(request.client_request, TenantQueue())
+        line = self.lines.setdefault(request.client_request, ClientRequestQueue())
         insort(line.sequences, (request.queue_position, request.arrival_index, request))
         self._place(line)
 
@@ -79,7 +79,7 @@ class Tenant:
         if line := self.lines.get(request.client_request):
             self._place(line)
 
-    def _place(self, line: TenantQueue) -> None:
+    def _place(self, line: ClientRequestQueue) -> None:
         """Update the queue's key."""
         if self.waiting.get(line.key) is line:
             del self.waiting[line.key]

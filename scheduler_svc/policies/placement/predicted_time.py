@@ -4,7 +4,7 @@ The cost of a worker, in seconds summed over requests:
 
     first token        steps in flight, prefill queued ahead, own uncached prefill, at the worker's own fitted rates
   + own decoding       expected output tokens, each a step of the running requests there and this request
-  + others' slowdown   each row there waits for the own prefill once, and for one more row and its context every step
+  + others' slowdown   each row there waits for this request's prefill once, and in every step for its row and context
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
@@ -41,8 +41,8 @@ GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has 
 MAX_PREFIXES = 4096  # with a sum of lost time; the prefix that no request has followed for longest is forgotten first
 MAX_NAMED = 4  # workers that `explain` names
 
-# Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ before: then
-# a copy is made a little early.
+# Namespace, tokens in whole blocks, the last of these blocks. Two prefixes that agree in these may differ in earlier
+# blocks: then a copy is made a little early.
 PrefixKey = tuple[tuple[str, str], int, bytes]
 
 

@@ -59,9 +59,9 @@ def beat(system: LocalSystem, end: WorkerEnd, seconds: float, heartbeat: Heartbe
 @pytest.mark.parametrize(
     ("heartbeat", "why"),
     [
-        (Heartbeat(received=1, allowed_s=2.0), "step 1 is not done after 5.8 s, of 2.0 s that it was allowed"),
+        (Heartbeat(received=1, allowed_s=2.0), "step 1 is not done after 5.8 s; it was allowed 2.0 s"),
         (Heartbeat(received=0), "the plan of step 1 has not arrived after 1.8 s"),
-        (Heartbeat(received=1), "step 1 has no result after 1.8 s, and is not run"),
+        (Heartbeat(received=1), "step 1 has no result after 1.8 s, and the worker does not run it"),
     ],
 )
 def test_another_worker_continues_the_requests_of_a_stuck_worker(

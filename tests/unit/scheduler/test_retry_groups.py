@@ -144,7 +144,7 @@ def test_a_lone_request_fails_with_the_second_failure_and_the_reason(system: Loc
         while not end.plans:
             system.move(*system.moves()[0])
         fail(system, end, "ValueError: out of cheese")
-    message = "request: alone in what failed, 2 times in a row; the last time, step 1 of worker 2 failed: "
+    message = "request: was the only request in 2 failed steps in a row; the last time, step 1 of worker 2 failed: "
     assert client.endings[1].message == f"{message}ValueError: out of cheese"
     assert system.scheduler.counters.poisoned == 1
     system.attach(toy())

@@ -134,7 +134,7 @@ def test_a_request_is_poisoned_when_its_workers_do_not_come_back(system: LocalSy
     assert not client.endings
     system.attach(toy("c"))  # another process
     pass_time(system, 0.2)
-    message = "request: alone in what failed, 2 times in a row; the last time, worker 2 was lost in step 1"
+    message = "request: was the only request in 2 failed steps in a row; the last time, worker 2 was lost in step 1"
     assert client.endings[1].message == message
     assert system.scheduler.counters.poisoned == 1
     system.run()
@@ -168,7 +168,7 @@ def test_a_worker_may_be_back_before_its_old_link_is_seen_to_end(
     if times <= Loss.LINK:
         finishes(system)
     else:
-        assert "2 times in a row" in client.endings[1].message
+        assert "2 failed steps in a row" in client.endings[1].message
 
 
 def test_a_failure_that_the_worker_reports_always_counts(system: LocalSystem, client: Client) -> None:
@@ -182,7 +182,7 @@ def test_a_failure_that_the_worker_reports_always_counts(system: LocalSystem, cl
         step = end.plans[0].step
         system.scheduler.worker_failed(end.id, StepFailure(first_step=step, last_step=step, message="E: no"))
         system.poll()
-    assert "2 times in a row" in client.endings[1].message
+    assert "2 failed steps in a row" in client.endings[1].message
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -204,7 +204,7 @@ def test_the_blame_for_a_hanging_step_stays_and_for_a_plan_that_never_arrived_is
         system.poll()
     system.attach(toy("a"))
     if arrived:
-        assert "2 times in a row" in client.endings[1].message
+        assert "2 failed steps in a row" in client.endings[1].message
     else:
         finishes(system)
 
