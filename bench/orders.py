@@ -21,7 +21,7 @@ from bench.cores import BLOCK_SIZE
 from bench.peers.peer import Peer
 from bench.peers.quiet import no_collections
 from paceline.v1.common_pb2 import SamplingParams
-from scheduler_svc.core.requests.request import PrefixMatch, Request, RequestView
+from scheduler_svc.core.requests.request import PrefixMatch, Request, RequestView, SubmissionMetadata
 from scheduler_svc.policies.registry import find, names
 
 WAITING = (128, 1_000, 5_000)
@@ -47,9 +47,9 @@ def requests(rng: np.random.Generator) -> Iterator[Request]:
             output=bytearray(),
             sampling=SamplingParams(max_tokens=int(rng.integers(1, 512))),
             arrival_s=float(i),
-            deadline_s=1e9 + float(rng.integers(1000)),
-            priority=float(rng.integers(5)),
-            tenant=f"tenant-{i % 10}",
+            metadata=SubmissionMetadata(
+                deadline_s=1e9 + float(rng.integers(1000)), priority=float(rng.integers(5)), tenant=f"tenant-{i % 10}"
+            ),
             queue_position=i,
         )
         request.matches = {1: PrefixMatch(2 * BLOCK_SIZE * family)}

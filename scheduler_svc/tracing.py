@@ -49,7 +49,7 @@ class SequenceSpans:
         span = self._export.start(
             REQUEST_SPAN, parent, clock.unix_ns(request.arrival_s), _attributes(request, how, now_s)
         )
-        for phase in phases(events, trace.chunks, resubmitted=request.accepted_before):
+        for phase in phases(events, trace.chunks, resubmitted=request.metadata.accepted_before):
             begin_ns, end_ns = clock.unix_ns(phase.from_s), clock.unix_ns(phase.to_s)
             self._export.add(phase.name, span, begin_ns, end_ns, _attributes_of_phase(phase))
         if error is not None:
@@ -77,7 +77,7 @@ def _attributes(request: Request, how: str, now_s: float) -> dict[str, Attribute
         "paceline.prefill_chunks": trace.num_chunks if trace is not None else 0,
         "paceline.preemptions": timing.num_preemptions,
         "paceline.losses": timing.num_losses,
-        "paceline.tenant": request.tenant,
+        "paceline.tenant": request.metadata.tenant,
     }
     if request.history.first_token_s is not None:
         attributes["gen_ai.latency.time_to_first_token"] = request.history.first_token_s - request.arrival_s

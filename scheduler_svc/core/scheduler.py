@@ -193,24 +193,24 @@ class SchedulerCore:
         if self.life.traces is not None and submission.span_id:
             request.trace = trace_of(submission)
         # From here on the salt is the name of a namespace, and not what the client sent.
-        request.cache_salt = self.namespaces.name(request.tenant, request.cache_salt)
+        request.metadata.cache_salt = self.namespaces.name(request.metadata.tenant, request.metadata.cache_salt)
         if is_search := submission.HasField("beam"):
             check_beam(submission)
         if self.limits:
             check_limits(request, self.limits, changes_logits)
         if request.handle in session.live:
             raise failed_precondition("handle", f"{request.handle} is in use")
-        request.arrival_index = request.queue_position = request.siblings.first = next(self.life.arrival_indexes)
+        request.arrival_index = request.queue_position = request.family.siblings.first = next(self.life.arrival_indexes)
         parent = session.live.get(submission.fork_of) if submission.fork_of else None
         if parent is not None and not is_sample_of(parent, request):
             parent = None
         if parent is not None:  # samples are one request: the queue was checked for the first sample
-            request.siblings = parent.siblings
+            request.family.siblings = parent.family.siblings
             if not (request.output or request.needs_whole_prompt):
-                request.parent = parent
-                request.samples = parent.samples = parent.samples or [parent]
-                request.samples.append(request)
-        elif not request.accepted_before:  # no accepted request is lost
+                request.family.parent = parent
+                request.family.samples = parent.family.samples = parent.family.samples or [parent]
+                request.family.samples.append(request)
+        elif not request.metadata.accepted_before:  # no accepted request is lost
             check_queue(self.queue, request, self.config, self.life.budgets)
         self.life.conversations.join(request, now_s)
         self.life.accept(session, request, enqueue=not (is_search and self.limits))
@@ -464,4 +464,4 @@ def _steps(first: int, last: int) -> str:
 
 
 def _traces(requests: Iterable[Request]) -> list[str]:
-    return list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))
+    return list(dict.fromkeys(request.metadata.trace_id for request in requests if request.metadata.trace_id))

@@ -175,7 +175,7 @@ class Run:
     def tend(self) -> None:
         """Before each move."""
         for worker in self.system.scheduler.workers.values():
-            bound = Counter(request.lora for request in worker.bound if request.lora)
+            bound = Counter(request.metadata.lora for request in worker.bound if request.metadata.lora)
             assert worker.adapters.num_bound == bound
             assert len(bound) <= worker.registration.max_loras
 

@@ -37,11 +37,11 @@ class OfflineRun(Run):
     def tend(self) -> None:
         super().tend()
         scheduler = self.system.scheduler
-        assert not any(request.offline for request in scheduler.queue.online)
-        assert all(request.offline for request in scheduler.queue.offline)
+        assert not any(request.metadata.offline for request in scheduler.queue.online)
+        assert all(request.metadata.offline for request in scheduler.queue.offline)
         for worker in scheduler.workers.values():
-            assert worker.batch.offline == {slot for slot, one in worker.batch.running.items() if one.offline}
-            assert not any(request.offline for request in worker.host.swapped.values())
+            assert worker.batch.offline == {slot for slot, one in worker.batch.running.items() if one.metadata.offline}
+            assert not any(request.metadata.offline for request in worker.host.swapped.values())
 
 
 def test_every_stream_equals_its_undisturbed_run_with_offline_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_every_stream_equals_its_undisturbed_run_with_offline_requests(monkeypat
     preempt = Lifecycle.preempt
 
     def noted(self: Lifecycle, request: Request, requeue: str, mode: str, why: str) -> None:
-        seen[f"{'offline' if request.offline else 'online'}: {why}"] += 1
+        seen[f"{'offline' if request.metadata.offline else 'online'}: {why}"] += 1
         preempt(self, request, requeue, mode, why)
 
     monkeypatch.setattr(Lifecycle, "preempt", noted)

@@ -115,7 +115,7 @@ def test_metadata_travels_from_the_client_to_the_scheduler(field: MetadataField)
     ]
     for submission in submissions:
         assert getattr(submission, field.name) == value
-        assert getattr(new_request("s", submission, 0.0), field.name) == value
+        assert getattr(new_request("s", submission, 0.0).metadata, field.name) == value
 
 
 def test_the_docs_show_the_rows_of_the_table() -> None:

@@ -27,15 +27,15 @@ class Budgets:
     _touched: set[str | None] = field(default_factory=set)  # since the last measurement
 
     def bind(self, request: Request) -> None:
-        self.tenant_tokens[request.tenant] += request.max_total_tokens
+        self.tenant_tokens[request.metadata.tenant] += request.max_total_tokens
         if request.history.started_s is None:  # a request that ran before does not shrink the queue
-            for name in (request.tenant, None):
+            for name in (request.metadata.tenant, None):
                 self._estimate(name, request.arrival_s).finished(amount=request.num_tokens)
 
     def unbind(self, request: Request) -> None:
-        self.tenant_tokens[request.tenant] -= request.max_total_tokens
-        if not self.tenant_tokens[request.tenant]:
-            del self.tenant_tokens[request.tenant]
+        self.tenant_tokens[request.metadata.tenant] -= request.max_total_tokens
+        if not self.tenant_tokens[request.metadata.tenant]:
+            del self.tenant_tokens[request.metadata.tenant]
 
     def free_tokens(self, tenant: str) -> int:
         """Tokens that the tenant may still have running, if there is a limit. Negative above the limit."""
@@ -54,19 +54,19 @@ class Budgets:
 
     def waits_for_tenant(self, request: Request) -> bool:
         """Whether it waits for other requests of its tenant to end. A request larger than the budget runs alone."""
-        running = self.tenant_tokens[request.tenant]
+        running = self.tenant_tokens[request.metadata.tenant]
         return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
 
     def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
         """The budget ("name: numbers") that the request exceeds on top of bound and `admitted` requests, or None."""
         if (limit := self.config.tenant_max_running_tokens) > 0:
-            running = self.tenant_tokens[request.tenant] + admitted.tenant_tokens[request.tenant]
+            running = self.tenant_tokens[request.metadata.tenant] + admitted.tenant_tokens[request.metadata.tenant]
             if running and running + request.max_total_tokens > limit:
-                return f"tenant: {running} tokens of tenant {request.tenant!r} run, its limit is {limit}"
-        if request.lora:
+                return f"tenant: {running} tokens of tenant {request.metadata.tenant!r} run, its limit is {limit}"
+        if request.metadata.lora:
             limit = worker.adapters.limit
             loras = worker.adapters_beside(request) | admitted.loras
-            if request.lora not in loras and len(loras) >= limit:
+            if request.metadata.lora not in loras and len(loras) >= limit:
                 return f"lora: {len(loras)} adapters are in the batch, worker {worker.id} serves {limit} at once"
         return None
 
@@ -83,7 +83,7 @@ class Budgets:
 
     def accept(self, request: Request) -> None:
         """The queue takes the request."""
-        for name in (request.tenant, None):
+        for name in (request.metadata.tenant, None):
             self._estimate(name, request.arrival_s).arrived(request.num_tokens)
 
     def retry_after_s(self, excess_tokens: int, num_tokens: int, now_s: float, tenant: str | None = None) -> float:
@@ -108,7 +108,7 @@ class ClassBudgets:
 
     def of(self, request: Request) -> Budgets:
         """The budgets of the request's class."""
-        return self.offline if request.offline else self.online
+        return self.offline if request.metadata.offline else self.online
 
     def exceeded(self, worker: WorkerState, request: Request, admitted: Admitted) -> str | None:
         """As Budgets.exceeded, for the request's class."""

@@ -182,13 +182,13 @@ class WaitingQueue:
             self.reorder(self._fallback(error))
 
     def _count(self, request: Request, sign: int) -> None:
-        if request.group is not None and request.history.started_s is not None:
+        if request.family.group is not None and request.history.started_s is not None:
             return
         self.num_requests += sign
         self.num_tokens += sign * request.num_tokens
-        self.tenant_tokens[request.tenant] += sign * request.num_tokens
-        if not self.tenant_tokens[request.tenant]:
-            del self.tenant_tokens[request.tenant]
+        self.tenant_tokens[request.metadata.tenant] += sign * request.num_tokens
+        if not self.tenant_tokens[request.metadata.tenant]:
+            del self.tenant_tokens[request.metadata.tenant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class ClassQueues:
 
     def of(self, request: Request) -> WaitingQueue:
         """The queue of the request's class."""
-        return self.offline if request.offline else self.online
+        return self.offline if request.metadata.offline else self.online
 
     def __len__(self) -> int:
         return len(self.online._by_arrival_index) + len(self.offline._by_arrival_index)

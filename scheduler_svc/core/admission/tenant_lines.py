@@ -61,25 +61,25 @@ class TenantLines:
         requests become shown, and shown ones hidden."""
         entry = (key, request.arrival_index)
         self._entries[request.arrival_index] = entry, request
-        line = self._lines.setdefault(request.tenant, TenantLine())
+        line = self._lines.setdefault(request.metadata.tenant, TenantLine())
         turned = []
         if line.entries.bisect_left(entry) < line.num_shown:
             line.show(request)
             turned.append(request)
         line.entries.add(entry)
-        return turned + self.balance(request.tenant)
+        return turned + self.balance(request.metadata.tenant)
 
     def remove(self, request: Request) -> list[Request]:
         """Remove a request. Returns as add()."""
         entry, _ = self._entries.pop(request.arrival_index)
-        line = self._lines[request.tenant]
+        line = self._lines[request.metadata.tenant]
         index = line.entries.bisect_left(entry)
         del line.entries[index]
         turned = []
         if index < line.num_shown:
             line.hide(request)
             turned.append(request)
-        return turned + self.balance(request.tenant)
+        return turned + self.balance(request.metadata.tenant)
 
     def balance(self, tenant: str) -> list[Request]:
         """The tenant's free tokens have changed. Returns as add()."""
@@ -100,21 +100,21 @@ class TenantLines:
         return turned
 
     def is_stuck(self, request: Request) -> bool:
-        line = self._lines.get(request.tenant)
+        line = self._lines.get(request.metadata.tenant)
         return line is not None and request.arrival_index in line.stuck
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> list[Request]:
         """Check whether these requests, and those that become shown, are stuck. Returns as add()."""
         looked_at, turned = list(requests), list[Request]()
         for request in looked_at:
-            line, (entry, _) = self._lines[request.tenant], self._entries[request.arrival_index]
+            line, (entry, _) = self._lines[request.metadata.tenant], self._entries[request.arrival_index]
             stuck = is_stuck(request)
             if stuck == (request.arrival_index in line.stuck) or line.entries.bisect_left(entry) >= line.num_shown:
                 continue
             line.shown_tokens -= line.tokens_of(request)
             (line.stuck.add if stuck else line.stuck.discard)(request.arrival_index)
             line.shown_tokens += line.tokens_of(request)
-            more = self.balance(request.tenant)
+            more = self.balance(request.metadata.tenant)
             turned += more
             looked_at += more
         return turned

@@ -29,13 +29,12 @@ from scheduler_svc.core.admission.sampling_checks import (
     outside,
 )
 from scheduler_svc.core.rejection import CODE_RESOURCE_EXHAUSTED, Rejection, failed_precondition, invalid
-from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, SubmissionMetadata
 from scheduler_svc.core.requests.trace import RequestTrace
 from scheduler_svc.core.types import SchedulerConfig
 
 MAX_CHARS = 256  # of each text of a request, because texts are kept, logged and named in answers
 _TEXTS = (
-    "request_id",
     "answer_id",
     "lora",
     "conversation",
@@ -100,10 +99,10 @@ def check_submission(request: Request, submission: Submission) -> bool:
 
 def _check_pooling(request: Request, submission: Submission) -> None:
     """Check that a request for a vector asks for nothing that only generated tokens have. Raises Rejection."""
-    if not request.pooling:
+    if not request.metadata.pooling:
         return
-    if request.pooling not in (POOLING_LAST, POOLING_MEAN):
-        raise invalid("pooling", f"{request.pooling} is unknown")
+    if request.metadata.pooling not in (POOLING_LAST, POOLING_MEAN):
+        raise invalid("pooling", f"{request.metadata.pooling} is unknown")
     sampling = request.sampling
     wrong = request.output or submission.fork_of or submission.HasField("beam") or sampling.max_tokens != 1
     if wrong or sampling.logprobs or sampling.prompt_logprobs or sampling.grammar:
@@ -130,8 +129,9 @@ def _check_sizes(request: Request) -> None:
         raise invalid("prompt_token_ids", "is not packed int32")
     if len(request.output) % TOKEN_BYTES:
         raise invalid("output_token_ids", "is not packed int32")
-    for name in _TEXTS:
-        if (count := len(getattr(request, name))) > MAX_CHARS:
+    texts = {"request_id": request.request_id, **{name: getattr(request.metadata, name) for name in _TEXTS}}
+    for name, text in texts.items():
+        if (count := len(text)) > MAX_CHARS:
             raise invalid(name, f"has {count} characters, {MAX_CHARS} are possible")
     if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
         raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
@@ -151,10 +151,10 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
             raise outside("stop_token_ids", token, vocab)
     if changes_logits:
         check_logit_tokens(request.sampling, vocab)
-    if request.lora and not limits.max_loras:
-        raise invalid("lora", f"{request.lora!r}: no attached worker serves adapters")
+    if request.metadata.lora and not limits.max_loras:
+        raise invalid("lora", f"{request.metadata.lora!r}: no attached worker serves adapters")
     num_tokens, total = request.num_prompt_tokens, request.max_total_tokens
-    if request.pooling:
+    if request.metadata.pooling:
         if num_tokens > longest:
             raise invalid("prompt_token_ids", f"{num_tokens} tokens exceed the model's length of {longest}")
         longest += 1  # the output token of max_tokens never comes
@@ -163,7 +163,7 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
     # A request that was accepted before may have been accepted for a larger pool. After a restart, the worker with that
     # pool may register last.
-    pool = longest if request.accepted_before else limits.pool_tokens
+    pool = longest if request.metadata.accepted_before else limits.pool_tokens
     if num_tokens > pool:
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
     if total > longest:
@@ -178,9 +178,9 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
 def _check_kind(request: Request, model: ModelInfo) -> None:
     """Check that the model does what the request asks for: tokens, or a vector that is pooled in one way."""
     pooling = model.embedding.pooling if model.HasField("embedding") else 0
-    if request.pooling == pooling:
+    if request.metadata.pooling == pooling:
         return
-    if not request.pooling:
+    if not request.metadata.pooling:
         raise invalid("model", f"{model.name} is an embedding model, which generates no text")
     if not pooling:
         raise invalid("model", f"{model.name} generates text and makes no embeddings")
@@ -200,22 +200,24 @@ def new_request(session_id: str, submission: Submission, now_s: float) -> Reques
         session_id=session_id,
         handle=submission.handle,
         request_id=submission.request_id,
-        answer_id=submission.answer_id,
         prompt=prompt,
         output=bytearray(submission.output_token_ids),
         sampling=own,
         arrival_s=now_s,
-        lora=submission.lora,
-        accepted_before=submission.accepted_before,
-        conversation=submission.conversation,
-        owner=submission.owner,
-        min_slo_s=submission.min_slo_s,
-        trace_id=submission.trace_id,
-        pooling=submission.pooling,
-        deadline_s=now_s + deadline_s if deadline_s else math.inf,
+        metadata=SubmissionMetadata(
+            lora=submission.lora,
+            answer_id=submission.answer_id,
+            cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),
+            deadline_s=now_s + deadline_s if deadline_s else math.inf,
+            conversation=submission.conversation,
+            owner=submission.owner,
+            min_slo_s=submission.min_slo_s,
+            trace_id=submission.trace_id,
+            accepted_before=submission.accepted_before,
+            pooling=submission.pooling,
+            **{name: getattr(submission, name) for name in _KEPT},
+        ),
         extra_stop_ids=frozenset(stops) if 0 < len(stops) <= MAX_STOP_TOKEN_IDS else frozenset(),
-        cache_retention=tuple(_in_tokens(retention, len(prompt) // TOKEN_BYTES)) if converts else (),
-        **{name: getattr(submission, name) for name in _KEPT},
     )
 
 
@@ -263,11 +265,11 @@ def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, 
     queue, budgets = queues.of(request), all_budgets.of(request)
     queue_limit = QueueLimit.QUEUE_LIMIT_TOKENS
     name, max_requests, max_tokens = "queue", config.max_queued_requests, config.max_queued_tokens
-    if request.offline:
+    if request.metadata.offline:
         name = "offline queue"
         max_requests, max_tokens = config.max_queued_offline_requests, config.max_queued_offline_tokens
     tokens, tenant = request.num_tokens, None
-    queued = queue.tenant_tokens.get(request.tenant, 0)
+    queued = queue.tenant_tokens.get(request.metadata.tenant, 0)
     if queue.num_requests >= max_requests:
         queue_limit = QueueLimit.QUEUE_LIMIT_REQUESTS
         why = f"{name}: full with {queue.num_requests} requests"
@@ -277,8 +279,8 @@ def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, 
         why = f"{name}: {queue.num_tokens} tokens wait, the limit is {max_tokens}"
         excess = queue.num_tokens + tokens - max_tokens
     elif queued and 0 < (limit := config.tenant_max_queued_tokens) < queued + tokens:
-        why = f"tenant: {queued} tokens of tenant {request.tenant!r} wait, its limit is {limit}"
-        excess, tenant = queued + tokens - limit, request.tenant
+        why = f"tenant: {queued} tokens of tenant {request.metadata.tenant!r} wait, its limit is {limit}"
+        excess, tenant = queued + tokens - limit, request.metadata.tenant
     else:
         budgets.accept(request)
         return
@@ -288,8 +290,8 @@ def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, 
 
 def is_sample_of(parent: Request, request: Request) -> bool:
     """Whether both are samples of one client request, and share their blocks."""
-    of_parent = parent.tenant, parent.namespace, parent.offline, parent.prompt
-    return of_parent == (request.tenant, request.namespace, request.offline, request.prompt)
+    of_parent = parent.metadata.tenant, parent.namespace, parent.metadata.offline, parent.prompt
+    return of_parent == (request.metadata.tenant, request.namespace, request.metadata.offline, request.prompt)
 
 
 def _shown(model: ModelInfo) -> str:

@@ -252,8 +252,8 @@ class CacheLink:
         request = admission.request
         admit.sequence, admit.worker = request.held.sequence, worker.id
         admit.num_new_tokens = admission.num_new_tokens
-        if request.parent is not None and request.can_fork_on(worker.id):
-            admit.fork_of = request.parent.held.sequence
+        if request.family.parent is not None and request.can_fork_on(worker.id):
+            admit.fork_of = request.family.parent.held.sequence
         elif shares:
             admit.num_planned_tokens = admission.num_tokens
         if request.needs_whole_prompt:
@@ -275,12 +275,12 @@ class CacheLink:
         match.sequence, match.token_ids = sequence, request.token_ids
         namespace = match.namespace
         namespace.model = self.model
-        namespace.lora, namespace.cache_salt = request.lora, request.cache_salt
-        if request.priority:
-            match.priority = request.priority
-        if request.cache_retention:
-            match.retention.extend(request.cache_retention)
-            match.tenant = request.tenant
+        namespace.lora, namespace.cache_salt = request.metadata.lora, request.metadata.cache_salt
+        if request.metadata.priority:
+            match.priority = request.metadata.priority
+        if request.metadata.cache_retention:
+            match.retention.extend(request.metadata.cache_retention)
+            match.tenant = request.metadata.tenant
 
     def receive(self, response: CacheServiceLinkResponse) -> Sent:
         """The exchange that this response answers. Raises ProtocolError if it answers none."""

@@ -26,7 +26,7 @@ from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests import beams
 from scheduler_svc.core.requests.beams import BeamSearch
 from scheduler_svc.core.requests.phases import Phase
-from scheduler_svc.core.requests.request import BeamGroup, Request
+from scheduler_svc.core.requests.request import BeamGroup, Family, Request
 from scheduler_svc.core.workers.state import WorkerState
 
 EARLY_STOPPING: dict[int, beams.EarlyStopping] = {
@@ -79,8 +79,8 @@ class BeamGroups:
 
     def start(self, root: Request, options: BeamOptions, limits: Limits | None) -> None:
         """Start the search of an accepted root. If the model is not known yet, the root waits in the queue for it."""
-        root.group = BeamGroup(root, options)
-        self._unstarted.append(root.group)
+        root.family.group = BeamGroup(root, options)
+        self._unstarted.append(root.family.group)
         self.model_known(limits)
 
     def model_known(self, limits: Limits | None) -> None:
@@ -98,7 +98,7 @@ class BeamGroups:
 
     def report(self, member: Request, logprobs: TokenLogprobs | None) -> None:
         """A member has run. It keeps its blocks, so that beams can fork from it."""
-        group = member.group
+        group = member.family.group
         assert group is not None
         assert group.search is not None
         if group.root.history.cached_tokens is None:
@@ -123,11 +123,11 @@ class BeamGroups:
     def release_parents(self, admitted: Iterable[Request]) -> None:
         """These members have forked, or will run without a fork. A parent that no member needs any more is freed."""
         for member in admitted:
-            parent, member.parent = member.parent, None
-            if member.group is None or parent is None or parent.phase is not Phase.PARKED:
+            parent, member.family.parent = member.family.parent, None
+            if member.family.group is None or parent is None or parent.phase is not Phase.PARKED:
                 continue
-            member.group.parked[parent.arrival_index] -= 1
-            if not member.group.parked[parent.arrival_index]:
+            member.family.group.parked[parent.arrival_index] -= 1
+            if not member.family.group.parked[parent.arrival_index]:
                 self._life.unpark(parent)
 
     def give_up_blocks(self, worker: WorkerState) -> bool:
@@ -155,7 +155,7 @@ class BeamGroups:
                 history=replace(root.history),
                 extra_stop_ids=frozenset(),
                 matches=None,
-                parent=parent,
+                family=Family(root.family.siblings, parent, root.family.samples, group),
             )
             if parent is not None and parent.phase is Phase.PARKED:
                 group.parked[parent.arrival_index] += 1
@@ -169,9 +169,13 @@ class BeamGroups:
 
     def _finish(self, group: BeamGroup, search: BeamSearch) -> None:
         reasons = {"stop": FinishReason.FINISH_REASON_STOP, "length": FinishReason.FINISH_REASON_LENGTH}
-        group.root.hypotheses = [
+        group.root.family.hypotheses = [
             Hypothesis(token_ids=packed(found.tokens), score=found.score, reason=reasons[found.reason])
             for found in search.best()
         ]
-        first = group.root.hypotheses[0].reason if group.root.hypotheses else FinishReason.FINISH_REASON_LENGTH
+        first = (
+            group.root.family.hypotheses[0].reason
+            if group.root.family.hypotheses
+            else FinishReason.FINISH_REASON_LENGTH
+        )
         self._life.end(group.root, first)

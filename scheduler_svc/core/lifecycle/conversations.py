@@ -68,33 +68,35 @@ class Conversations:
         """A request arrives. If it names a conversation, the request gets the queue position of the conversation's
         first request, and retains its tokens unless it says itself which tokens to retain. Raises Rejection for another
         tenant's conversation."""
-        if not request.conversation:
+        if not request.metadata.conversation:
             return
-        one = self._all.by_name.get(request.conversation)
-        if one is not None and one.tenant != request.tenant:
+        one = self._all.by_name.get(request.metadata.conversation)
+        if one is not None and one.tenant != request.metadata.tenant:
             raise invalid("conversation", "belongs to another tenant")
         if one is None:
-            one = Conversation(request.conversation, request.tenant, request.queue_position, now_s)
+            one = Conversation(request.metadata.conversation, request.metadata.tenant, request.queue_position, now_s)
             self._all.by_name[one.name] = one
             self._of_tenant.setdefault(one.tenant, _Usage()).by_name[one.name] = one
         one.num_live += 1
         self._touch(one, now_s)
         self._bound(one.tenant)
         request.queue_position = one.queue_position
-        if not request.cache_retention:
+        if not request.metadata.cache_retention:
             kept_ms = int(1000 * self._ttl_s)
-            request.cache_retention = (RetentionRange(priority=RETENTION_PRIORITY, duration_ms=kept_ms),)
+            request.metadata.cache_retention = (RetentionRange(priority=RETENTION_PRIORITY, duration_ms=kept_ms),)
 
     def left(self, request: Request, now_s: float) -> None:
         """The request has ended, and its output is known."""
-        if not request.conversation:
+        if not request.metadata.conversation:
             return
-        one = self._all.by_name.get(request.conversation)
+        one = self._all.by_name.get(request.metadata.conversation)
         if one is None:  # the conversation ended while the request ran, and the request has retained blocks since
-            self._cache.end_retention(request.lora, request.cache_salt, request.tenant, bytes(request.token_ids))
+            self._cache.end_retention(
+                request.metadata.lora, request.metadata.cache_salt, request.metadata.tenant, bytes(request.token_ids)
+            )
             return
         one.num_live = max(one.num_live - 1, 0)  # the conversation may be a new one of this name
-        one.lora, one.cache_salt = request.lora, request.cache_salt
+        one.lora, one.cache_salt = request.metadata.lora, request.metadata.cache_salt
         self._set_tokens(one, bytes(request.token_ids))
         self._touch(one, now_s)
         self._bound(one.tenant)

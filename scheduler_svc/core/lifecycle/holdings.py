@@ -68,7 +68,7 @@ class Holdings:
         self._budgets.of(request).bind(request)
         queue = self._queue.of(request)
         queue.remove(request)
-        request.siblings.num_bound += 1
+        request.family.siblings.num_bound += 1
         if request.held.swapped_on:
             self._swaps.bind(request)
         queue.started(request)
@@ -81,7 +81,7 @@ class Holdings:
         worker.batch.slots.complete_tables()
         worker.batch.vacate(request.held.slot)
         self._unbind(request)
-        request.held.worker, request.parent = worker.id, None
+        request.held.worker, request.family.parent = worker.id, None
         request.held.prompt_is_computed = True
         worker.parked[request.arrival_index] = request
 
@@ -98,7 +98,7 @@ class Holdings:
                 worker = lost or self._workers[held.worker]
                 self.flush_output(worker, held.slot)
                 worker.batch.vacate(held.slot)
-                request.parent = None
+                request.family.parent = None
                 if lost is None:
                     self._commit_last_tokens(worker, request, keeps_sequence)
                 self._unbind(request)
@@ -138,9 +138,9 @@ class Holdings:
 
     def _unbind(self, request: Request) -> None:
         self._budgets.of(request).unbind(request)
-        request.siblings.num_bound -= 1
+        request.family.siblings.num_bound -= 1
         queue = self._queue.of(request)
-        queue.free_tokens_changed(request.tenant)
+        queue.free_tokens_changed(request.metadata.tenant)
         if worker := self._workers.get(request.held.worker):
             worker.adapters.unbind(request)
         request.held.worker = 0

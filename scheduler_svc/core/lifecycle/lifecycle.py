@@ -220,15 +220,20 @@ class Lifecycle:
 
     def end(self, request: Request, reason: FinishReason.ValueType, error: Rejection | None = None) -> None:
         """End the request in any phase, and tell its session. A beam ends together with its search."""
-        if (group := request.group) is not None:
+        if (group := request.family.group) is not None:
             request = group.root
-            parked = [one for worker in self._workers.values() for one in worker.parked.values() if one.group is group]
+            parked = [
+                one for worker in self._workers.values() for one in worker.parked.values() if one.family.group is group
+            ]
             for member in [*group.members, *parked]:
                 self._take_out(member)
         self._take_out(request)
         self.timeouts.remove(request)
         self.conversations.left(request, self.now_s)
-        if reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH) and request.group is None:
+        if (
+            reason in (FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH)
+            and request.family.group is None
+        ):
             self._output_length.add(request.num_output_tokens)
         name = FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
         self.counters.finished[name] = self.counters.finished.get(name, 0) + 1
@@ -244,7 +249,7 @@ class Lifecycle:
                 explain_rejection(ending, error)
             if request.history.cached_tokens:
                 ending.cached_tokens = request.history.cached_tokens
-            ending.hypotheses.extend(request.hypotheses)
+            ending.hypotheses.extend(request.family.hypotheses)
 
     def _take_out(self, request: Request) -> None:
         """Take the request out of its phase, and free everything it holds."""

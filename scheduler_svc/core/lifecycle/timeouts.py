@@ -32,13 +32,13 @@ class Timeouts:
 
     def add(self, request: Request) -> None:
         """Watch the request's deadline, if it has one."""
-        if request.deadline_s < math.inf:
-            self._deadlines[request.deadline_s, request.arrival_index] = request
+        if request.metadata.deadline_s < math.inf:
+            self._deadlines[request.metadata.deadline_s, request.arrival_index] = request
 
     def remove(self, request: Request) -> None:
         """The request has ended."""
-        if request.deadline_s < math.inf:
-            self._deadlines.pop((request.deadline_s, request.arrival_index), None)
+        if request.metadata.deadline_s < math.inf:
+            self._deadlines.pop((request.metadata.deadline_s, request.arrival_index), None)
 
     def worker_attached(self) -> None:
         self._no_worker_since_s = None
@@ -85,7 +85,7 @@ class Timeouts:
         for (deadline_s, _), request in due:
             yield request, f"deadline_s: {deadline_s - request.arrival_s:g} s are over"
         for request in self._queue.online.hopeless(now_s):
-            left_s = request.deadline_s - now_s
+            left_s = request.metadata.deadline_s - now_s
             late = f"deadline_s: {left_s:.1f} s are left, which is too little"
             yield request, late if left_s < math.inf else "queue: the order policy gives it up"
         if (limit_s := self._config.waiting_timeout_s) > 0:
@@ -99,6 +99,6 @@ class Timeouts:
                 running += self._queue
             message = f"request: ran for more than {limit_s:g} s"
             for request in running:
-                started_s = None if request.offline else request.history.started_s
+                started_s = None if request.metadata.offline else request.history.started_s
                 if started_s is not None and now_s - started_s > limit_s:
                     yield request, message

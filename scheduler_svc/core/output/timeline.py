@@ -128,10 +128,12 @@ class RequestTimeline:
     _outages: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_OUTAGES))
 
     def arrived(self, request: Request, now_s: float) -> None:
-        detail = f"{request.num_tokens} tokens{', offline' if request.offline else ''}"
+        detail = f"{request.num_tokens} tokens{', offline' if request.metadata.offline else ''}"
         arrival = ("waiting", detail, self.decisions, now_s)
-        names = (request.request_id, request.answer_id)
-        record = Record(*names, request.arrival_index, now_s, request.tenant, request.owner, [arrival])
+        names = (request.request_id, request.metadata.answer_id)
+        record = Record(
+            *names, request.arrival_index, now_s, request.metadata.tenant, request.metadata.owner, [arrival]
+        )
         self._live[request.arrival_index] = record
         for name in _names(record):
             self._names.setdefault(name, {})[request.arrival_index] = None

@@ -134,7 +134,7 @@ class Step(StepView):
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
             if name == "lora":
-                self._full_loras.add(own.lora)
+                self._full_loras.add(own.metadata.lora)
             return self.reject(request, Verdict.SKIP, name, detail)
         num_new_tokens = uncached if self._capacity.reserves_prompt else num_tokens
         need_blocks = self._need_blocks(own, num_new_tokens)
@@ -309,7 +309,7 @@ class Step(StepView):
         excess = len(adapters.num_bound.keys() | loras) - adapters.limit
         if not loras or excess <= 0:
             return set()
-        online = {one.lora for one in self._worker.bound if not one.offline}
+        online = {one.metadata.lora for one in self._worker.bound if not one.metadata.offline}
         return set(sorted(adapters.num_bound.keys() - online - loras)[:excess])
 
     def _expect_open(self) -> None:

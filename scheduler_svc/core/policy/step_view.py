@@ -213,7 +213,7 @@ class StepView:
         """Requests that may be bound to this worker: first those that it has swapped out, then the others in queue
         order. Only these can be admitted."""
         for request in self._waiting():
-            if request.lora and request.lora in self._full_loras:
+            if request.metadata.lora and request.metadata.lora in self._full_loras:
                 continue  # an earlier request with this adapter did not fit the batch
             self._offered[request.arrival_index] = request
             yield request.view or view_of(request)

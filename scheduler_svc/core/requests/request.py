@@ -35,6 +35,38 @@ class Siblings:
     num_bound: int = 0  # sequences that run or are about to run, on any worker
 
 
+@dataclass(slots=True)
+class SubmissionMetadata:
+    """What a submission says of its request besides tokens and sampling. The beams of a search share it."""
+
+    priority: float = 0.0  # larger is more urgent
+    tenant: str = ""
+    lora: str = ""
+    answer_id: str = ""  # that the client sees; the same for all sequences of the client's request
+    cache_salt: str = ""  # once accepted: the name that CacheNamespaces makes of tenant and salt
+    cache_retention: tuple[RetentionRange, ...] = ()
+    deadline_s: float = math.inf  # on the clock of Request.arrival_s
+    ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
+    offline: bool = False  # it runs on what online requests leave, and yields to them
+    conversation: str = ""  # the one that it continues; empty: none
+    owner: str = ""  # name of the API key; empty: none
+    min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
+    trace_id: str = ""  # of the client's trace, for the log; empty: none
+    accepted_before: bool = False  # by this scheduler or another one
+    pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
+
+
+@dataclass(slots=True, eq=False)
+class Family:
+    """The other sequences of the client's request: samples of the same prompt, or beams of a search."""
+
+    siblings: Siblings
+    parent: Request | None = None  # the sequence to fork from, as long as that is possible
+    samples: list[Request] | None = None  # of the same prompt, this one and finished ones included
+    group: BeamGroup | None = None  # the beam group that it is the root or a member of
+    hypotheses: list[Hypothesis] = field(default_factory=list)  # results of its beam search
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request in any phase, and everything known of it. Policies see it through RequestView.
@@ -52,22 +84,8 @@ class Request:
     output: bytearray  # known output tokens; while RUNNING the last few are in the output buffer
     sampling: SamplingParams
     arrival_s: float
-    priority: float = 0.0  # larger is more urgent
-    tenant: str = ""
-    lora: str = ""
-    answer_id: str = ""  # that the client sees; the same for all sequences of the client's request
-    cache_salt: str = ""  # once accepted: the name that CacheNamespaces makes of tenant and salt
-    cache_retention: tuple[RetentionRange, ...] = ()
-    deadline_s: float = math.inf  # on the clock of arrival_s
-    ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
-    offline: bool = False  # it runs on what online requests leave, and yields to them
-    conversation: str = ""  # the one that it continues; empty: none
-    owner: str = ""  # name of the API key; empty: none
-    min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
-    trace_id: str = ""  # of the client's trace, for the log; empty: none
+    metadata: SubmissionMetadata = field(default_factory=SubmissionMetadata, repr=False)
     trace: RequestTrace | None = None  # if spans are made of it
-    accepted_before: bool = False  # by this scheduler or another one
-    pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
     phase: Phase = Phase.WAITING
     held: Held = field(default_factory=Held, init=False, repr=False)
     matches: dict[int, PrefixMatch] | None = None  # by worker; None until the cache has answered
@@ -76,12 +94,8 @@ class Request:
     kv_is_invalid: bool = False  # the worker could not compute it, so its KV is not reused
     is_suspect: bool = False  # its step failed; it runs only together with other suspects (faults/)
     extra_stop_ids: frozenset[int] = frozenset()
-    parent: Request | None = None  # the sequence to fork from, as long as that is possible
-    siblings: Siblings = field(default=None)  # type: ignore[assignment]  # its own, unless it shares another sequence's
-    samples: list[Request] | None = None  # of the same prompt, this one and finished ones included
-    group: BeamGroup | None = None  # the beam group that it is the root or a member of
+    family: Family = field(default=None, repr=False)  # type: ignore[assignment]  # by default its own
     view: RequestView | None = field(default=None, init=False, repr=False)  # the view that policies get
-    hypotheses: list[Hypothesis] = field(default_factory=list)  # results of its beam search
     # Derived from prompt, sampling and output, because every step reads them.
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
@@ -95,9 +109,9 @@ class Request:
         self.num_tokens = self.num_prompt_tokens + len(self.output) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.grammar = self.sampling.grammar
-        self.needs_whole_prompt = self.sampling.prompt_logprobs or self.pooling == POOLING_MEAN
-        if self.siblings is None:
-            self.siblings = Siblings(self.arrival_index)
+        self.needs_whole_prompt = self.sampling.prompt_logprobs or self.metadata.pooling == POOLING_MEAN
+        if self.family is None:
+            self.family = Family(Siblings(self.arrival_index))
 
     def advance(self, event: Event) -> None:
         """Enter the next phase. Raises KeyError if the event cannot happen in this phase."""
@@ -111,7 +125,7 @@ class Request:
     @property
     def root(self) -> Request:
         """The client's request that it belongs to: itself, unless it is a beam."""
-        return self if self.group is None else self.group.root
+        return self if self.family.group is None else self.family.group.root
 
     @property
     def is_member(self) -> bool:
@@ -121,12 +135,12 @@ class Request:
     @property
     def is_further_sequence(self) -> bool:
         """Whether it is a sample after the first, or a beam, of a client's request for several sequences."""
-        return self.siblings.first != self.arrival_index
+        return self.family.siblings.first != self.arrival_index
 
     @property
     def is_one_of_several(self) -> bool:
         """Whether other samples of its prompt have not ended."""
-        return any(other is not self and other.phase is not Phase.ENDED for other in self.samples or ())
+        return any(other is not self and other.phase is not Phase.ENDED for other in self.family.samples or ())
 
     @property
     def num_output_tokens(self) -> int:
@@ -148,7 +162,7 @@ class Request:
     @property
     def namespace(self) -> tuple[str, str]:
         """Adapter, and tenant and salt under one name. Requests share blocks only within one namespace."""
-        return self.lora, self.cache_salt
+        return self.metadata.lora, self.metadata.cache_salt
 
     @property
     def token_ids(self) -> bytes:
@@ -163,7 +177,7 @@ class Request:
     def match_on(self, worker: int) -> PrefixMatch:
         """What the worker has of the request in its cache, or swapped out."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
-        if self.parent is None and not self.held.swapped_on:  # the common case
+        if self.family.parent is None and not self.held.swapped_on:  # the common case
             return match
         all_but_one = self.num_tokens - 1
         if self.can_fork_on(worker):
@@ -174,12 +188,16 @@ class Request:
 
     def can_fork_on(self, worker: int) -> bool:
         """Whether its parent is on that worker and has computed the prompt that both have in common."""
-        return self.parent is not None and self.parent.held.worker == worker and self.parent.held.prompt_is_computed
+        return (
+            self.family.parent is not None
+            and self.family.parent.held.worker == worker
+            and self.family.parent.held.prompt_is_computed
+        )
 
     @property
     def waits_for_parent(self) -> bool:
         """Whether its parent is about to compute their common prompt. A preempted one is not: others may run first."""
-        parent = self.parent
+        parent = self.family.parent
         if parent is None or parent.held.prompt_is_computed or parent.history.num_preemptions:
             return False
         return parent.phase in (Phase.WAITING, Phase.ALLOCATING, Phase.RUNNING)
@@ -187,7 +205,9 @@ class Request:
     @property
     def best_matched_tokens(self) -> int:
         """The most tokens that any worker has of it: cached, swapped out, or in the parent that it forks from."""
-        if self.held.swapped_on or (self.parent and (self.parent.held.prompt_is_computed or self.waits_for_parent)):
+        if self.held.swapped_on or (
+            self.family.parent and (self.family.parent.held.prompt_is_computed or self.waits_for_parent)
+        ):
             return self.num_tokens - 1
         return max(self.matches.values(), default=NO_MATCH).num_tokens if self.matches else 0
 
@@ -246,12 +266,12 @@ class RequestView:
 
     @property
     def tenant(self) -> str:
-        return self._request.tenant
+        return self._request.metadata.tenant
 
     @property
     def client_request(self) -> int:
         """Names the client's request: the same for all its samples, and for all beams of its search."""
-        return self._request.siblings.first
+        return self._request.family.siblings.first
 
     @property
     def is_beam(self) -> bool:
@@ -261,11 +281,11 @@ class RequestView:
     @property
     def num_running_siblings(self) -> int:
         """Sequences of the client's request that run or are about to run, on any worker, this one included."""
-        return self._request.siblings.num_bound
+        return self._request.family.siblings.num_bound
 
     @property
     def lora(self) -> str:
-        return self._request.lora
+        return self._request.metadata.lora
 
     @property
     def namespace(self) -> tuple[str, str]:
@@ -276,12 +296,12 @@ class RequestView:
     @property
     def priority(self) -> float:
         """Larger is more urgent."""
-        return self._request.priority
+        return self._request.metadata.priority
 
     @property
     def offline(self) -> bool:
         """Whether it is an offline request. A step shows a policy requests of one class only."""
-        return self._request.offline
+        return self._request.metadata.offline
 
     @property
     def arrival_s(self) -> float:
@@ -290,18 +310,18 @@ class RequestView:
     @property
     def deadline_s(self) -> float:
         """On the clock of `arrival_s`; inf if there is none."""
-        return self._request.deadline_s
+        return self._request.metadata.deadline_s
 
     @property
     def first_token_due_s(self) -> float:
         """When the first token is wanted (`ttft_slo_s`), on the clock of `arrival_s`; inf if there is no goal."""
         request = self._request
-        return request.arrival_s + request.ttft_slo_s if request.ttft_slo_s else math.inf
+        return request.arrival_s + request.metadata.ttft_slo_s if request.metadata.ttft_slo_s else math.inf
 
     @property
     def min_slo_s(self) -> float:
         """An order counts deadline and goal as at least this many seconds from arrival: its API key says so."""
-        return self._request.min_slo_s
+        return self._request.metadata.min_slo_s
 
     @property
     def started_s(self) -> float | None:

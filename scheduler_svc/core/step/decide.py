@@ -38,7 +38,7 @@ class Decider:
         step = self.apply_policies(worker, policies, waiting, now_s, offline=False)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
             # Admit only the requests before the first torn group: a later request would take the room that it needs.
-            before = partial(takewhile, lambda request: id(request.samples) not in torn)
+            before = partial(takewhile, lambda request: id(request.family.samples) not in torn)
             step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s, offline=False)
         if step is None or self._preempt_for_waiting(worker, policies, step):
             return None
@@ -112,7 +112,7 @@ class Decider:
         last_first = [slot for slot in reversed(batch.running) if slot in batch.offline]
         for slot in sorted(last_first, key=batch.finishing.__contains__):
             request = batch.running[slot]
-            if slots <= 0 and blocks <= 0 and request.lora not in loras:
+            if slots <= 0 and blocks <= 0 and request.metadata.lora not in loras:
                 continue
             slots, blocks = slots - 1, blocks - int(batch.slots.capacity[slot]) // worker.block_size
             self.life.preempt(request, "seniority", "recompute", "preempted for online requests")
@@ -128,9 +128,9 @@ class Decider:
         if not (worker.host.swapped and policies.preemption.mode == "auto" and runs):
             return set()
         back = {admission.request.arrival_index for admission in step._decision().admissions}
-        samples = [request for request in worker.host.swapped.values() if request.samples]
-        resumed = {id(request.samples) for request in samples if request.arrival_index in back}
-        return resumed & {id(request.samples) for request in samples if request.arrival_index not in back}
+        samples = [request for request in worker.host.swapped.values() if request.family.samples]
+        resumed = {id(request.family.samples) for request in samples if request.arrival_index in back}
+        return resumed & {id(request.family.samples) for request in samples if request.arrival_index not in back}
 
     @staticmethod
     def _expect_progress(worker: WorkerState, step: Step) -> None:
@@ -167,7 +167,9 @@ class Decider:
     def _units(worker: WorkerState, policies: Policies, step: Step, victims: list[Running]) -> Iterator[list[Running]]:
         """The victims one by one. In mode "auto", each victim takes all running samples of its prompt along (a sequence
         group of vLLM V0), unless nothing would be left to run."""
-        left = {sequence.slot: (sequence, worker.batch.running[sequence.slot].samples) for sequence in step.running}
+        left = {
+            sequence.slot: (sequence, worker.batch.running[sequence.slot].family.samples) for sequence in step.running
+        }
         for victim in victims:
             if victim.slot not in left:
                 continue  # it was preempted with its group
@@ -200,7 +202,7 @@ class Decider:
 
     def _preempt(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]
-        if request.offline:  # the policies in force do not see it
+        if request.metadata.offline:  # the policies in force do not see it
             worker.yielded = True
         else:
             worker.preempted.append(request)

@@ -113,7 +113,7 @@ class Emitter:
                 whole = request.needs_whole_prompt
                 use = PrefixUse.of(granted, request.num_tokens, reported, worker.block_size, needs_whole_prompt=whole)
                 self.timeline.found(request, use)
-            if worker.prefix_caching and not request.needs_whole_prompt and request.parent is None:
+            if worker.prefix_caching and not request.needs_whole_prompt and request.family.parent is None:
                 self.counters.prefix_query_tokens += request.num_tokens
                 self.counters.prefix_hit_tokens += reported
         # The cache may hold more of the prompt now than when the step was scheduled.
@@ -135,7 +135,7 @@ class Emitter:
         new.slot, new.token_ids, new.block_table = slot, request.token_ids, block_table
         new.num_prompt_tokens, new.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
         new.sampling.CopyFrom(request.sampling)
-        new.request_id, new.cache_salt = request.request_id, request.cache_salt
+        new.request_id, new.cache_salt = request.request_id, request.metadata.cache_salt
 
     def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int], planned_s: float, now_s: float) -> bool:
         """Record the rows as in flight. Returns whether there are any."""

@@ -139,7 +139,7 @@ class ResultReader:
                 continue
             if request.root.history.first_token_s is None:
                 request.root.history.first_token_s = now_s
-            if request.group is not None:
+            if request.family.group is not None:
                 self.groups.report(request, logprobs.get(chunk.slot))
                 continue
             new.append((int(worker.batch.slots.session[chunk.slot]), request.handle, token))

@@ -115,7 +115,7 @@ class Rounds:
         if len(decision.growth) or decision.admissions:
             for admission in decision.admissions:
                 request, why = admission.request, ""
-                if len(self._workers) > 1 and not request.offline:
+                if len(self._workers) > 1 and not request.metadata.offline:
                     why = self._step_scheduler.bound(request, worker.id)
                 self._life.bind(worker, request, why)
             worker.pending_step = pending_step

@@ -78,7 +78,7 @@ class StepScheduler:
         self.policies = policies  # before `started`: the order may fail there and be replaced
         for worker in workers.values():
             for request in worker.bound:
-                if not request.offline:
+                if not request.metadata.offline:
                     self.queue.online.started(request)
 
     def begin(self) -> None:
@@ -141,7 +141,7 @@ class StepScheduler:
     ) -> Step | None:
         """Schedule a step that retries these suspects. Of the current policies, only preemption decides."""
         # The online suspects of a group come first, because offline ones preempt no online sequence.
-        online = [request for request in members if not request.offline]
+        online = [request for request in members if not request.metadata.offline]
         members, offline = online or members, not online
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
         waiting = partial(retry_candidates, members, worker)
@@ -233,7 +233,7 @@ class StepScheduler:
                 continue
             budgets = self._budgets.of(request)
             if limited and budgets.waits_for_tenant(request):
-                at_limit[request.tenant] = budgets.tenant_tokens[request.tenant]
+                at_limit[request.metadata.tenant] = budgets.tenant_tokens[request.metadata.tenant]
                 continue
             skipped = _waits_for_another(request) or not worker.can_ever_hold(request)
             if not worker.has_grammar(request):
@@ -317,7 +317,7 @@ def _free_tokens(budgets: Budgets) -> Callable[[str], int] | None:
 
 
 def _waits_for_another(request: Request) -> bool:
-    return request.is_suspect or (request.parent is not None and request.waits_for_parent)
+    return request.is_suspect or (request.family.parent is not None and request.waits_for_parent)
 
 
 def _is_stuck(request: Request, workers: list[WorkerState]) -> bool:

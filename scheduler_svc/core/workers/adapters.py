@@ -17,17 +17,17 @@ class Adapters:
 
     def bind(self, request: Request) -> None:
         """The request runs, or is about to."""
-        if request.lora:
-            self.num_bound[request.lora] += 1
+        if request.metadata.lora:
+            self.num_bound[request.metadata.lora] += 1
 
     def unbind(self, request: Request) -> None:
         """The request has left the worker."""
-        if request.lora:
-            self.num_bound[request.lora] -= 1
-            if not self.num_bound[request.lora]:
-                del self.num_bound[request.lora]
+        if request.metadata.lora:
+            self.num_bound[request.metadata.lora] -= 1
+            if not self.num_bound[request.metadata.lora]:
+                del self.num_bound[request.metadata.lora]
 
     def fit(self, request: Request) -> bool:
         """Whether the request has no adapter, its adapter is in the batch, or there is room for another adapter."""
-        lora = request.lora
+        lora = request.metadata.lora
         return not lora or lora in self.num_bound or len(self.num_bound) < self.limit

@@ -119,7 +119,7 @@ class Batch:
         request.held.slot, request.held.block_table = slot, array("i", block_table)
         self.running[slot] = request
         self.num_further += request.is_further_sequence
-        if request.offline:
+        if request.metadata.offline:
             self.offline.add(slot)
         self.prefills[slot] = Prefill(slot, request.num_tokens, num_cached_tokens)
         return slot
@@ -200,7 +200,7 @@ class Batch:
         self.slots.release(slot, self.decode_step)
         self.num_departed += 1
         self.num_further -= request.is_further_sequence
-        if request.offline:
+        if request.metadata.offline:
             self.offline.remove(slot)
             self.num_offline_departed += 1
         request.held.slot = -1

@@ -84,7 +84,7 @@ class SlotLedger:
         self.handle[slot] = request.handle
         self.session[slot] = session_index
         self.stops_at_eos[slot] = not request.sampling.ignore_eos
-        self.offline[slot] = request.offline
+        self.offline[slot] = request.metadata.offline
         if request.extra_stop_ids:
             self.extra_stops[slot] = request.extra_stop_ids
         return slot

@@ -135,28 +135,28 @@ class WorkerState:
         held = np.zeros(self.num_blocks + 1, bool)  # block ids begin with 1
         for offline in (True, False):
             for request in self.batch.running.values():
-                if request.offline == offline:
+                if request.metadata.offline == offline:
                     held[np.frombuffer(request.held.block_table, np.int32)] = offline
         return int(np.count_nonzero(held))
 
     def adapters_beside(self, request: Request) -> Set[str]:
         """The adapters in the batch that the request cannot displace: an online request displaces those of offline
         sequences."""
-        if request.offline or not self.batch.offline:
+        if request.metadata.offline or not self.batch.offline:
             return self.adapters.num_bound.keys()
-        return {one.lora for one in self.bound if one.lora and not one.offline}
+        return {one.metadata.lora for one in self.bound if one.metadata.lora and not one.metadata.offline}
 
     def fits_adapter(self, request: Request) -> bool:
         """Whether the batch has room for the request's adapter, has the adapter, or the request has none."""
-        if not request.lora or not self.batch.offline:
+        if not request.metadata.lora or not self.batch.offline:
             return self.adapters.fit(request)
         loras = self.adapters_beside(request)
-        return request.lora in loras or len(loras) < self.adapters.limit
+        return request.metadata.lora in loras or len(loras) < self.adapters.limit
 
     def can_ever_hold(self, request: Request) -> bool:
         """Whether the request can fit an empty pool. The last token of a sequence is never computed, so it needs no
         room. An adapter needs a worker that serves adapters."""
-        serves = not request.lora or self.registration.max_loras > 0
+        serves = not request.metadata.lora or self.registration.max_loras > 0
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
     def has_grammar(self, request: Request) -> bool:

@@ -43,9 +43,9 @@ class Admitted:
 
     def add(self, request: Request) -> None:
         self.num_bytes += plan_bytes(request)
-        self.tenant_tokens[request.tenant] += request.max_total_tokens
-        if request.lora:
-            self.loras.add(request.lora)
+        self.tenant_tokens[request.metadata.tenant] += request.max_total_tokens
+        if request.metadata.lora:
+            self.loras.add(request.metadata.lora)
 
 
 def plan_bytes(request: Request) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.inference_pb2 import BeamOptions
 from scheduler_svc.core.admission.queue import WaitingQueue
-from scheduler_svc.core.requests.request import Request, RequestView, Siblings
+from scheduler_svc.core.requests.request import Request, RequestView, Siblings, SubmissionMetadata
 from scheduler_svc.policies.order.fair import CHARGE_INTERVAL_S, MAX_IDLE, FairAmongTenants
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -290,7 +290,7 @@ def limited(arrival_index: int, tenant: str) -> Request:
         bytearray(),
         sampling,
         0.0,
-        tenant=tenant,
+        SubmissionMetadata(tenant=tenant),
         queue_position=arrival_index,
     )
 

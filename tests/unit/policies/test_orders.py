@@ -13,8 +13,7 @@ import pytest
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.policy.order import OrderPolicy, PolicyError
-from scheduler_svc.core.requests.request import PrefixMatch, Request, view_of
-from scheduler_svc.core.requests.state import History
+from scheduler_svc.core.requests.request import PrefixMatch, Request, SubmissionMetadata, view_of
 from scheduler_svc.policies.order.deadline import EarliestDeadlineFirst
 from scheduler_svc.policies.order.dfs_weight import DepthFirstByWeight
 from scheduler_svc.policies.order.hrrn import HighestResponseRatioNext
@@ -34,11 +33,13 @@ def test_a_goal_below_the_limit_of_its_api_key_counts_as_the_limit() -> None:
     assert [one.arrival_index for one in order.ordered(0.1)] == [4, 1, 2, 3, 5]
 
 
-def request(arrival_index: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, **fields: Any) -> Request:
+def request(
+    arrival_index: int, tokens: list[int], cached: int = 0, arrival_s: float = 0.0, *, ran: bool = False, **fields: Any
+) -> Request:
     prompt, sampling = np.array(tokens, np.int32).tobytes(), SamplingParams(max_tokens=4)
-    made = Request(
-        arrival_index, "", arrival_index, str(arrival_index), prompt, bytearray(), sampling, arrival_s, **fields
-    )
+    name, metadata = str(arrival_index), SubmissionMetadata(**fields)
+    made = Request(arrival_index, "", arrival_index, name, prompt, bytearray(), sampling, arrival_s, metadata)
+    made.history.has_run = ran
     made.queue_position, made.matches = arrival_index, {1: PrefixMatch(cached)}
     return made
 
@@ -179,7 +180,7 @@ def test_hrrn_puts_cached_preempted_requests_first() -> None:
     old = request(1, [1] * 100)
     wait(order, old)
     serve(order, request(2, [2] * 1000))
-    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, history=History(has_run=True))
+    new, resumed = request(3, [3] * 40, cached=39), request(4, [4] * 40, cached=40, ran=True)
     resumed.add_output(np.array([5, 6], np.int32).tobytes())
     wait(order, new, resumed)
     assert names(order) == [4, 1, 3], "a new request is not put first: its last token must always be computed"
@@ -282,7 +283,7 @@ def test_deadline_gives_up_a_hopeless_request_early_under_steady_prefill() -> No
         if tick == 5:
             for one, left_s in (hopeless, 2.0), (in_time, 5.0):
                 order.remove(view_of(one))
-                one.deadline_s = now_s + left_s
+                one.metadata.deadline_s = now_s + left_s
                 wait(order, one)
         assert given_up(order, now_s) == ([1001] if tick >= 5 else []), f"at {now_s} s"
 
@@ -328,7 +329,7 @@ def test_the_fastest_ageing_still_tells_arrivals_apart() -> None:
 
 
 def test_hrrn_does_not_count_recomputed_tokens() -> None:
-    order, resumed = HighestResponseRatioNext(), request(1, [1] * 100, history=History(has_run=True))
+    order, resumed = HighestResponseRatioNext(), request(1, [1] * 100, ran=True)
     wait(order, resumed)
     before = order._served_tokens
     order.started(view_of(resumed))

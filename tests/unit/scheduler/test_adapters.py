@@ -9,7 +9,7 @@ from typing import cast
 
 from paceline.v1.common_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, SamplingParams
 from scheduler_svc.core.rejection import CODE_INVALID_ARGUMENT
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.request import Request, SubmissionMetadata
 from scheduler_svc.core.workers.adapters import Adapters
 from scheduler_svc.policies.registry import build, choose
 from simulator.system import LocalSystem
@@ -33,7 +33,7 @@ def test_a_batch_has_at_most_max_loras_adapters() -> None:
     for handle, lora in enumerate(["x", "y", "z", "x", ""]):
         system.submit("s", handle, [9] * 6, params(6), lora=lora)
     while moves := system.moves():
-        bound = [request.lora for worker in system.scheduler.workers.values() for request in worker.bound]
+        bound = [request.metadata.lora for worker in system.scheduler.workers.values() for request in worker.bound]
         assert len(set(bound) - {""}) <= 2
         system.move(*moves[0])
     assert len(client.endings) == 5
@@ -49,7 +49,7 @@ def test_each_worker_has_its_own_limit_of_adapters() -> None:
         system.submit("s", handle, [9] * 6, params(6), lora=lora)
     while moves := system.moves():
         for worker in system.scheduler.workers.values():
-            limit, loras = worker.registration.max_loras, {request.lora for request in worker.bound}
+            limit, loras = worker.registration.max_loras, {request.metadata.lora for request in worker.bound}
             assert len(loras) <= limit
             assert worker.adapters.num_bound.keys() == loras
             most[limit] = max(most[limit], len(loras))
@@ -97,7 +97,7 @@ def test_a_request_for_an_adapter_fails_once_a_worker_without_adapters_comes() -
 def test_a_batch_has_room_for_an_adapter_that_is_in_it_or_for_one_more() -> None:
     def has(lora: str, *loaded: str) -> bool:
         adapters = Adapters(2, Counter(loaded))
-        return adapters.fit(cast(Request, SimpleNamespace(lora=lora)))
+        return adapters.fit(cast(Request, SimpleNamespace(metadata=SubmissionMetadata(lora=lora))))
 
     assert has("", "a", "b")
     assert has("a", "a", "b")

@@ -50,7 +50,7 @@ def test_a_tenant_runs_no_more_than_its_token_limit_and_other_tenants_overtake_i
         system.submit("s", handle, [9] * 10, params(10), tenant=tenant)
     seen = set()
     while moves := system.moves():
-        tenants = [request.tenant for worker in system.scheduler.workers.values() for request in worker.bound]
+        tenants = [request.metadata.tenant for worker in system.scheduler.workers.values() for request in worker.bound]
         assert tenants.count("a") <= 2, "a third request would grow to 60 tokens"
         seen.add(tuple(running(system)))
         system.move(*moves[0])

@@ -92,7 +92,7 @@ def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bo
 def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: str) -> None:
     samples = object()
     of = {0: None, 1: samples, 2: samples, 3: None}
-    running = {slot: SimpleNamespace(samples=one) for slot, one in of.items()}
+    running = {slot: SimpleNamespace(family=SimpleNamespace(samples=one)) for slot, one in of.items()}
     worker = SimpleNamespace(batch=SimpleNamespace(running=running))
     sequences = [SimpleNamespace(slot=slot) for slot in of]
     policies: Any = SimpleNamespace(preemption=SimpleNamespace(mode=mode))

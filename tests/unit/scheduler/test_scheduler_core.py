@@ -302,8 +302,11 @@ def test_ranges_of_generated_tokens_count_from_the_end_of_the_prompt(system: Loc
     beyond = [RetentionRange(end=100, priority=1), RetentionRange(start=200, priority=2), RetentionRange(decode=True)]
     submit_raw(system, 3, prompt_token_ids=pack(*range(10, 26)), sampling=params(9), cache_retention=beyond)
     request, other = system.scheduler.queue
-    assert list(request.cache_retention) == [RetentionRange(end=16), RetentionRange(start=20, end=24, priority=90)]
-    assert list(other.cache_retention) == [RetentionRange(end=16, priority=1), RetentionRange(start=16)]
+    assert list(request.metadata.cache_retention) == [
+        RetentionRange(end=16),
+        RetentionRange(start=20, end=24, priority=90),
+    ]
+    assert list(other.metadata.cache_retention) == [RetentionRange(end=16, priority=1), RetentionRange(start=16)]
     system.run()
     assert "start: 0 lies within the range before" in client.endings[2].message
 

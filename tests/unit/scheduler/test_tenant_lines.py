@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.v1.common_pb2 import SamplingParams
 from scheduler_svc.core.admission.queue import WaitingQueue
 from scheduler_svc.core.admission.tenant_lines import TenantLines
-from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.requests.request import Request, SubmissionMetadata
 from scheduler_svc.core.types import SchedulerConfig
 from scheduler_svc.policies.api import Step
 from scheduler_svc.policies.order.fcfs import FirstComeFirstServed
@@ -27,16 +27,14 @@ Limited = tuple[LocalSystem, list[WorkerEnd], Client]
 
 
 def request(arrival_index: int, tenant: str, tokens: int) -> Request:
-    sampling = SamplingParams(max_tokens=tokens - 1)
-    return Request(
-        arrival_index, "s", arrival_index, str(arrival_index), b"1234", bytearray(), sampling, 0.0, tenant=tenant
-    )
+    sampling, metadata = SamplingParams(max_tokens=tokens - 1), SubmissionMetadata(tenant=tenant)
+    return Request(arrival_index, "s", arrival_index, str(arrival_index), b"1234", bytearray(), sampling, 0.0, metadata)
 
 
 def expected(waiting: dict[int, tuple[Request, int]], running: Counter[str]) -> set[int]:
     shown = set()
-    for tenant in {one.tenant for one, _ in waiting.values()}:
-        line = sorted((rank, one.arrival_index, one) for one, rank in waiting.values() if one.tenant == tenant)
+    for tenant in {one.metadata.tenant for one, _ in waiting.values()}:
+        line = sorted((rank, one.arrival_index, one) for one, rank in waiting.values() if one.metadata.tenant == tenant)
         tokens, free = 0, LIMIT - running[tenant]
         for i, (_, arrival_index, one) in enumerate(line):
             if i and tokens > free:

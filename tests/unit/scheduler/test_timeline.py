@@ -108,7 +108,7 @@ def test_the_later_live_request_of_two_with_one_id_is_explained() -> None:
 
 def sequence(number: int, request_id: str, answer_id: str) -> Request:
     made = request(number)
-    made.request_id, made.answer_id = request_id, answer_id
+    made.request_id, made.metadata.answer_id = request_id, answer_id
     return made
 
 
@@ -138,7 +138,7 @@ def test_an_id_of_several_tenants_or_keys_needs_the_tenant_or_the_key() -> None:
     notes = RequestTimeline()
     for number, (tenant, key) in enumerate([("a", "k1"), ("b", "k2"), ("b", "k3"), ("b", "k2")], 1):
         one = sequence(number, "x", "cmpl-x")
-        one.tenant, one.owner = tenant, key
+        one.metadata.tenant, one.metadata.owner = tenant, key
         notes.arrived(one, 1.0)
     for name in ("x", "cmpl-x"):
         with pytest.raises(timeline.SeveralOwners) as several:
@@ -317,7 +317,7 @@ def test_a_request_waits_behind_another_only_where_it_was_not_looked_at() -> Non
 def test_only_the_tenants_limit_is_named_while_a_request_waits_for_it() -> None:
     """The decisions form ranges. A decision that stopped earlier in the queue does not name the limit."""
     notes, one, first = RequestTimeline(30), request(1), request(2)
-    one.tenant = "a"
+    one.metadata.tenant = "a"
     notes.arrived(one, 1.0)
     notes.arrived(first, 1.0)
     for i in range(4):

@@ -22,7 +22,7 @@ def test_output_tokens_that_are_not_whole_are_refused() -> None:
 def test_a_prompt_range_that_begins_after_the_prompt_is_ignored_beside_an_output_range() -> None:
     about_prompt, about_output = RetentionRange(start=2, end=4, priority=50), RetentionRange(priority=60, decode=True)
     submission = Submission(prompt_token_ids=bytes(8), cache_retention=[about_prompt, about_output])
-    assert new_request("s", submission, 0.0).cache_retention == (RetentionRange(start=2, priority=60),)
+    assert new_request("s", submission, 0.0).metadata.cache_retention == (RetentionRange(start=2, priority=60),)
 
 
 @pytest.mark.parametrize("scores", [False, True])
