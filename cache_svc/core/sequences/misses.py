@@ -35,7 +35,7 @@ NO_MISSES = Misses()
 
 class MissFinder:
     """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute, and forgets
-    those that have computed them."""
+    those that compute them no longer, also after a swap."""
 
     def __init__(self) -> None:
         self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)

@@ -22,11 +22,6 @@ class Caller:
         """The key's name, "" without a key. Stored answers and idempotency keys belong to it."""
         return self.key.name if self.key is not None else ""
 
-    @property
-    def reads_metrics(self) -> bool:
-        """Whether it may know the load of all tenants, as the metrics show it."""
-        return self.key is None or self.key.metrics or self.key.admin
-
     def permit(self, metadata: inference_pb2.Submission, named_tenant: str | None) -> inference_pb2.Submission:
         """The metadata with `offline` and the tenant that the key allows. `named_tenant`: the tenant that the request
         names itself.

@@ -46,10 +46,17 @@ class AccessControl:
         if self._keys is None or path in self._open_paths or path.startswith(f"{ASSETS_PATH}/"):
             return ANYONE
         caller = self.identify(headers)
-        if path == METRICS_PATH and not caller.reads_metrics:
+        if path == METRICS_PATH and not self.may_know_load(caller):
             message = f"the key {caller.owner!r} may not read metrics, which name all tenants (metrics = true)"
             raise ApiError(403, message, code="metrics_not_allowed")
         return caller
+
+    def may_know_load(self, caller: Caller) -> bool:
+        """Whether the caller may know the load of all tenants, as the metrics show it. On a path that needs no key a
+        caller has none, also on a server with keys."""
+        if self._keys is None or METRICS_PATH in self._open_paths:
+            return True
+        return caller.key is not None and (caller.key.metrics or caller.key.admin)
 
     def identify(self, fields: Iterable[tuple[str | bytes, str | bytes]]) -> Caller:
         """The caller by HTTP headers or gRPC metadata. Raises ApiError 401."""

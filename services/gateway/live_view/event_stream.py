@@ -41,7 +41,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._max_s == float("inf"):
+            if self._max_s == self._max_write_s == float("inf"):
                 await super().__call__(scope, receive, send)
             else:
                 await self._call_bounded(scope, receive, send)

@@ -64,7 +64,7 @@ class LiveFeed:
             raise ApiError(429, message, code="too_many_viewers", retry_after_s=_RETRY_S)
         viewer = Viewer(self)
         self._viewers.add(viewer)
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         return viewer
 

@@ -196,7 +196,7 @@ class Gateway:
     def num_online_for(self, caller: Caller) -> int:
         """The online sequences in flight that the caller may know of: all, or those of its own API key. A key with
         `metrics` or `admin` may know of all, as it may read the metrics of all tenants."""
-        if caller.reads_metrics:
+        if self.access.may_know_load(caller):
             return self._num_online.total()
         return self._num_online[caller.owner]
 

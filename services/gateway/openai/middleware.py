@@ -102,7 +102,8 @@ class RequestMiddleware:
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
     may not enter (429, or 403 for a wrong host). Both are sent before routing, which would take most of the time, and
     before the body is read. `root_path`: a prefix that paths may have. `apis`: the APIs beside OpenAI's.
-    `load`: the scheduler's, for requests that ask for a report; None while it is unknown.
+    `load`: the scheduler's, for a caller that asks for a report; None while it is unknown, or if the caller may not
+    know it.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class RequestMiddleware:
         admit: Callable[[Scope], Caller] = lambda scope: ANYONE,
         root_path: str = "",
         apis: Sequence[OtherApi] = (),
-        load: Callable[[], SchedulerLoad | None] = lambda: None,
+        load: Callable[[Caller], SchedulerLoad | None] = lambda caller: None,
     ) -> None:
         self._app = app
         self._refusal, self._admit, self._load = refusal, admit, load
@@ -151,7 +152,7 @@ class RequestMiddleware:
         """The header with the server's load, if the request asks for it and its caller may know it."""
         wanted = next((value for name, value in scope["headers"] if name == LOAD_REPORT_FORMAT.encode()), b"")
         caller: Caller | None = scope["state"].get(CALLER)
-        if not wanted or caller is None or not caller.reads_metrics or (load := self._load()) is None:
+        if not wanted or caller is None or (load := self._load(caller)) is None:
             return []
         report = load_report(wanted, load)
         return [(LOAD_REPORT.encode(), report)] if report is not None else []

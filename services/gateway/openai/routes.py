@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.access.caller import Caller
 from services.gateway.access.control import METRICS_PATH, OPEN_PATHS
 from services.gateway.access.headers import HEADERS, apply_headers, conversation_name
@@ -89,7 +90,10 @@ def create_app(
     def admit(scope: Scope) -> Caller:
         return gateway.access.admit(scope["path"].removeprefix(root_path), scope["headers"])
 
-    return RequestMiddleware(app, refusal, admit, root_path, apis, lambda: gateway.session.load)
+    def load(caller: Caller) -> SchedulerLoad | None:
+        return gateway.session.load if gateway.access.may_know_load(caller) else None
+
+    return RequestMiddleware(app, refusal, admit, root_path, apis, load)
 
 
 def _json(value: Any, status: int = 200) -> JsonResponse:

@@ -284,3 +284,16 @@ def test_metrics_need_a_key_with_the_right_to_read_them(tmp_path: Path) -> None:
     with pytest.raises(ApiError):
         access(tmp_path, metrics=True).admit("/metrics", [])
     assert access(tmp_path, open_metrics=True).admit("/metrics", []) is ANYONE
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/assets/x", "/v1/models"])
+@pytest.mark.parametrize(("right", "knows"), [({}, False), ({"metrics": True}, True), ({"admin": True}, True)])
+def test_the_load_is_known_to_keys_that_read_metrics_and_not_without_a_key(
+    tmp_path: Path, path: str, right: dict[str, bool], knows: bool
+) -> None:
+    control = access(tmp_path, **right)
+    caller = control.admit(path, SHOWN)
+    assert control.may_know_load(caller) == (knows and caller is not ANYONE)
+    assert not control.may_know_load(ANYONE)
+    assert access(tmp_path, open_metrics=True).may_know_load(ANYONE)
+    assert AccessControl().may_know_load(ANYONE)
