@@ -57,8 +57,8 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
     async def _close(self) -> None:
-        # What has just been accepted is served and ends, too. A server that is closed first would leave its socket
-        # open (CPython gh-109564).
+        # A connection that was accepted just now is served and ends, too. If the server closed first, the socket of
+        # this connection would stay open (CPython gh-109564).
         for listening in self._server.sockets:
             self._loop.remove_reader(listening.fileno())
         self._cut()

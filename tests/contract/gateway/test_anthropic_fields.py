@@ -180,7 +180,7 @@ async def test_fields_without_effect_are_accepted(start: Start) -> None:
     assert found.status_code == 200, found.text
 
 
-async def test_a_large_body_is_parsed_in_the_other_process(start: Start) -> None:
+async def test_a_large_body_is_parsed_in_the_process_for_large_bodies(start: Start) -> None:
     running = await start(settings={"chat_template": TEMPLATE}, **says("x"))
     thoughts = [{"type": "redacted_thinking", "data": "x" * 20}] * 9000
     turn = [*thoughts, {"type": "text", "text": "y", "cache_control": {"type": "ephemeral"}}]

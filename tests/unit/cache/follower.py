@@ -26,7 +26,7 @@ def namespace_id(model: str = "", lora: str = "", salt: str = "") -> int:
 
 
 def stored_in(core: CacheCore) -> State:
-    """The state that the tree has, without the ids of its nodes."""
+    """The state of the tree. Computes the prefix ids anew, and does not read those that the nodes keep."""
     tree, state = core.tree, State()
     memories = {}
     for worker in core.workers.values():

@@ -47,9 +47,9 @@ def test_another_tenant_finds_nothing_however_much_it_guesses() -> None:
     others = [("", ""), ("", "victim"), ("victim", "x")]
     for handle, (tenant, salt) in enumerate(others, start=50):
         assert cached_tokens(system, handle, tenant=tenant, cache_salt=salt) == 0
-    assert cached_tokens(system, 60, tenant="victim") == len(PROMPT) - 1, "its own tenant is as before"
+    assert cached_tokens(system, 60, tenant="victim") == len(PROMPT) - 1, "the victim itself still finds its prompt"
     assert cached_tokens(system, 61, tenant="victim", cache_salt="x") == len(PROMPT) - 1
-    assert cached_tokens(system, 62) == len(PROMPT) - 1, "and so are requests without a tenant"
+    assert cached_tokens(system, 62) == len(PROMPT) - 1, "requests without a tenant find theirs, too"
 
 
 def test_requests_that_arrive_together_share_within_a_tenant_only() -> None:
@@ -66,7 +66,7 @@ def test_requests_that_arrive_together_share_within_a_tenant_only() -> None:
     assert computed["aa"] == computed[""] == computed["ab"] - len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE
 
 
-def test_with_one_cache_for_all_tenants_the_number_is_rounded_down_to_blocks() -> None:
+def test_with_one_cache_for_all_tenants_cached_tokens_are_rounded_down_to_blocks() -> None:
     system = make(cache_scope="server")
     assert cached_tokens(system, 1, tenant="victim") == 0
     found = [
