@@ -33,7 +33,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         ]
         _show(console, f"Admission of {tokens}, {how}, µs", rows, ["part", *columns])
     _show(console, "Abort, µs", report["abort"], ["order", "waiting", *columns])
-    title = "The next requests, µs a pass; peer: SGLang (*: it uses fcfs with this many requests)"
+    title = "Choosing the next requests, µs per pass; peer: SGLang (*: SGLang uses fcfs with this many requests)"
     orders = [{**row, "order": f"{row['order']}{'*' if row['peer_falls_back'] else ''}"} for row in report["order"]]
     _show(console, title, orders, ["order", "waiting", *PEERS, "next_us_median", "peer_us_median", "ratio"])
     for name, what in report["counted"].items():

@@ -114,7 +114,7 @@ class Cluster:
         self._links: dict[int, AttachedWorker] = {}
         self._closed: deque[ClientSession] = deque()  # sessions that wait for the end of another one
         self._open_requests = 0
-        self._starts = 0  # sessions that have not begun
+        self._starts = 0  # turns that are scheduled but have not started
         self._handles = np.empty(0, np.int64)  # of the last message with handles
         self._received = np.zeros(1024, np.int64)  # output tokens by handle
         self._lengths = np.zeros_like(self._received)  # number of output tokens at which a request ends, by handle

@@ -138,7 +138,7 @@ class RetryAfter:
         # The sum runs from the front, always in the same order. So rounding never gives a later client an earlier time.
         before = list(accumulate(self._expected, initial=-min(self._came, self._expected[0])))[1:]
         second = LONGEST_S
-        # All later clients must keep their positions: find the first second after which one position is always left.
+        # All later clients must keep their times: find the first second after which there is always room for `excess`.
         while second and rate * (from_now_s + second) - before[second - 1] >= excess:
             second -= 1
         after_s = (before[second] + excess) / rate

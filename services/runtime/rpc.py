@@ -101,8 +101,9 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to host:port that reconnects quickly and notices a dead peer. Use one per peer and process.
 
-    `tls`: shows these certificates, and trusts their CAs; as they are now, so open a new channel for a new attempt to
-    connect. `credentials`: instead of `tls`. Without either, the channel is not encrypted.
+    `tls`: the channel shows these certificates and trusts their CAs. It does not notice when they are renewed, so open
+    a new channel for each attempt to connect. `credentials`: instead of `tls`. Without either, the channel is not
+    encrypted.
     """
     reconnect = [
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -23,8 +23,7 @@ _MODULUS = (1 << _BITS) - 1  # that of Python's hash of an integer
 
 
 class EvictedPrefixes:
-    """The last runs that have left a tree because of eviction: GENERATION_BYTES of tokens, and up to as many before
-    them."""
+    """The runs that were evicted last, in two generations."""
 
     __slots__ = ("_block_bytes", "_firsts", "_newer", "_num_bytes", "_older", "_older_firsts")
 
@@ -59,9 +58,9 @@ class EvictedPrefixes:
             self._newer, self._firsts, self._num_bytes = {}, set(), 0
 
     def count(self, node: PrefixNode, token_ids: bytes, num_skipped: int, end: int) -> int:
-        """How many blocks of a sequence were evicted, one after the other, after its path to the end of a node.
+        """How many consecutive blocks of a sequence were evicted. The sequence begins with the path to the node.
 
-        `num_skipped`: blocks after the node at which the search begins. `end`: the block before which it ends.
+        The count begins `num_skipped` blocks after the end of the node, and stops before block `end`.
         """
         size = self._block_bytes
         begin = node.end * size

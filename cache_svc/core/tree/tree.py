@@ -118,7 +118,7 @@ class PrefixTree:
         return start + low
 
     def nearest(self, node: PrefixNode, depth: int, token_ids: bytes, index: int) -> tuple[int, int]:
-        """Finds the block of a memory that begins with the most tokens of those that come next in the sequence.
+        """Finds the block in one memory that has the longest common beginning with the sequence's next tokens.
 
         The match of the sequence has `depth` blocks and ends in `node`. Returns the block id (0: no block has a token
         in common) and the number of common tokens, never counting the last token of the sequence. Among children sorted

@@ -76,7 +76,7 @@ class StreamProgress:
 
     Above MAX_CHOICES choices, and if the request does not ask for ids, the lines are empty. The checksum of a choice is
     FNV-1 (Fowler, Noll and Vo) with 32 bits, one step per token. The checksum of the stream is the sum over its
-    choices, each with its own weight, so that equal errors in two choices do not cancel each other.
+    choices, each with its own weight, so that it changes if two choices swap their tokens.
     """
 
     __slots__ = ("_counts", "_has_ids", "_head", "_is_single", "_positions", "_shown_sums", "_sums", "checksum")
