@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Request, expect
+from playwright.sync_api import Browser, Page, Request, Route, expect
 
 from tests.contract.gateway.test_keys import Keys
 from tests.support.chromium import PHONE, WAIT_MS, needs_chromium, open_browser, open_page
@@ -237,6 +237,23 @@ def test_the_page_says_that_the_scheduler_refuses_policies(stack: Stack, browser
         page.goto(stack.url)
         expect(page.locator(".notice")).to_contain_text("cannot be switched here: the scheduler refuses the call")
         expect(page.get_by_label("Preset")).to_be_disabled()
+
+
+def test_the_page_asks_again_for_policies_that_a_busy_server_has_not_sent(stack: Stack, browser: Browser) -> None:
+    error = {"message": "too many requests", "reason": "too_many_requests"}
+    busy = [429]
+
+    def answer(route: Route) -> None:
+        if busy:
+            route.fulfill(status=busy.pop(), json={"error": error})
+        else:
+            route.continue_()
+
+    with open_page(browser, "about:blank", refusals=True) as page:
+        page.route("**/v1/policies", answer)
+        page.goto(stack.url)
+        expect(page.get_by_label("Preset")).to_be_enabled()
+        assert not busy
 
 
 def test_the_page_asks_for_a_key_below_a_prefix(stack: Stack, browser: Browser, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class CacheWatch:
         self._tls = tls
         self.latest: cache_pb2.WatchBlocksResponse | None = None  # None without a connection
         self._is_older = False  # the cache has answered that it has no WatchBlocks
+        self._ask_again_s = 0.0  # of the event loop's clock: not before this time
         self._first = asyncio.Event()
 
     @property
@@ -42,15 +43,19 @@ class CacheWatch:
     async def run(self) -> None:
         """Until it is cancelled."""
         self._first.clear()
+        loop = asyncio.get_running_loop()
         try:
             while self.target:
+                if self._is_older:
+                    self._first.set()  # no snapshot will come soon
+                await asyncio.sleep(self._ask_again_s - loop.time())
                 try:
                     await self._read()
                 except grpc.aio.AioRpcError as error:
                     self._note(error)
                 finally:
                     self.latest = None
-                await asyncio.sleep(_RETRY_OLDER_S if self._is_older else _RETRY_S)
+                self._ask_again_s = loop.time() + (_RETRY_OLDER_S if self._is_older else _RETRY_S)
         finally:
             self._first.clear()
 
@@ -70,8 +75,6 @@ class CacheWatch:
         elif not is_older:
             _log.debug("no snapshots of the cache", code=str(error.code()), error=error.details())
         self._is_older = is_older
-        if is_older:
-            self._first.set()  # no snapshot will come
 
     async def _read(self) -> None:
         async with open_channel(self.target, tls=self._tls) as channel:  # its own, with the newest certificates

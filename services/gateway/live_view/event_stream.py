@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from starlette.responses import StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from services.gateway.http.connection import CONNECTION, HttpConnection
 from services.gateway.openai.answers import STREAM_HEADERS
@@ -30,43 +30,29 @@ class Slot(Protocol):
 class EventStream(StreamingResponse):
     """Sends the items of a slot and gives it back, whatever happens.
 
-    `max_s`: the longest time that the reader may keep the slot. `max_write_s`: the longest time that it may need to
-    take one event. A reader beyond one of them loses its connection. Infinity: no limit but the connection's own.
+    `max_s`: the longest time that the reader may keep the slot. A reader that has not read everything by then loses
+    its connection. None: only the connection's own limit.
     """
 
-    def __init__(self, slot: Slot, *, max_s: float = float("inf"), max_write_s: float = float("inf")) -> None:
+    def __init__(self, slot: Slot, *, max_s: float | None = None) -> None:
         super().__init__(_events(slot), headers={k.decode(): v.decode() for k, v in STREAM_HEADERS})
         self._slot = slot
-        self._max_s, self._max_write_s = max_s, max_write_s
+        self._max_s = max_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        end = None
+        if self._max_s is not None:
+            end = asyncio.get_running_loop().call_later(self._max_s, _cut_off, scope[CONNECTION])
         try:
-            if self._max_s == self._max_write_s == float("inf"):
-                await super().__call__(scope, receive, send)
-            else:
-                await self._call_bounded(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
+            if end is not None:
+                end.cancel()
             self._slot.close()
-
-    async def _call_bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, connection = asyncio.get_running_loop(), scope[CONNECTION]
-        end = loop.call_later(self._max_s, _cut_off, connection)
-
-        async def bounded(message: Message) -> None:
-            timer = loop.call_later(self._max_write_s, _cut_off, connection)
-            try:
-                await send(message)  # returns when the reader has taken most of what was sent before
-            finally:
-                timer.cancel()
-
-        try:
-            await super().__call__(scope, receive, bounded)
-        finally:
-            end.cancel()
 
 
 def _cut_off(connection: HttpConnection) -> None:
-    _log.info("a reader of a trace is too slow", num_unsent=connection.num_unsent)
+    _log.info("a client has not read its stream in time", num_unsent=connection.num_unsent)
     connection.drop()  # this ends the pending send
 
 

@@ -52,7 +52,7 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
         time."""
         check_admin(caller_of(request), "a trace names all tenants")
         seconds = check_seconds(request.query_params.get("seconds"))
-        return EventStream(traces.begin(seconds), max_s=seconds + MAX_BEHIND_S, max_write_s=MAX_BEHIND_S)
+        return EventStream(traces.begin(seconds), max_s=seconds + MAX_BEHIND_S)
 
     @described(answer=TimelineAnswer, query=_OWNER, errors=(400, 401, 404, 409, 429, 503))
     async def timeline(request: Request) -> Response:

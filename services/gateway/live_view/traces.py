@@ -21,8 +21,7 @@ _log = get_logger(__name__)
 # Each question to the scheduler is also a sample of its clock.
 INTERVAL_S = 0.1
 MAX_SECONDS = 60.0
-# A reader loses its connection if it takes no event for so long, or has not read a trace so long after its end. So it
-# cannot keep the only slot.
+# A reader that has not read a whole trace so long after its end loses its connection. So it cannot keep the only slot.
 MAX_BEHIND_S = 10.0
 # No answer for so long: the scheduler is gone.
 _ANSWER_S = 2.0

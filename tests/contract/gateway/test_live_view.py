@@ -140,6 +140,9 @@ async def test_an_older_cache_is_up_without_block_maps_and_is_rarely_asked(
         while [one["state"] for one in shown["services"] if one["kind"] == "cache"] != ["down"]:
             shown = await anext(found)
         await found.aclose()  # type: ignore[attr-defined]
+        for _ in range(2):
+            assert (await running.http.get("/v1/live")).json()["cache"] is None
+        assert older.num_calls == 1  # also viewers that come later do not ask it again at once
     finally:
         await server.stop(None)
 

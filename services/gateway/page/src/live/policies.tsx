@@ -25,7 +25,7 @@ export function PolicySwitch({ view }: { view: SchedulerView }) {
         setProblem("");
       } catch (error) {
         if (leaving.signal.aborted) return;
-        const isRefusal = error instanceof ApiProblem && error.status < 500;
+        const isRefusal = error instanceof ApiProblem && (error.status === 401 || error.status === 403);
         if (isRefusal) setRefused(reason(error));
         else {
           setProblem(reason(error));
