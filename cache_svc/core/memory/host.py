@@ -6,7 +6,8 @@ host may have some of the beginning too: a copied-back block stays here, so that
 copy. No path has a gap:
 
   * if the device evicts a node and the host has no room, the node is dropped, with all nodes below it;
-  * a node that the host evicts has no children here (eviction.py), and none on the device unless the device holds it.
+  * when the host evicts a node, this node has no children here (eviction.py). It has children on the device only if the
+    device holds the node, too.
 
 No sequence uses a node here. A swapped-out sequence has blocks of its own, outside the tree.
 
@@ -57,8 +58,8 @@ class HostMemory(Memory):
     def take_in(self, evicted: list[BlockResidency]) -> None:
         """Keeps or drops the nodes that the device has just evicted. `evicted` lists children before their parents.
 
-        It handles parents first, because a child is worth nothing without its parent. It evicts none of these nodes for
-        another one of them.
+        It handles parents first, because a child is worth nothing without its parent. It never evicts one of these
+        nodes to make room for another one.
         """
         index = self.index
         known = {residency for gone in evicted if (residency := gone.node.residencies.get(index)) is not None}
@@ -136,7 +137,7 @@ class HostMemory(Memory):
         return residency if count else None
 
     def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
-        """Takes at most `count` blocks, without evicting the parent or a node with children in the batch."""
+        """Takes at most `count` blocks, without evicting the parent."""
         above = parent.residencies.get(self.index)
         if above is None:
             return self.take(count)

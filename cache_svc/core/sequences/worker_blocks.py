@@ -110,7 +110,7 @@ class WorkerBlocks:
             self.host.queue.expire(now_ms)
 
     def end_exchange(self) -> None:
-        """Ends the exchange of both memories: the blocks that its copies read become free."""
+        """Ends the exchange of both memories: the blocks that its copies have read may be granted again."""
         self.device.end_exchange()
         self.host.end_exchange()
 
@@ -326,9 +326,9 @@ class WorkerBlocks:
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
         """Moves the computed tokens of a sequence to host blocks and frees its device blocks.
 
-        It moves all of them, also blocks that other sequences share, so that a swapped-out sequence keeps no device
-        block from eviction. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED),
-        having changed nothing, if there are too few host blocks.
+        It moves all of them, also the tokens in blocks that other sequences share. So a swapped-out sequence uses no
+        device block. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED), having
+        changed nothing, if there are too few host blocks.
         """
         _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)
