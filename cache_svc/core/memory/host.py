@@ -93,8 +93,8 @@ class HostMemory(Memory):
             self.enforce_shares(tenant)
 
     def _join(self, residency: BlockResidency, batch: set[PrefixNode]) -> None:
-        """Joins a node with its child into one run again, after the device has evicted a run block by block from its
-        end. They must have equal properties and stand next to each other in the eviction order."""
+        """Joins a node with its only child into one run again, if both have equal properties and are neighbours in the
+        eviction order. The device may have evicted the run block by block from its end."""
         node = residency.node
         if len(node.children) != 1 or len(node.residencies) != 1 or node.num_partial_blocks:
             return
@@ -191,7 +191,8 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Returns where the held part of a path ends. The device holds the path up to `device_end`."""
+        """Returns where the part of a path ends that the device and the host hold. The device holds the path up to
+        `device_end`."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent

@@ -36,7 +36,7 @@ NO_MISSES = Misses()
 
 class MissFinder:
     """Finds misses. For in-flight tokens it remembers the last MAX_PREFILLING sequences that were admitted with whole
-    blocks to compute. It forgets a sequence that has left its worker or has no whole block left to compute."""
+    blocks to compute. It forgets a sequence that has left the device or has no whole block left to compute."""
 
     def __init__(self) -> None:
         self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)

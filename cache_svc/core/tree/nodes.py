@@ -3,11 +3,11 @@
 A waiting sequence subscribes to the place in the tree where its match ends. The tree marks the subscription stale when:
 
   * the next block of the sequence is stored at this place;
-  * a block appears there that has more tokens in common with the next block than every earlier one had;
+  * a block appears there that has more tokens in common with the next block than any earlier block there;
   * the node of this place leaves the tree.
 
-Marking a subscription does no other work. `PrefixTree.refresh` finds the new place later. It starts from the old place,
-not from the root.
+Marking a subscription stale does no other work. `PrefixTree.refresh` finds the new place later. It starts from the old
+place, not from the root.
 
 A subscription that is not stale knows how many whole blocks the longest match on any worker has. Of the tokens of this
 match it knows only a lower bound. It does not notice these changes:
@@ -51,7 +51,7 @@ class RetentionOwner(Protocol):
         """A retained residency was split: `front` is retained like `back`."""
 
     def absorb(self, residency: BlockResidency, below: BlockResidency) -> None:
-        """Two residencies were joined: `below` becomes a part of the first one."""
+        """Two residencies were joined: `below` becomes a part of `residency`."""
 
     def release(self, residency: BlockResidency) -> None:
         """Ends the retention of the residency."""

@@ -100,7 +100,7 @@ class PrefixTree:
         return node, depth
 
     def follow(self, node: PrefixNode, token_ids: bytes, limit: int) -> int:
-        """Returns the depth up to which this node has the same tokens: at most the node's end and at most `limit`.
+        """Returns the depth up to which the node's tokens equal `token_ids`: at most the node's end, at most `limit`.
 
         The caller must have compared the tokens before the node.
         """
@@ -192,7 +192,7 @@ class PrefixTree:
 
     def can_be_copied(self, node: PrefixNode) -> None:
         """From now on, a sequence may copy the beginning of one of the node's blocks. Marks a subscription stale if its
-        next tokens have more in common with one of these blocks than with every earlier block."""
+        next tokens have more in common with one of these blocks than with any earlier block."""
         parent = node.parent
         assert parent is not None
         if not self.partial_reuse or not (parent.points or node.points):
