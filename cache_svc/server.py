@@ -32,7 +32,7 @@ from services.runtime.service import Addresses
 from services.runtime.tls.opening import open_tls
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CacheService"].full_name
-# Events have the tokens of every tenant.
+# Events may have the tokens of every tenant (see CacheSettings.event_tokens).
 ADMIN_METHODS = (f"/{ADMIN_SERVICE_NAME}/", f"/{SERVICE_NAME}/WatchEvents")
 
 # A scheduler may be silent for this many heartbeat timeouts. No other process waits for the link to end (a new

@@ -149,7 +149,7 @@ def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
 
 
 def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], private: list[int]) -> None:
-    """Each block has one state, and no stored block is still being written."""
+    """Checks that each block has one state and that copies read stored blocks only, and recounts the counters."""
     pool = memory.pool
     stored = [block for residency in residencies for block in residency.blocks]
     withheld = list(memory.withheld)

@@ -1,8 +1,8 @@
 """What the blocks are used for, and which prefixes are worth most: a snapshot for the live view.
 
-For it, the core records only when each node was stored. A snapshot reads every node once, in slices of SLICE_NODES
-nodes, between which the caller lets exchanges run. So a block that changes hands in the meantime may be shown in its
-old or in its new state, until the next snapshot. If a worker comes or goes in the meantime, there is no snapshot.
+The core records one thing for this view only: when each node was stored. A snapshot reads every node once, in slices of
+SLICE_NODES nodes. The caller lets exchanges run between two slices. So a snapshot may show the old or the new state of
+a block that changes hands meanwhile. If a worker comes or goes meanwhile, there is no snapshot.
 """
 
 from __future__ import annotations

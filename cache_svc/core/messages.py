@@ -19,7 +19,7 @@ def add_matches(message: RepeatedCompositeFieldContainer[pb.WorkerMatch], matche
 
 
 def add_misses(granted: pb.AdmitResult, misses: Misses) -> None:
-    """Adds what is known of the tokens that were not reused. Usually nothing is."""
+    """Adds what the cache knows about the tokens that were not reused. Usually it knows nothing."""
     if misses is NO_MISSES:
         return
     num_other, other, num_in_flight, num_evicted = misses

@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 BEAT_S = 0.25
 # How long a peer may take to answer the opening of a link. The opening may follow a start or cause much work.
 OPENING_S = 5.0
-# The limit grows by TIMES_LATE times the recent lateness of heartbeats, and at most to TIMES_LIMIT times itself.
+# The limit for silence grows by TIMES_LATE times the recent lateness of heartbeats, at most to TIMES_LIMIT * limit_s.
 TIMES_LATE, TIMES_LIMIT = 2.0, 3.0
-# The limit also grows with the number of runnable threads per core above this. With nine, a thread may wait for 1.7 s.
+# With more runnable threads per core than this, the limit also grows in proportion to their number. With nine threads
+# per core, a thread may wait for 1.7 s.
 CROWD = 2.0
 # How long a late heartbeat is remembered, at least.
 REMEMBER_S = 30.0
@@ -32,11 +33,13 @@ class Silent(Exception):
 class Watch:
     """Checks one peer, for an observer that calls `passed` every BEAT_S. Times are seconds of any monotonic clock.
 
-    A stalled observer must not give up its peer. So of the time between two calls of `passed`, at most BEAT_S counts,
-    and the decision is delayed by the lateness of the observer's own loop. If heartbeats were late recently (the peer
-    or the observer gets too little CPU), they may be later by TIMES_LATE times as much. On a crowded machine even the
-    first late heartbeat is no surprise. On a machine without load, a stuck peer is detected after limit_s + 2 * BEAT_S
-    at most. In any case it is detected after TIMES_LIMIT times limit_s of the observer's own time."""
+    A stalled observer must not give up its peer. So at most BEAT_S of the time between two calls of `passed` counts as
+    silence. An observer that runs late decides later.
+
+    The limit grows if heartbeats were late recently, because the peer or the observer then gets too little CPU. It also
+    grows on a crowded machine, where the first late heartbeat is no sign of a stuck peer. On a machine without load, a
+    stuck peer is detected after limit_s + 2 * BEAT_S at most. In any case it is detected after TIMES_LIMIT * limit_s of
+    silence as the observer counts it."""
 
     __slots__ = (
         "_crowd",

@@ -36,8 +36,8 @@ class MetricsServer:
     _thread: threading.Thread
 
     def close(self) -> None:
-        """Stop the endpoint at once. Its thread wakes only twice a second, or when a connection can be accepted, as is
-        always the case on a socket that was shut down."""
+        """Stop the endpoint at once. Its thread looks for the end only twice a second, or when its socket wakes it. A
+        socket that is shut down wakes it at once."""
         with contextlib.suppress(OSError):  # on systems other than Linux
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()

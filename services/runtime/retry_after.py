@@ -25,13 +25,15 @@ _LONGEST_WINDOW_S = _AVERAGED_S = 10.0
 
 
 class RetryAfter:
-    """The rate at which work is taken, and a ledger of the refused work that is expected back in each second.
+    """Measures the rate at which work is done, and keeps a ledger of the refused work that comes back in each second.
 
-    A gateway counts requests, the scheduler tokens: `amount`. It reads no clock; times are seconds of any clock.
+    A gateway counts work in requests, and counts a request as done when it is served. The scheduler counts work in
+    tokens, and counts them as done when their request leaves the queue. This class reads no clock. Times are seconds of
+    any clock.
 
-    Not every refused client comes back. A client that is two seconds late is taken as lost. (Retry-After is in whole
-    seconds, so a client may come up to one second after its time.) The ledger then takes the same share of all
-    expected clients as lost.
+    Not every refused client comes back. A client counts as lost when it is two seconds late. (Retry-After is in whole
+    seconds, so a client may come up to one second after its time.) If a share of the clients of one second is lost, the
+    ledger removes the same share of all clients that it still expects.
 
     If several gateways send requests to one scheduler, each gateway counts only its own requests. So it measures its
     own share of the rate, and offers only this share to its refused clients.
@@ -55,9 +57,9 @@ class RetryAfter:
         self._expected: deque[float] = deque([0.0] * (LONGEST_S + 1))
         self._arrived = 0.0  # amount since the last measurement
         self._came = 0.0  # amount that has come in this second
-        # The seconds before, newest first: how many clients were expected, and how many of them have not come yet.
+        # The last _GRACE_SECONDS seconds, newest first: the amount that was expected, and what of it has not come yet.
         self._late: deque[tuple[float, float]] = deque([(0.0, 0.0)] * _GRACE_SECONDS)
-        self._overbooked = 0.0  # where a full ledger has put its last client, from 0 to 1
+        self._overbooked = 0.0  # the last time that a full ledger gave: 0 is half a minute, 1 a whole one
 
     @property
     def num_expected(self) -> float:
@@ -105,9 +107,9 @@ class RetryAfter:
         self._began_s, self._refused, self._always_waited = now_s, False, waits
 
     def refuse(self, now_s: float, num_live: int = 0, *, amount: float = 1, excess: float = 1) -> float:
-        """When a request that is refused now, at `num_live` live requests, should come back. In seconds from now.
+        """Refuses a request while `num_live` requests are live. Returns after how many seconds it should come back.
 
-        `excess`: the amount that has to be taken before there is room for it.
+        `excess`: the amount that must be done before there is room for this request.
         """
         if now_s >= self._second + 2:  # nothing was measured, because no work waited
             self._advance(now_s)
@@ -132,7 +134,8 @@ class RetryAfter:
         self._second = int(now_s)
 
     def _assign(self, now_s: float, per_s: float, amount: float, excess: float) -> float:
-        """A time after those of all earlier clients, or in a gap that lost clients leave."""
+        """Gives a client a time, in seconds from now: after the times of all earlier clients, or in a gap that lost
+        clients have left."""
         rate = self._share * per_s
         from_now_s = self._second - now_s
         # The sum runs from the front, always in the same order. So rounding never gives a later client an earlier time.

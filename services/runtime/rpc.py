@@ -263,7 +263,7 @@ class CallInterceptor(_Interceptor):
 
 
 def _limited(behaviour: Any, streams: OpenStreams) -> Any:
-    """The same answers while there are not too many streams."""
+    """The same behaviour, but it aborts a call with RESOURCE_EXHAUSTED if too many streams are open already."""
 
     async def call(request: Any, context: Any) -> AsyncGenerator[Any]:
         try:
@@ -278,8 +278,8 @@ def _limited(behaviour: Any, streams: OpenStreams) -> Any:
 
 
 def make_unread_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler with another behaviour for the same method. gRPC reads no message before the behaviour does, as for a
-    method that takes a stream: a single request is to be read by `context.read()`."""
+    """A handler with another behaviour for the same method. For gRPC it takes a stream, so gRPC reads no message before
+    the behaviour does. The behaviour reads a single request by `context.read()`."""
     make = _MAKE_HANDLER[True, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 

@@ -35,7 +35,7 @@ SHARED_ENV_FIELDS = ("log_level", "log_format", "tls_dir")
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
-# While load_settings builds the object: the parsed flags, and the file of --config (before PACELINE_CONFIG).
+# While load_settings builds the object: the parsed flags, and the file of --config, which wins over PACELINE_CONFIG.
 _flags: ContextVar[CliSettingsSource[Any] | None] = ContextVar("paceline_flags", default=None)
 _config_flag: ContextVar[str | None] = ContextVar("paceline_config_flag", default=None)
 

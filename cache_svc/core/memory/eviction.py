@@ -1,10 +1,11 @@
 """The order in which a memory evicts unused nodes.
 
-Strategies, with SGLang's names. Nodes that a strategy ranks equal go least recently used first.
+The strategies have SGLang's names. The table says which node goes first. Of nodes that a strategy ranks equal, the
+least recently used goes first.
 
     lru        the least recently used                             (the default of vLLM, SGLang, TensorRT-LLM)
     lfu        the least often reused
-    slru       reused at most once; then the rest                  (segmented LRU, as in SGLang: protected from 2 on)
+    slru       a node that was reused at most once                 (segmented LRU, as in SGLang: protected from 2 on)
     fifo       the first stored, however often it is used
     priority   the lowest priority; a node has the highest priority of the requests that used it
 
@@ -93,7 +94,7 @@ class EvictionQueue:
         """The memory holds it no more."""
         if residency.bucket is not None:
             self.remove(residency)
-        residency.users = GONE  # so that no expiry finds it unused
+        residency.users = GONE  # not 0, so that its entry in _expiries is not due
 
     def remove(self, residency: BlockResidency) -> None:
         """Removes a residency, if the queue contains it. It may have been set aside."""

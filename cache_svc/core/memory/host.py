@@ -6,7 +6,8 @@ host may have some of the beginning too: a copied-back block stays here, so that
 copy. No path has a gap:
 
   * if the device evicts a node and the host has no room, the node is dropped, with all nodes below it;
-  * a node that the host evicts has no children here (eviction.py), and none on the device unless the device holds it.
+  * when the host evicts a node, this node has no children here (eviction.py). It has children on the device only if the
+    device holds the node, too.
 
 No sequence uses a node here. A swapped-out sequence has blocks of its own, outside the tree.
 
@@ -57,8 +58,8 @@ class HostMemory(Memory):
     def take_in(self, evicted: list[BlockResidency]) -> None:
         """Keeps or drops the nodes that the device has just evicted. `evicted` lists children before their parents.
 
-        It handles parents first, because a child is worth nothing without its parent. It evicts none of these nodes for
-        another one of them.
+        It handles parents first, because a child is worth nothing without its parent. It never evicts one of these
+        nodes to make room for another one.
         """
         index = self.index
         known = {residency for gone in evicted if (residency := gone.node.residencies.get(index)) is not None}
@@ -92,8 +93,8 @@ class HostMemory(Memory):
             self.enforce_shares(tenant)
 
     def _join(self, residency: BlockResidency, batch: set[PrefixNode]) -> None:
-        """Joins a node with its child into one run again, after the device has evicted a run block by block from its
-        end. They must have equal properties and stand next to each other in the eviction order."""
+        """Joins a node with its only child into one run again, if both have equal properties and are neighbours in the
+        eviction order. The device may have evicted the run block by block from its end."""
         node = residency.node
         if len(node.children) != 1 or len(node.residencies) != 1 or node.num_partial_blocks:
             return
@@ -136,7 +137,7 @@ class HostMemory(Memory):
         return residency if count else None
 
     def _take_below(self, parent: PrefixNode, count: int) -> array[int]:
-        """Takes at most `count` blocks, without evicting the parent or a node with children in the batch."""
+        """Takes at most `count` blocks, without evicting the parent."""
         above = parent.residencies.get(self.index)
         if above is None:
             return self.take(count)
@@ -190,7 +191,8 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Returns where the held part of a path ends. The device holds the path up to `device_end`."""
+        """Returns where the part of a path ends that the device and the host hold. The device holds the path up to
+        `device_end`."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent

@@ -15,9 +15,9 @@ stands before its children. Proof, for a node P and its child C that the memory 
      the root. No sequence has used C since. The last user of P left at the same time or later.
   3. So if both are unused, C entered the queue before P, and eviction takes the oldest entry first.
 
-When an unused node is split, its front part is not in the queue until the back part is evicted. It then enters first,
-where it would stand if it had been a node of its own from the beginning. On a device, the held nodes are always
-connected to the root, and so are the used ones. check_invariants asserts it.
+When an unused node is split, its front part is not in the queue until the back part is evicted. The front part then
+enters the queue at the front. It would have the same place if it had been a node of its own from the beginning. On a
+device, the held nodes are always connected to the root, and so are the used ones. check_invariants asserts it.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ class Memory:
                 self.queue.add(above, first=True)
 
     def held(self, node: PrefixNode, depth: int) -> tuple[PrefixNode, int, int]:
-        """For the path to a place, returns the last held node on it, how many of its blocks are held, and how many of
-        those are in use."""
+        """Returns the last held node on the path to a place, how many blocks of the path are held, and how many of the
+        held blocks are in use."""
         index = self.index
         while node.parent is not None and index not in node.residencies:
             node = node.parent

@@ -124,7 +124,7 @@ class RetentionShares:
         self.max_blocks = int(num_blocks * total_share)
         self.num_blocks = 0  # of all tenants; a block that several tenants pay for counts for each
         self.tenants: dict[str, TenantShare] = {}
-        self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # claims of children of nodes that are not held here
+        self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # claims of children, by parent not held here
         self._turn = 0
 
     def adopt(self, residency: BlockResidency) -> None:

@@ -2,8 +2,9 @@
 
     cached | on another worker | in flight | evicted | new | the last block
 
-The cache says how many tokens are on another worker, in flight and evicted. The scheduler derives the other two: the
-tokens after the last block boundary, which a match never has, and the rest.
+The cache says how many tokens are on another worker, in flight and evicted. The scheduler derives the last two kinds.
+The last block is what follows the last whole block that a match may have: it always includes the last token. The other
+tokens are new.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ NO_MISSES = Misses()
 
 
 class MissFinder:
-    """Remembers which MAX_PREFILLING sequences were the last to be admitted with whole blocks to compute, and forgets
-    those that compute them no longer, also after a swap."""
+    """Finds misses. For in-flight tokens it remembers the last MAX_PREFILLING sequences that were admitted with whole
+    blocks to compute. It forgets a sequence that has left the device or has no whole block left to compute."""
 
     def __init__(self) -> None:
         self._prefilling: deque[int] = deque(maxlen=MAX_PREFILLING)
@@ -50,7 +51,7 @@ class MissFinder:
     ) -> Misses:
         """Returns the misses of a sequence that its worker has just admitted, and that is not in `admitted` yet.
 
-        `place`: where the longest match on any worker ended. `num_cached_tokens`: what its own worker had of it.
+        `place`: where the longest match on any worker ended. `num_cached_tokens`: how many tokens its own worker had.
         """
         (node, depth), token_ids = place, sequence.tokens
         tree = workers[sequence.worker_id].tree

@@ -4,10 +4,10 @@ A partial block (tree.nodes.PartialBlock) is evictable like any other block. `Pr
 reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. It loses
 its last user before they do, so it is evicted before them.
 
-A memory never holds both a partial block and another block that begins with all its tokens. The partial block is then
-not kept, or it is dropped when the other block is stored (Memory.hold). A partial block is also not kept if the search
-for such a block would cost too much (PrefixTree.covering). An evicted partial block goes to the host like any block,
-and is found and copied from there.
+A memory never holds both a partial block and another block that begins with all its tokens. If the memory holds such a
+block already, it does not keep the partial block. If it stores such a block later, it drops the partial block
+(Memory.hold). It also does not keep a partial block if the search for such a block would cost too much
+(PrefixTree.covering). An evicted partial block goes to the host like any block, and is found and copied from there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def keep_partial_block(device: Memory, sequence: Sequence) -> bool:
 
 
 def _has_relatives(node: PrefixNode, key: bytes) -> bool:
-    """Whether a child may begin with these tokens, or these tokens with a child."""
+    """Whether a child may begin with these tokens, or these tokens may begin with those of a child."""
     children = node.children
     return len(children) > FEW or any(key.startswith(other) or other.startswith(key) for other in children)
 

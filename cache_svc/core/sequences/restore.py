@@ -1,13 +1,13 @@
 """Restores the sequences of a worker from the scheduler's records, after the cache has lost its state.
 
-The block tables do not say which of several equal blocks was the stored one. Any choice is right that leaves every
-sequence its own table. Two rules make the choice. A block in the tables of several sequences must be the stored one,
+The block tables do not say which of several equal blocks was the stored one. Any choice is right if every sequence
+keeps its own table. Two rules make the choice. A block in the tables of several sequences must be the stored one,
 because only stored blocks have more than one user. Where no block is shared, the block of the first sequence is stored,
 and the other sequences keep theirs as private duplicates (Sequence.duplicates).
 
-    A  [ a b | c ]    a and b are shared: stored. Of the equal blocks c and g, c is stored:
-    B  [ a b | d ]    C comes later, and keeps e, f and g, of equal content, as duplicates of a, b and c.
-    C  [ e f | g ]
+    A  [ a b | c ]    A and C have the same tokens. a and b are stored, because A and B share them.
+    B  [ a b | d ]    No table shares c or g. c is stored, because A comes first.
+    C  [ e f | g ]    C keeps e, f and g as duplicates of a, b and c.
 
 So nothing is stored before all entries are known. The steps are: check each entry against those before it; make the
 nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the nodes and

@@ -76,7 +76,8 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.alone = False
         self.unwritten = False
-        # Computed tokens at admission. A copied block's beginning may be pending until the sequence has computed more.
+        # Computed tokens at admission. Until the sequence has computed more, the copy of a block's beginning may be
+        # pending.
         self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.metadata = known.metadata

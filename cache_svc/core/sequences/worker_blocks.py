@@ -110,7 +110,7 @@ class WorkerBlocks:
             self.host.queue.expire(now_ms)
 
     def end_exchange(self) -> None:
-        """Ends the exchange of both memories: the blocks that its copies read become free."""
+        """Ends the exchange of both memories: the blocks that its copies have read may be granted again."""
         self.device.end_exchange()
         self.host.end_exchange()
 
@@ -122,7 +122,7 @@ class WorkerBlocks:
     def admit(
         self, known: KnownSequence, node: PrefixNode, depth: int, num_new_tokens: int, copies: bool
     ) -> AdmitGrant:
-        """Makes a table for the longest prefix stored here and `num_new_tokens` after it (0: all), in new blocks.
+        """Makes a table: the longest prefix stored here, then new blocks for `num_new_tokens` tokens (0: for all).
 
         `node` and `depth` are the end of the tree's walk for the tokens. With `copies`, the prefix includes what has to
         be copied: blocks of the host that follow those of the device, and with partial reuse the beginning of one more
@@ -177,7 +177,7 @@ class WorkerBlocks:
     def nearest(
         self, node: PrefixNode, depth: int, host_node: PrefixNode, host_depth: int, token_ids: bytes
     ) -> tuple[int, int, bool]:
-        """Finds the block that begins with the most tokens after a match. With partial reuse only.
+        """Finds the block that has the longest common beginning with the tokens after a match. For partial reuse only.
 
         The match ends at `node`, `depth` on the device and at `host_node`, `host_depth` with the host's blocks. Returns
         the block (0: none has a token in common), the number of tokens, and whether the block is on the host.
@@ -235,7 +235,8 @@ class WorkerBlocks:
         return self._begin(subscription, table, node, num_shared), parent.table[num_whole] if rest else 0
 
     def plan(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The next step computes this many tokens of the sequence. Sequences admitted from now on can share them."""
+        """The next step computes the sequence up to this number of tokens. Sequences admitted from now on can share
+        them."""
         sequence.num_computed_tokens, sequence.unwritten = num_computed_tokens, True
         if self.prefix_caching and num_computed_tokens // self.tree.block_size > sequence.node.end:
             self.store(sequence)
@@ -326,9 +327,9 @@ class WorkerBlocks:
     def swap_out(self, sequence: Sequence) -> SwappedSequence:
         """Moves the computed tokens of a sequence to host blocks and frees its device blocks.
 
-        It moves all of them, also blocks that other sequences share, so that a swapped-out sequence keeps no device
-        block from eviction. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED),
-        having changed nothing, if there are too few host blocks.
+        It moves all of them, also the tokens in blocks that other sequences share. So a swapped-out sequence uses no
+        device block. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED), having
+        changed nothing, if there are too few host blocks.
         """
         _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)

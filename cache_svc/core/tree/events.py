@@ -1,17 +1,18 @@
 """Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports each node that it begins to hold or forgets. When no watcher has been connected for more events than
-the log keeps, the log switches off. Until a watcher connects, it records nothing and computes no prefix id. A report
-then costs one test.
+A memory reports each node that it begins to hold or forgets. The log counts the events that it records while it has no
+watcher. When they are more than it keeps, it switches off until the next watcher connects: it records no event and
+computes no prefix id, and a report costs one test.
 
 The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
-It fails when that event is no longer kept. A watcher that cannot continue begins with a snapshot. The snapshot records
-the present state at once, by reference: the code never changes runs of tokens, ids and blocks in place, it replaces
-them. The watcher turns the snapshot into messages as fast as it reads.
+It fails when that event is no longer kept.
+
+A watcher that cannot continue from a kept event begins with a snapshot of the present state. The snapshot copies no
+tokens, ids or blocks, it refers to them. That is safe, because the code never changes them in place: it replaces them.
+The watcher turns the snapshot into messages as fast as it reads.
 
 Prefix ids are blake2b chains and the same in all processes. An id stands for the namespace and all tokens up to the end
-of its block. The tree's nodes keep them, so each block is hashed once. Events are about whole blocks: there are none
-about partial blocks.
+of its block. The tree's nodes keep their ids, so each block is hashed once. No event is about a partial block.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class EventLog:
     def _switch_off(self) -> None:
         self.is_on = False
         self._events.clear()
-        self.last += 1  # the number of the events that are not recorded: no watcher has it
+        self.last += 1  # stands for the events that are not recorded: no watcher can continue across this number
 
     def watch(self, tree: PrefixTree | None, after: int, wake: Callable[[Watcher], None]) -> Watcher:
         """Adds a watcher. It begins after the event `after`, or with a snapshot of the tree.

@@ -1,13 +1,15 @@
-"""Remembers which prefixes were evicted lately, so that a miss can be explained.
+"""Remembers which prefixes were evicted lately, so that the cache can explain a miss.
 
-An entry is the run of tokens of one evicted node. Its key is a hash of all tokens before the run, and the run's first
-block. The hash of a path is the same however the path is split into nodes: its tokens as one large number, modulo
-2^61 - 1. Nodes keep it, and a split derives the hash of the front part from it (`front_hash`). So evicting a long run
-block by block hashes the run once. A collision would give a wrong explanation, nothing else. An evicted block costs
-about 0.1 us.
+An entry is the run of tokens of one evicted node. The key of an entry is the hash of the path before the run, and the
+first block of the run.
 
-Most prompts continue with a block that was not evicted. A set of the runs' first blocks says so without a hash of the
-path.
+The hash of a path is computed from its tokens as one large number, modulo 2^61 - 1, so it does not depend on how the
+path is split into nodes. Each node keeps the hash of the path up to its end. When a node is split, the hash of the
+front part follows from the hash of the node (`front_hash`). So a long run is hashed once, even if it is evicted block
+by block: an evicted block costs about 0.1 us. If two paths have the same hash, an explanation is wrong, nothing else.
+
+Most prompts continue with a block that was not evicted. A set of the first blocks of all runs shows this, so that the
+path need not be hashed.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 from cache_svc.core.packing import TOKEN_BYTES, common_tokens
 from cache_svc.core.tree.nodes import PartialBlock, PrefixNode, Root
 
-# Entries are kept in two generations. When the newer one has this many bytes of tokens, or entries (of some 290 bytes
-# besides the tokens), the older one is forgotten.
+# Entries are kept in two generations. The older generation is forgotten when the newer one has GENERATION_BYTES of
+# tokens, or MAX_ENTRIES entries. An entry takes some 290 bytes besides its tokens.
 GENERATION_BYTES, MAX_ENTRIES = 2**22, 2**16
 _BITS = 61
 _MODULUS = (1 << _BITS) - 1  # that of Python's hash of an integer
@@ -35,9 +37,9 @@ class EvictedPrefixes:
         """Forgets all entries."""
         self._newer: dict[tuple[int, bytes], bytes] = {}
         self._older: dict[tuple[int, bytes], bytes] = {}
-        self._firsts: set[bytes] = set()  # the first blocks of the newer ones
+        self._firsts: set[bytes] = set()  # the first blocks of the newer entries
         self._older_firsts: set[bytes] = set()
-        self._num_bytes = 0  # of the newer ones
+        self._num_bytes = 0  # the tokens of the newer entries
 
     def __len__(self) -> int:
         return len(self._newer) + len(self._older)

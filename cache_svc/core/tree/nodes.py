@@ -1,14 +1,24 @@
 """The data of the prefix tree: nodes, the memories that hold them, and the subscriptions of waiting sequences.
 
-A waiting sequence subscribes to the place in the tree where its match ends. The tree calls this subscription stale when
-the place changes: when the next block of the sequence is stored there, when a block is stored that begins with more of
-its tokens than the best block until then, or when the node leaves the tree. Marking a subscription stale does no other
-work. `PrefixTree.refresh` finds the new place later, starting from the old one and not from the root.
+A waiting sequence subscribes to the place in the tree where its match ends. The tree marks the subscription stale when:
 
-A subscription therefore knows the longest match on any worker exactly in whole blocks, and a lower bound in tokens. It
-misses these changes: another worker begins or ceases to hold the node, the node gets its first user or loses its last
-one, the node moves between device and host, or the block that the sequence would copy a part of is evicted. A RematchOp
-reports them. It looks at the holders of the nodes up to the root and compares no tokens.
+  * the next block of the sequence is stored at this place;
+  * a block appears there that has more tokens in common with the next block than any earlier block there;
+  * the node of this place leaves the tree.
+
+Marking a subscription stale does no other work. `PrefixTree.refresh` finds the new place later. It starts from the old
+place, not from the root.
+
+A subscription that is not stale knows how many whole blocks the longest match on any worker has. Of the tokens of this
+match it knows only a lower bound. It does not notice these changes:
+
+  * another worker begins to hold the node, or a worker ceases to hold it;
+  * the node gets its first user, or loses its last one;
+  * the node moves between device and host;
+  * the sequence would copy a part of a block, and this block is evicted.
+
+A RematchOp reports them. It looks at the holders of the nodes from the place up to the root. It compares tokens only
+for partial reuse.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from cache_svc.core.packing import common_tokens
 from cache_svc.core.request_metadata import RequestMetadata
 from cache_svc.core.retention import DEFAULT_RETENTION
 
-RetentionKey = tuple[int, int, int, int]  # retention, turn, minus the end of the node, serial number
+RetentionKey = tuple[int, int, int, int]  # retention, turn of RetentionShares, minus the node's end, serial number
 NO_KEY = (0, 0, 0, 0)
 NO_CHILDREN: Any = MappingProxyType({})  # most nodes are leaves: an empty dict for each of them costs memory and time
 
@@ -41,7 +51,7 @@ class RetentionOwner(Protocol):
         """A retained residency was split: `front` is retained like `back`."""
 
     def absorb(self, residency: BlockResidency, below: BlockResidency) -> None:
-        """Two residencies were joined: `below` becomes a part of the first one."""
+        """Two residencies were joined: `below` becomes a part of `residency`."""
 
     def release(self, residency: BlockResidency) -> None:
         """Ends the retention of the residency."""
@@ -88,7 +98,7 @@ class BlockResidency:
         self.owner: RetentionOwner | None = None
         self.owner_key: RetentionKey = NO_KEY
         self.claims: dict[RetentionOwner, int] | None = None
-        self.turn = 0  # counts the times that a residency of the memory lost its last user
+        self.turn = 0  # its number in the order in which the memory's residencies became unused
         self.bucket: EvictionBucket | None = None  # the bucket of the eviction queue that contains it
 
     def split(self, front: PrefixNode, num_blocks: int) -> BlockResidency:
@@ -155,8 +165,8 @@ class PrefixNode:
 class PartialBlock(PrefixNode):
     """The last block of an ended sequence, with fewer tokens than a whole block.
 
-    It is always a leaf, because no walk reaches it: its key is shorter than a block. `PrefixTree.nearest` finds it,
-    like the beginning of a whole block, and it is reused by copying.
+    Its key is shorter than a block, so no walk reaches it, and it is always a leaf. `PrefixTree.nearest` finds it, as
+    it finds whole blocks, and a sequence reuses it by copying.
     """
 
     __slots__ = ()
@@ -182,9 +192,9 @@ class Root(PrefixNode):
 
 
 class SubscriptionPoint:
-    """One place in the tree, and the subscriptions to it: by the tokens that come next, then by sequence id.
+    """One place in the tree, and the subscriptions to it: by their next tokens, then by sequence id.
 
-    The next tokens are those of one block, or fewer at the end of a sequence. No match includes its last token.
+    The next tokens of a sequence are those of one block, or fewer at its end. They never include its last token.
     """
 
     __slots__ = ("_in_order", "depth", "node", "waiting")

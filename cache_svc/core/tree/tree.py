@@ -14,8 +14,8 @@ Two facts hold for every device memory, on every path downwards (a host may hold
 The first fact holds because a sequence commits its blocks in order, and because eviction takes children before their
 parents (memory/memory.py shows why). The second one holds because a sequence that uses a node uses all nodes above it.
 
-So one walk down by tokens serves all workers. One walk up from its end finds the depth of each worker. A node that
-loses its last holder has no children left: the tree removes it at once, and needs no sweep.
+So one walk down by tokens serves all workers. One walk up from its end finds how many blocks of the path each worker
+holds. A node that loses its last holder has no children left: the tree removes it at once, and needs no sweep.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PrefixTree:
         return (len(token_ids) // TOKEN_BYTES - 1) // self.block_size
 
     def next_tokens(self, token_ids: bytes, depth: int) -> bytes:
-        """The tokens that a match may have of the block at `depth`: never the last token of the sequence."""
+        """The sequence's tokens in the block at `depth`, without the last token of the sequence."""
         begin = depth * self.block_bytes
         return token_ids[begin : min(begin + self.block_bytes, len(token_ids) - TOKEN_BYTES)]
 
@@ -100,8 +100,10 @@ class PrefixTree:
         return node, depth
 
     def follow(self, node: PrefixNode, token_ids: bytes, limit: int) -> int:
-        """Returns the depth up to which this node has the tokens: at most the node's end or `limit`. The parent's path
-        must have all tokens before the node."""
+        """Returns the depth up to which the node's tokens equal `token_ids`: at most the node's end, at most `limit`.
+
+        The caller must have compared the tokens before the node.
+        """
         block_bytes, start = self.block_bytes, node.start
         begin = start * block_bytes
         if node.end <= limit and token_ids.startswith(node.key, begin):
@@ -149,12 +151,11 @@ class PrefixTree:
         return best
 
     def covering(self, node: PrefixNode, partial: bytes, index: int) -> tuple[BlockResidency | None, bool]:
-        """Finds the residency, in one memory, of a child of the node that begins with all these tokens: the first in
-        token order.
+        """Finds a child of the node that begins with all tokens of `partial` and that the memory holds.
 
-        The second value says whether the result is certain. The search stops after COVERING_TRIED children that the
-        memory does not hold, because there may be thousands: a partial block may have one token, which many children
-        begin with.
+        Returns its residency in this memory, or None if no child is found, and whether the result is certain. Of
+        several children it takes the first in token order. The search stops after COVERING_TRIED children that the
+        memory does not hold. There may be thousands, because `partial` may be one token that many children begin with.
         """
         keys = _first_keys(node).get(partial[:TOKEN_BYTES], [])
         place = bisect_left(keys, partial)
@@ -190,8 +191,8 @@ class PrefixTree:
         return node
 
     def can_be_copied(self, node: PrefixNode) -> None:
-        """The node's blocks can be copied from now on. Marks the subscriptions stale that have more tokens in common
-        with one of these blocks than with any block so far."""
+        """From now on, a sequence may copy the beginning of one of the node's blocks. Marks a subscription stale if its
+        next tokens have more in common with one of these blocks than with any earlier block."""
         parent = node.parent
         assert parent is not None
         if not self.partial_reuse or not (parent.points or node.points):
@@ -319,8 +320,8 @@ def _first_keys(node: PrefixNode) -> dict[bytes, list[bytes]]:
 
 
 def _most_in_common(node: PrefixNode, key: bytes) -> int:
-    """Returns the most tokens that a child's first block has in common with a written sibling. It compares only the
-    nearest siblings in token order."""
+    """Returns how many tokens `key`, the first block of a child, has in common with the most similar written sibling.
+    Compares only the nearest siblings in token order."""
     keys, most = _first_keys(node)[key[:TOKEN_BYTES]], 0
     place = bisect_left(keys, key)
     for side in (keys[place + 1 : place + 1 + NEAREST_TRIED], keys[max(0, place - NEAREST_TRIED) : place][::-1]):

@@ -1,7 +1,8 @@
 """A limit of the gRPC connections of one client.
 
-gRPC accepts connections itself and knows no limit per client, only one for all. So this looks at the sockets of the
-process, and shuts down what a client has above its limit. gRPC takes that for the client's own close.
+gRPC accepts connections itself and knows no limit per client, only one for all. So ClientConnections looks at the
+sockets of the process, and shuts down the connections of a client above its limit. To gRPC it looks as if the client
+had closed them.
 """
 
 from __future__ import annotations

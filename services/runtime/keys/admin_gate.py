@@ -76,7 +76,7 @@ class AdminGate(_Interceptor):
                 await context.abort(*checked)
             elif checked:
                 _log.info("admin call", method=method.rpartition("/")[2], key=checked, peer=context.peer())
-            if not handler.request_streaming and not isinstance(request := await context.read(), bytes):  # its end
+            if not handler.request_streaming and not isinstance(request := await context.read(), bytes):  # EOF
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
             answer = behaviour(request, context)
             del request

@@ -89,7 +89,7 @@ def lock() -> Iterator[MemoryClaims]:
     """No other process checks or claims memory while the block runs.
 
     If the folder cannot be written, as in a container of one worker with a read-only disk, or if another user may
-    change it, no other process is known.
+    change it, the claims of other processes are not known.
     """
     with contextlib.ExitStack() as stack:
         folder: Path | None = None

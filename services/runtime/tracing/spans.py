@@ -53,7 +53,7 @@ class SpanExport(Collector):
             "service.version": version("paceline"),
             "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
         }
-        # Not at the exit of the process: it would wait 30 s for an absent collector.
+        # No shutdown at the exit of the process: it would wait 30 s for an absent collector.
         self._provider = TracerProvider(resource=Resource.create({**own, **given}), shutdown_on_exit=False)
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("paceline", version("paceline"))
@@ -64,8 +64,8 @@ class SpanExport(Collector):
         REGISTRY.register(self)
 
     def later(self, make: Callable[[], None], num_spans: int) -> None:
-        """Call `make`, which makes about so many spans, in another thread: a span takes tens of microseconds. Does not
-        wait: if 1,024 calls are due, the spans count as dropped."""
+        """Call `make`, which makes about `num_spans` spans, in another thread, because a span takes tens of
+        microseconds. Does not wait: if MAX_WORK calls are waiting, the spans count as dropped."""
         try:
             self._work.put_nowait(make)
         except queue.Full:
