@@ -36,7 +36,7 @@ class ProtocolError(Exception):
 
 @dataclass(slots=True)
 class Sent:
-    """An exchange in flight: what its operations belong to, by index."""
+    """An exchange in flight: for each operation with an answer, its index and the sequence or worker it is about."""
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
@@ -72,7 +72,7 @@ class CacheLink:
     removed: list[int] = field(default_factory=list)
     # Workers to add: each with its AddWorkerOp, and the kept contents of its blocks, if any.
     added: dict[int, list[CacheOp]] = field(default_factory=dict)
-    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges that are not sent yet
+    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # special exchanges that are not sent yet
     # Requests with restore entries in these exchanges, until all are answered: by worker, by sequence.
     restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
@@ -171,7 +171,7 @@ class CacheLink:
                 free.sequences.extend(sequences)
                 free.discard = discard
                 sequences.clear()
-        for end in self.end_retentions:  # after the frees: an ended request has left its blocks
+        for end in self.end_retentions:  # after the frees: an ended request must no longer hold its blocks
             ops.add().end_retention.CopyFrom(end)
         self.end_retentions.clear()
         for worker in self.unpins:

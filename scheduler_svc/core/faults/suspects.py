@@ -13,18 +13,19 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     a suspect alone fails         After `poisoned_after` failures in a row as the only row, the request is poisoned, and
                                   never retried.
 
-Only a request that was alone is ever found poisoned, so a request that was in a step with a poisoned one is cleared as
-soon as it runs without it. One failure is not enough, as it may be a coincidence: an operator killed that worker. Where
-workers are killed from outside all the time, two are not enough either.
+Only a request that ran alone can be found poisoned. An innocent request from the same failed step is cleared as soon as
+it runs without the poisoned request. One failure alone is not enough: it may be a coincidence, for example if an
+operator killed the worker. Where workers are killed from outside all the time, two failures are not enough either.
 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
-back, it has not died of these rows, and that blame is withdrawn. So a suspect that is poisoned only if absent workers
-(`Absence`) stay away is held: it is not retried, and is found poisoned if no worker is back after RETURN_S.
+back, it has not died of these rows, and that blame is withdrawn. Some of a suspect's blames may so depend on workers
+that are still absent (`Absence`). If the suspect has enough blames only with these, it is held: it is not retried until
+a worker comes back. It is found poisoned if it still has enough blames when the workers have been away for RETURN_S.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
-carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, the
-suspect's blames count until it gets through. What a worker reports itself (a step that raised, or is overdue), and what
-it does wrong, is never withdrawn.
+carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a
+suspect's new blames are not withdrawn any more until it is cleared. A blame is never withdrawn if the worker reported
+the failure (a step that raised, or is overdue), or did something wrong itself.
 
 Suspects are numbers here. The caller, which runs the steps (retry_groups.py), decides when a suspect gets through.
 """

@@ -14,8 +14,8 @@ victims' blocks go back to the cache, and scheduling starts again with the block
 `step.preempted` names the victims.
 
 A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
-state of its own. A policy that raises, or asks for something impossible, costs that step's schedule and no request: the
-default policies schedule the step, and the error is logged and counted.
+state of its own. If a policy raises, or asks for something impossible, its schedule of the step is dropped: the default
+policies schedule the step, and the error is logged and counted. No request fails because of it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class PlacementPolicy(ABC):
     max_compared: int = 0
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
-        """A round begins. `fleet` counts what the round has placed so far. Each worker is shown as it was when it
-        scheduled its step."""
+        """A round begins. The views in `fleet` count what the round places, as it goes on. A worker's own state in them
+        is read again when it schedules its step, and before `place` gets the view of a worker that has changed."""
 
     @abstractmethod
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
