@@ -1,7 +1,7 @@
 """The scheduler's state machine: events in, messages out.
 
-Every public method is an event (a message, a new or broken connection, the passing of time). No method does I/O:
-messages gather until `poll` returns them. The same events give the same messages.
+A public method either applies an event (a message, a new or broken connection, the passing of time) or reads the state.
+No method does I/O: messages gather until `poll` returns them. The same events give the same messages.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class SchedulerCore:
         else:
             self._lose(worker, "its worker was lost")
         newer = (one for one in self.workers.values() if one.id > worker_id)
-        if any(one.incarnation == worker.incarnation for one in newer):  # the worker noticed the broken link first
+        if any(one.incarnation == worker.incarnation for one in newer):  # the same process has registered again already
             self._retry_groups.suspects.came_back(worker.incarnation)
 
     def _lose(

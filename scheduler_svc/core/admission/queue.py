@@ -85,8 +85,8 @@ class WaitingQueue:
         return self._lines is not None and self._lines.is_stuck(request)
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> bool:
-        """Check which of these requests are stuck: they cannot run now, and not because of their tenant's tokens.
-        The tokens of stuck requests do not count. Returns whether the order sees more requests than before."""
+        """Check which of these requests are stuck (tenant_lines.py): no worker could run them now, even if their tenant
+        were below its limit. Returns whether the order sees more requests than before."""
         shown = len(self._shown)
         there = [request for request in requests if request.arrival_index in self._shown]
         self._change(lambda lines: lines.reconsider(there, is_stuck))

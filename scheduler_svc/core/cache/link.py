@@ -36,7 +36,7 @@ class ProtocolError(Exception):
 
 @dataclass(slots=True)
 class Sent:
-    """An exchange in flight: for each operation with an answer, its index and the sequence or worker it is about."""
+    """An exchange in flight, and what is needed to apply its answer. `operation`: an index in the exchange."""
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
@@ -57,9 +57,10 @@ class Sent:
 class CacheLink:
     """Operations gather until the previous exchange is answered; then they go in one message.
 
-    Their order is fixed: commits, swaps to host memory, frees, removed and added workers, matches, and last the
-    operations of pending steps: growth, what the step computes of running sequences, admissions. So the cache can grant
-    a block in the same exchange in which another sequence frees it, and a commit never follows its sequence's free.
+    Their order is fixed: commits, swaps to host memory, frees, ended retentions and pins, removed and added workers,
+    matches. Then come the operations of each pending step (growth, what the step computes of running sequences,
+    admissions), and at last rematches. So the cache can grant a block in the same exchange in which another sequence
+    frees it, and a commit never follows its sequence's free.
 
     A new link to an empty cache begins with special exchanges, while `restoring` is true: they report the sequences
     that ran when the link began (recovery.py). Operations that come meanwhile gather.

@@ -25,7 +25,7 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 
-# Of a longer time between two ticks, only this much counts for absent workers: the rest of it this process was stopped.
+# The most time between two ticks that counts as a worker's absence. If more passes, this process itself was stopped.
 MOST_BETWEEN_TICKS_S = 0.5
 PROOF_TOKENS = 2  # that a suspect has to generate: the first comes from its prefill, the second from a decode
 

@@ -18,9 +18,9 @@ it runs without the poisoned request. One failure alone is not enough: it may be
 operator killed the worker. Where workers are killed from outside all the time, two failures are not enough either.
 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
-back, it has not died of these rows, and that blame is withdrawn. Some of a suspect's blames may so depend on workers
-that are still absent (`Absence`). If the suspect has enough blames only with these, it is held: it is not retried until
-a worker comes back. It is found poisoned if it still has enough blames when the workers have been away for RETURN_S.
+back, it has not died of these rows, and that blame is withdrawn. A blame that may still be withdrawn has an `Absence`.
+A suspect may reach `poisoned_after` only together with such blames. Then it is held: it is not retried until a worker
+comes back. It is found poisoned when `poisoned_after` of its blames have no `Absence`, or one of more than RETURN_S.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
 carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a
@@ -44,7 +44,8 @@ RETURN_S = 10.0  # a frozen or unreachable worker is mostly back within this tim
 
 
 class Loss(IntEnum):
-    """How a worker was lost. The value: how many of a suspect's blames in a row this kind of loss may withdraw."""
+    """How a worker was lost. The value: how many blames for such a loss can be withdrawn before the suspect is
+    cleared."""
 
     FAULT = 0  # it made no progress with a step, or sent an invalid message
     SILENCE = 3  # no heartbeat came
@@ -68,7 +69,7 @@ class _Blame:
 
 @dataclass(slots=True)
 class _Record:
-    blames: list[_Blame] = field(default_factory=list)  # in a row
+    blames: list[_Blame] = field(default_factory=list)  # since the request became a suspect, oldest first
     withdrawn: Counter[Loss] = field(default_factory=Counter)
 
     def blame(self, was_alone: bool, absence: Absence | None) -> None:

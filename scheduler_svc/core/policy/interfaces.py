@@ -89,8 +89,9 @@ class PlacementPolicy(ABC):
     max_compared: int = 0
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
-        """A round begins. The views in `fleet` count what the round places, as it goes on. A worker's own state in them
-        is read again when it schedules its step, and before `place` gets the view of a worker that has changed."""
+        """A round begins. `fleet` stays valid for the round: its counters grow with each request that the round places.
+        A worker's view is also read again when the worker schedules its step, and before `place` gets it if the worker
+        has changed."""
 
     @abstractmethod
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
@@ -104,8 +105,8 @@ class PlacementPolicy(ABC):
         """The request is bound to the worker. Returns the reason for `paceline explain`; "" if there is nothing to say.
 
         Also called for a request that `place` did not put there: a request that resumes on the worker that swapped it
-        out, or a request of a step that the default policies scheduled. Called again if the cache then has no room
-        after all.
+        out, or a request of a step that the default policies scheduled. If the cache then has no room, the request
+        waits again, and this method is called again when it is bound the next time.
         """
         return ""
 

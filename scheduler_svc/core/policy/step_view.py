@@ -234,7 +234,7 @@ class StepView:
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.held.swapped_on or request.needs_whole_prompt):
-            # Tokens that other requests of this step will have on the device after it, cached before or computed in it.
+            # The prefix that the request shares with another request of this step: it is on the device after the step.
             computed = self._computing.shared_tokens(request, on_device)
             if computed > on_device:
                 cached, referenced = max(cached, computed), max(referenced, computed)

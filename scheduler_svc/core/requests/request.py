@@ -50,7 +50,7 @@ class SubmissionMetadata:
     offline: bool = False  # it runs on what online requests leave, and yields to them
     conversation: str = ""  # the one that it continues; empty: none
     owner: str = ""  # name of the API key; empty: none
-    min_slo_s: float = 0.0  # the order treats a deadline or SLO sooner after arrival than this as if it were this late
+    min_slo_s: float = 0.0  # the least time from arrival to deadline or SLO that an order counts
     trace_id: str = ""  # of the client's trace, for the log; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
