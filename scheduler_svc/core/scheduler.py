@@ -1,7 +1,7 @@
 """The scheduler's state machine: events in, messages out.
 
-Every public method is an event (a message, a new or broken connection, the passing of time). No method does I/O:
-messages gather until `poll` returns them. The same events give the same messages.
+A public method either applies an event (a message, a new or broken connection, the passing of time) or reads the state.
+No method does I/O: messages gather until `poll` returns them. The same events give the same messages.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class SchedulerCore:
         if heartbeat.step >= (oldest or worker.steps_sent + 1):
             raise ProtocolError(f"a heartbeat after step {heartbeat.step}, which has no result")
         if not worker.registration.heartbeats:
-            return  # an older worker: its heartbeats say nothing more
+            return  # a worker of an older version does not report its progress
         if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
             self._outbox.lost_workers.append((worker_id, stall))
             # If the plan has not arrived, the link is to blame.
@@ -281,7 +281,7 @@ class SchedulerCore:
                 self.life.fail(request, prepared.refused[:MAX_REASON_CHARS], CODE_INVALID_ARGUMENT)
 
     def worker_drain(self, worker_id: int) -> None:
-        """The worker finishes its running requests and gets no more. Those that it swapped out run on another one."""
+        """The worker finishes its running requests and gets no more. Its swapped-out requests run on another worker."""
         self.workers[worker_id].draining = True
         self.life.recompute(self.workers[worker_id].host.swapped.values())
         self._workers_changed()
@@ -300,19 +300,19 @@ class SchedulerCore:
         absence = None
         if worker.incarnation and loss is not Loss.FAULT:
             absence = Absence(worker.incarnation, loss, self._retry_groups.clock_s)
-        if worker.in_flight and not worker.draining:  # a draining worker leaves when its time is up
+        if worker.in_flight and not worker.draining:  # a draining worker may stop in a step, when its time is up
             first, last = worker.in_flight[0].step, worker.in_flight[-1].step
             self._lose(worker, f"worker {worker_id} was lost in {_steps(first, last)}", first, last, absence)
         else:
             self._lose(worker, "its worker was lost")
         newer = (one for one in self.workers.values() if one.id > worker_id)
-        if any(one.incarnation == worker.incarnation for one in newer):  # the worker noticed the broken link first
+        if any(one.incarnation == worker.incarnation for one in newer):  # the same process has registered again already
             self._retry_groups.suspects.came_back(worker.incarnation)
 
     def _lose(
         self, worker: WorkerState, why: str, first: int = 0, last: int = 0, absence: Absence | None = None
     ) -> None:
-        """Remove the worker. Steps `first` to `last` are to blame, if they are given (the first step is 1)."""
+        """Remove the worker. Requests in steps `first` to `last` are blamed. Steps count from 1; 0: no step failed."""
         del self.workers[worker.id]
         self._step_times.left(worker.step_fit)
         self.timeline.worker_gone(worker.id)
@@ -325,10 +325,9 @@ class SchedulerCore:
         for request in evacuated:
             if request is poisoned:
                 self.life.fail_poisoned(request, why)
-            # otherwise it ended with the poisoned one, as a beam of the same search
-            elif request.phase is not Phase.ENDED:
-                # The cache drops its old sequence with the worker. If the exchange that admits it is in flight and the
-                # cache refuses it, StepExchanges.answered frees the sequence.
+            elif request.phase is not Phase.ENDED:  # a beam ends together with a poisoned beam of the same search
+                # The cache drops the request's old sequence with the worker. If an exchange in flight admits the
+                # request and the cache refuses, StepExchanges.answered frees the sequence.
                 self.life.enqueue(request)
         self.life.recompute(worker.host.swapped.values())
         if num_steps:
@@ -418,7 +417,7 @@ class SchedulerCore:
         self.life.budgets.offline.measure(now_s, self.queue.offline.tenant_tokens)
         self.life.end_late(now_s)
         for request, why in self._retry_groups.find_poisoned():
-            if request.phase is not Phase.ENDED:  # otherwise it ended with the one before, as a beam of the same search
+            if request.phase is not Phase.ENDED:  # a beam ends together with a poisoned beam of the same search
                 self.life.fail_poisoned(request, why)
                 self._outbox.failures.append(Failure(0, why, [], request.request_id, _traces([request])))
 
@@ -437,7 +436,7 @@ class SchedulerCore:
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
         credit = queue_credit(self.queue.online, self.config)
-        if (not credit) != self._status.told_full:  # at once, because gateways refuse requests by it
+        if (not credit) != self._status.told_full:  # at once: gateways refuse requests while the queue is full
             self._status.announce(self.limits)
         for session in self.sessions.values():
             session.queue_credit = credit

@@ -23,8 +23,9 @@ class SchedulerConfig:
     max_queued_tokens: int = 4_000_000
     max_queued_offline_requests: int = 4096
     max_queued_offline_tokens: int = 4_000_000
-    max_offline_tokens: int = 256  # that offline requests compute in a step with online requests
-    # seconds that a plan may take to arrive, and that a step may take beyond twice the time that its worker allows it
+    max_offline_tokens: int = 256  # of offline requests, in a step that also has online requests
+    # A plan may take this long to reach its worker. A step may take this much longer than twice the time that its
+    # worker allows for it. After that the worker counts as lost (progress.py).
     stall_s: float = 1.5
     poison_failures: int = 2  # a request fails after this many failed steps in a row with it as the only row
     prefix_caching: bool = True
@@ -39,14 +40,15 @@ class SchedulerConfig:
     conversation_ttl_s: float = 300.0  # that an idle conversation keeps its blocks and its queue position
     no_worker_timeout_s: float = 30.0  # that a request waits while no worker is attached; 0: no limit
     allow_mixed_dtypes: bool = False  # workers of one model may use different data types; tokens may then differ
-    stuck_decisions: int = 40  # refusals per worker of an idle system before its first waiting request fails
+    # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.
+    stuck_decisions: int = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Steps of a worker have failed, or the worker was lost in them."""
 
-    worker: int  # 0: more than the last lost worker is to blame
+    worker: int  # 0: no worker failed just now; a held request was found poisoned (suspects.py)
     what: str
     requests: list[str]  # ids of the requests in these steps that are retried
     poisoned: str = ""  # id of the request that is not retried

@@ -161,8 +161,8 @@ def _make(kind: str, cls: type, options: dict[str, Any]) -> object:
 
 
 def _checked(name: str, annotation: Any, value: object) -> object:
-    """The value of an option, checked against its type: 1 is no boolean, "1" no number, and neither is NaN. A value
-    that JSON has no type for, such as a tuple, becomes a list."""
+    """The value of an option, checked against its type: 1 is no boolean; "1" and NaN are no numbers. A tuple becomes a
+    list, as in JSON."""
     if annotation is inspect.Parameter.empty:
         return value
     try:

@@ -92,7 +92,7 @@ class Budgets:
         return self._estimate(tenant, now_s).refuse(now_s, amount=num_tokens, excess=excess_tokens)
 
     def _estimate(self, name: str | None, now_s: float) -> RetryAfter:
-        """The tenant's estimate, which becomes the last."""
+        """The tenant's estimate. Moves it to the end of `_estimates`, where the last active tenants are."""
         self._touched.add(name)
         estimate = self._estimates.pop(name, None) or RetryAfter(assigned_share=1.0, began_s=now_s)
         self._estimates[name] = estimate

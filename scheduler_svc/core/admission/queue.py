@@ -60,7 +60,7 @@ class WaitingQueue:
             self._tell(self.order.add, request)
         else:
             self._change(lambda lines: lines.add(request, _rank(self.order, request)))
-            # the order still learns of the arrival: the request ages from now on
+            # The order learns of a hidden request's arrival, too: some orders count its waiting time from now on.
             if request.arrival_index not in self._shown:
                 order = self.order
                 self._tell(order.add, request)
@@ -81,12 +81,12 @@ class WaitingQueue:
             self._change(lambda lines: lines.balance(tenant))
 
     def is_stuck(self, request: Request) -> bool:
-        """Whether the request does not count against its tenant's tokens. See reconsider()."""
+        """Whether the request is stuck, so its tokens do not count for its tenant (tenant_lines.py)."""
         return self._lines is not None and self._lines.is_stuck(request)
 
     def reconsider(self, requests: Iterable[Request], is_stuck: Callable[[Request], bool]) -> bool:
-        """Check whether these requests are stuck for another reason than their tenant's tokens. A stuck request does
-        not count. Returns whether the order sees more requests than before."""
+        """Check which of these requests are stuck (tenant_lines.py): no worker could run them now, even if their tenant
+        were below its limit. Returns whether the order sees more requests than before."""
         shown = len(self._shown)
         there = [request for request in requests if request.arrival_index in self._shown]
         self._change(lambda lines: lines.reconsider(there, is_stuck))
@@ -178,7 +178,7 @@ class WaitingQueue:
     def _tell(self, event: Callable[[RequestView], None], request: Request) -> None:
         try:
             event(view_of(request))
-        except Exception as error:  # a policy's error costs no request
+        except Exception as error:  # a policy's error must not fail a request
             self.reorder(self._fallback(error))
 
     def _count(self, request: Request, sign: int) -> None:

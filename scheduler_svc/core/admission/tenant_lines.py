@@ -43,7 +43,7 @@ class TenantLine:
         self.stuck.discard(request.arrival_index)
 
     def tokens_of(self, request: Request) -> int:
-        """Tokens that the request counts while it is shown."""
+        """Tokens that count for the request while it is shown."""
         return 0 if request.arrival_index in self.stuck else request.max_total_tokens
 
 

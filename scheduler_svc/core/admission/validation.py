@@ -157,7 +157,7 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
     if request.metadata.pooling:
         if num_tokens > longest:
             raise invalid("prompt_token_ids", f"{num_tokens} tokens exceed the model's length of {longest}")
-        longest += 1  # the output token of max_tokens never comes
+        longest += 1  # an embedding has max_tokens 1, but generates no token
     # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")

@@ -36,7 +36,7 @@ class ProtocolError(Exception):
 
 @dataclass(slots=True)
 class Sent:
-    """An exchange in flight: what its operations belong to, by index."""
+    """An exchange in flight, and what is needed to apply its answer. `operation`: an index in the exchange."""
 
     matches: list[tuple[int, int]] = field(default_factory=list)  # (operation, sequence)
     swap_outs: list[tuple[int, int, Request]] = field(default_factory=list)  # (operation, sequence, request)
@@ -57,9 +57,10 @@ class Sent:
 class CacheLink:
     """Operations gather until the previous exchange is answered; then they go in one message.
 
-    Their order is fixed: commits, swaps to host memory, frees, removed and added workers, matches, and last the
-    operations of pending steps: growth, what the step computes of running sequences, admissions. So the cache can grant
-    a block in the same exchange in which another sequence frees it, and a commit never follows its sequence's free.
+    Their order is fixed: commits, swaps to host memory, frees, ended retentions and pins, removed and added workers,
+    matches. Then come the operations of each pending step (growth, what the step computes of running sequences,
+    admissions), and at last rematches. So the cache can grant a block in the same exchange in which another sequence
+    frees it, and a commit never follows its sequence's free.
 
     A new link to an empty cache begins with special exchanges, while `restoring` is true: they report the sequences
     that ran when the link began (recovery.py). Operations that come meanwhile gather.
@@ -72,7 +73,7 @@ class CacheLink:
     removed: list[int] = field(default_factory=list)
     # Workers to add: each with its AddWorkerOp, and the kept contents of its blocks, if any.
     added: dict[int, list[CacheOp]] = field(default_factory=dict)
-    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # the first exchanges that are not sent yet
+    opening: deque[CacheServiceLinkRequest] = field(default_factory=deque)  # special exchanges that are not sent yet
     # Requests with restore entries in these exchanges, until all are answered: by worker, by sequence.
     restoring: dict[int, dict[int, Request]] = field(default_factory=dict)
     matches: dict[int, Request] = field(default_factory=dict)  # by sequence
@@ -171,7 +172,7 @@ class CacheLink:
                 free.sequences.extend(sequences)
                 free.discard = discard
                 sequences.clear()
-        for end in self.end_retentions:  # after the frees: an ended request has left its blocks
+        for end in self.end_retentions:  # after the frees: an ended request must no longer hold its blocks
             ops.add().end_retention.CopyFrom(end)
         self.end_retentions.clear()
         for worker in self.unpins:

@@ -1,10 +1,10 @@
 """Which requests share cached KV: namespaces by tenant and `cache_salt`, under a name that only the scheduler can make.
 
-The name of a namespace is a hash with the scheduler's secret as its key. Workers and the cache get the name: neither
-can compute the tenant or the salt from it, not even by trying all of them. (The cache gets the tenant of a request with
-retention, for the tenant's share.) The scheduler makes the name, because every request passes through it, whichever
-gateway or client it comes from. A restarted scheduler and a standby make the same names if they have the same secret,
-and so they find the KV that a worker kept.
+The name of a namespace is a hash with the scheduler's secret as its key. Workers and the cache get only the name. They
+cannot find the tenant or the salt, not even by hashing every possible value. (The cache gets the tenant of a request
+with retention, for the tenant's share.) The scheduler makes the name, because every request passes through the
+scheduler, whichever gateway or client it comes from. A restarted scheduler and a standby make the same names if they
+have the same secret, and so they find the KV that a worker kept.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from scheduler_svc.core.types import CacheScope
 NAME_BYTES = 16  # two namespaces have the same name with a probability of 2^-128
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = blake2b.MAX_KEY_SIZE
-# The live view recognises a namespace by this many characters of its name: too few to use it.
+# The live view recognises a namespace by this many characters of its name. They are too few to send as the name.
 SHOWN_CHARS = 16
 MAX_OWNERS = 1024
-_PERSON = b"paceline-cache"  # other hashes with the same secret are different
+_PERSON = b"paceline-cache"  # keeps these hashes apart from hashes made with the same secret for another purpose
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class CacheNamespaces:
 
     scope: CacheScope = "tenant"
     secret: bytes = field(default=b"", repr=False)
-    num_owners: int = 0  # tenants in `_owners`, and those that were there before
+    num_owners: int = 0  # entries ever added to `_owners`
     # Tenants by the first SHOWN_CHARS characters of their namespaces' names: the last MAX_OWNERS new ones.
     _owners: dict[str, str] = field(default_factory=dict, repr=False)
 
     def name(self, tenant: str, cache_salt: str) -> str:
-        """What goes over the wire as `cache_salt`. Empty for a request with nothing to keep apart: without a salt, and
-        without a tenant or with scope server."""
+        """What goes over the wire as `cache_salt`. Empty if nothing has to be kept apart: there is no salt, and there
+        is no tenant or the scope is server."""
         owner = tenant.encode() if self.scope == "tenant" else b""
         if not (owner or cache_salt):
             return ""

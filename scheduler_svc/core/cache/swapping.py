@@ -10,10 +10,10 @@ A swap crosses three services, in this order, which makes it safe:
 
 A request resumes like an admission: SwapInOp in a pending step; copies and a new sequence in its plan.
 
-Blocks that the cache evicts from the device and keeps in host memory take the same way: their copies gather from point
-2 on (`SwapSpace.demotions`). An admission that finds some of its prefix in host memory makes copies like a request
-that resumes. The copies are made before its first tokens are computed, so the commit of these tokens tells the cache of
-both.
+Blocks that the cache evicts from the device and keeps in host memory follow the same steps from 2 on: the cache names
+the copies, and they gather in `SwapSpace.demotions`. An admission that finds a part of its prefix in host memory makes
+copies like a request that resumes. The worker makes these copies before it computes the request's first tokens. So the
+commit of these tokens also tells the cache that the copies are made.
 
 A swapped-out request waits in the queue like any other, and is in its worker's `host.swapped`. When the cache has no
 room, or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
@@ -73,7 +73,7 @@ class Swaps:
                 request.held.host_blocks = result.swap_out.host_blocks
                 worker.host.add_swap_out(sequence, result.swap_out.device_blocks, result.swap_out.host_blocks)
             else:
-                worker.knows_cache = False  # the blocks come back with the next exchange
+                worker.knows_cache = False  # the next exchange frees the request's device blocks
                 refused.append(request)
         return refused
 

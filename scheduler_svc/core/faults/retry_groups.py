@@ -1,9 +1,10 @@
 """Retries the requests of a failed step, apart from all others (the rule is in suspects.py).
 
-A worker retries one group of suspects at a time, in steps of its own: no other step is in flight meanwhile, and the
-other sequences are on hold. Each suspect computes what it had and then generates until it is past the point of the
-failure: two tokens, so that a prefill and a decode have been seen to work (or as many as there were steps in flight, if
-more). Then it is cleared and runs with the others. Between two groups the worker takes a step with all other sequences.
+A worker retries one group of suspects at a time, in steps without other sequences. No other step is in flight
+meanwhile. Each suspect computes its known tokens again and generates until it is past the point of the failure: at
+least two tokens (the first from a prefill, the second from a decode), and at least as many as steps were in flight.
+Then the suspect is cleared and runs with the others. Between two groups the worker runs a step with all other
+sequences.
 
 A suspect waits in the queue like any other request. While a group waits that a worker can retry, the worker admits no
 other request. As many suspects of the group get a slot as there is room for; the others wait for the next turn. A held
@@ -24,7 +25,7 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request, RequestView
 from scheduler_svc.core.workers.state import WorkerState
 
-# Most time between two ticks that counts for absent workers: during a longer gap this process was stopped.
+# The most time between two ticks that counts as a worker's absence. If more passes, this process itself was stopped.
 MOST_BETWEEN_TICKS_S = 0.5
 PROOF_TOKENS = 2  # that a suspect has to generate: the first comes from its prefill, the second from a decode
 

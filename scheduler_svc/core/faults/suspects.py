@@ -13,18 +13,19 @@ A step fails as a whole: it raised, was overdue, or took its worker down. Any of
     a suspect alone fails         After `poisoned_after` failures in a row as the only row, the request is poisoned, and
                                   never retried.
 
-Only a request that was alone is ever found poisoned, so a request that was in a step with a poisoned one is cleared as
-soon as it runs without it. One failure is not enough, as it may be a coincidence: an operator killed that worker. Where
-workers are killed from outside all the time, two are not enough either.
+Only a request that ran alone can be found poisoned. An innocent request from the same failed step is cleared as soon as
+it runs without the poisoned request. One failure alone is not enough: it may be a coincidence, for example if an
+operator killed the worker. Where workers are killed from outside all the time, two failures are not enough either.
 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
-back, it has not died of these rows, and that blame is withdrawn. So a suspect that is poisoned only if absent workers
-(`Absence`) stay away is held: it is not retried, and is found poisoned if no worker is back after RETURN_S.
+back, it has not died of these rows, and that blame is withdrawn. A blame that may still be withdrawn has an `Absence`.
+A suspect may reach `poisoned_after` only together with such blames. Then it is held: it is not retried until a worker
+comes back. It is found poisoned when `poisoned_after` of its blames have no `Absence`, or one of more than RETURN_S.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
-carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, the
-suspect's blames count until it gets through. What a worker reports itself (a step that raised, or is overdue), and what
-it does wrong, is never withdrawn.
+carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a
+suspect's new blames are not withdrawn any more until it is cleared. A blame is never withdrawn if the worker reported
+the failure (a step that raised, or is overdue), or did something wrong itself.
 
 Suspects are numbers here. The caller, which runs the steps (retry_groups.py), decides when a suspect gets through.
 """
@@ -43,7 +44,8 @@ RETURN_S = 10.0  # a frozen or unreachable worker is mostly back within this tim
 
 
 class Loss(IntEnum):
-    """How a worker was lost. The value: how many of a suspect's blames in a row this kind of loss may withdraw."""
+    """How a worker was lost. The value: how many blames for such a loss can be withdrawn before the suspect is
+    cleared."""
 
     FAULT = 0  # it made no progress with a step, or sent an invalid message
     SILENCE = 3  # no heartbeat came
@@ -67,7 +69,7 @@ class _Blame:
 
 @dataclass(slots=True)
 class _Record:
-    blames: list[_Blame] = field(default_factory=list)  # in a row
+    blames: list[_Blame] = field(default_factory=list)  # since the request became a suspect, oldest first
     withdrawn: Counter[Loss] = field(default_factory=Counter)
 
     def blame(self, was_alone: bool, absence: Absence | None) -> None:

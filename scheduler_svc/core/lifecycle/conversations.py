@@ -19,7 +19,7 @@ from scheduler_svc.core.cache.link import CacheLink
 from scheduler_svc.core.rejection import invalid
 from scheduler_svc.core.requests.request import Request
 
-# Conversations, and bytes of the tokens by which their blocks are found, of one tenant and of all tenants.
+# Limits of one tenant and of all tenants: conversations, and bytes of the tokens that are kept to find their blocks.
 MAX_OF_TENANT, MAX_OF_ALL = (256, 16 * 2**20), (4096, 64 * 2**20)
 # Above tokens without a retention (35), and below what clients ask for as the most important (100).
 RETENTION_PRIORITY = 60

@@ -123,8 +123,9 @@ class Holdings:
             worker.batch.running[slot].add_output(tokens)
 
     def _commit_last_tokens(self, worker: WorkerState, request: Request, swaps: bool) -> None:
-        """Tell the cache of the tokens that the request generated. Another request rarely needs them earlier, and so a
-        steady step sends nothing for each sequence (as in SGLang). A swap needs all tokens at the cache."""
+        """Tell the cache of the tokens that the request generated: only now, when the request leaves its slot. Another
+        request rarely needs them earlier, and a decode step has nothing to send per sequence (as in SGLang). A swap
+        needs all tokens at the cache."""
         held, num_tokens = request.held, request.num_tokens
         num_computed = max(num_tokens - 1, held.num_committed)  # the last token may just be computed, or not yet
         if self._partial_reuse:

@@ -35,9 +35,9 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, sequences: Iterator[int]) -> RestoreOp:
-    """The operation that adds the sequences that a worker kept from an earlier link (say, to a scheduler that is gone)
-    to the cache as cached prefixes. A request that ran on this worker and is submitted again then finds all its
-    tokens."""
+    """The operation that makes a worker's kept sequences cached prefixes. The worker kept them from an earlier link,
+    for example to a scheduler that is gone. A request that ran on this worker and is submitted again then finds all its
+    tokens in the cache."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:

@@ -53,7 +53,7 @@ class PrefixUse(NamedTuple):
         )
 
     def missed(self) -> list[Missed]:
-        """The tokens that were not reused, in the order of the prompt. With the cached tokens they are all tokens."""
+        """The tokens that were not reused, in the order of the prompt. These and the cached tokens are all tokens."""
         left = self.num_tokens - self.num_cached_tokens
         if self.needs_whole_prompt:
             return (

@@ -25,8 +25,8 @@ from scheduler_svc.core.requests.request import Request
 # Most bytes of prompt log probabilities and embeddings in a message, unless a single part is larger. Far below the
 # message limit.
 MAX_SCORE_BYTES = 4 * 2**20
-# For a slow reader: most log probabilities of tokens (about 180 bytes each, with the 20 likeliest), and most steps, in
-# a message.
+# Limits of a message to a slow reader: log probabilities of tokens (about 180 bytes each, with the 20 likeliest), and
+# steps.
 MAX_SCORES, MAX_STEPS = 2**14, 256
 
 
@@ -51,7 +51,7 @@ class Session:
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
     _tokens: list[Tokens] = field(default_factory=list)
-    _scores_before: list[int] = field(default_factory=list)  # for each of these: scores gathered before it
+    _scores_before: list[int] = field(default_factory=list)  # for each entry of `_tokens`: scores gathered before it
     _sent_handles: Longs | None = None  # handles of the last message, if they came as one array
     _next: SessionResponse | None = None  # with the endings, which gather in place: adding them later would copy them
     _scores: list[TokenScore] = field(default_factory=list)
@@ -169,7 +169,8 @@ class Publisher:
         return self._sessions[request.session_id].index
 
     def tokens(self, session: int, sessions: Longs, handles: Longs, tokens: Tokens) -> None:
-        """Publish a token for each handle. `session`: the index of all of them; if negative, `sessions` has each."""
+        """Publish a token for each handle. `session`: the index of the session of all handles. If it is negative,
+        `sessions` has an index for each handle."""
         if session >= 0:
             self._at[session].add_tokens(handles, tokens)
             return

@@ -244,7 +244,7 @@ class RequestTimeline:
 
         An answer id stands for all sequences of the answer. A request id stands for its own sequence, and for sequences
         of the same answer with ids that continue it (`x-1`: another prompt of request x; `x.1`: another sample). If
-        several sequences have the same request id, it is the last live one, otherwise the last finished one.
+        several sequences have the same request id, it stands for the last live one, otherwise the last finished one.
 
         Clients choose ids. Raises SeveralOwners rather than show the request of another tenant or key.
         """

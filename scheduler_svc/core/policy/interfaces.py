@@ -14,8 +14,8 @@ victims' blocks go back to the cache, and scheduling starts again with the block
 `step.preempted` names the victims.
 
 A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
-state of its own. A policy that raises, or asks for something impossible, costs that step's schedule and no request: the
-default policies schedule the step, and the error is logged and counted.
+state of its own. If a policy raises, or asks for something impossible, its schedule of the step is dropped: the default
+policies schedule the step, and the error is logged and counted. No request fails because of it.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class PlacementPolicy(ABC):
     max_compared: int = 0
 
     def begin(self, fleet: FleetView) -> None:  # noqa: B027
-        """A round begins. `fleet` counts what the round has placed so far. Each worker is shown as it was when it
-        scheduled its step."""
+        """A round begins. `fleet` stays valid for the round: its counters grow with each request that the round places.
+        A worker's view is also read again when the worker schedules its step, and before `place` gets it if the worker
+        has changed."""
 
     @abstractmethod
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
@@ -104,8 +105,8 @@ class PlacementPolicy(ABC):
         """The request is bound to the worker. Returns the reason for `paceline explain`; "" if there is nothing to say.
 
         Also called for a request that `place` did not put there: a request that resumes on the worker that swapped it
-        out, or a request of a step that the default policies scheduled. Called again if the cache then has no room
-        after all.
+        out, or a request of a step that the default policies scheduled. If the cache then has no room, the request
+        waits again, and this method is called again when it is bound the next time.
         """
         return ""
 

@@ -61,7 +61,7 @@ class OrderPolicy(ABC):
 class KeyedOrder(OrderPolicy):
     """An order by a key that changes only with the request's match. Every operation costs O(log waiting)."""
 
-    # The key does not even change with the match, so it also ranks running requests.
+    # Whether the key does not change with the match either. Such a key also ranks running requests.
     key_is_constant: ClassVar[bool] = False
 
     def __init__(self) -> None:

@@ -119,8 +119,8 @@ class Step(StepView):
         return verdict
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
-        """Whether a waiting request may have a slot, and blocks for this many of its uncached tokens. They are reserved
-        for it. A request that is not placed gives them back at the end of the step. Raises PolicyError."""
+        """Whether a waiting request may have a slot, and blocks for this many of its uncached tokens. If so, the slot
+        and the blocks are reserved for it, until the end of the step if it is not placed. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
@@ -294,7 +294,8 @@ class Step(StepView):
         self._available_blocks += num_blocks
 
     def _follow(self, online: Step, max_tokens: int) -> None:
-        """Offline requests get what the online part of the step leaves: at most `max_tokens` tokens beside it."""
+        """Offline requests get what the online part of the step leaves. If online requests run in the step, offline
+        requests get at most `max_tokens` tokens."""
         left = online._budget_tokens if online.is_empty else min(online._budget_tokens, max_tokens)
         self._budget_tokens = self._max_batched_tokens = left
         self._available_blocks = online._available_blocks - online._lent_blocks

@@ -107,7 +107,8 @@ class StepView:
 
     @property
     def ranking(self) -> object:
-        """The ranking order; equal as long as ranks can be compared. When an order fails, another one replaces it."""
+        """The order that gives the ranks. Ranks of two steps can be compared if this object is the same in both: it
+        changes when the order fails and another one replaces it."""
         return self._order
 
     @property
@@ -233,7 +234,7 @@ class StepView:
         match = request.match_on(self._worker.id)
         cached, referenced, on_device = match.num_tokens, match.num_referenced_tokens, self._device_tokens(match)
         if self._shares and self._computing and not (request.held.swapped_on or request.needs_whole_prompt):
-            # Tokens that the step computes for other requests, or has on the device for them.
+            # The prefix that the request shares with another request of this step: it is on the device after the step.
             computed = self._computing.shared_tokens(request, on_device)
             if computed > on_device:
                 cached, referenced = max(cached, computed), max(referenced, computed)
@@ -294,7 +295,7 @@ class StepView:
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:
             return False
         computing: list[PrefixIndex[Request] | PrefixIndex[RequestView]] = [self._prefills_by_prefix()]
-        # Otherwise the block has the request's last token, so it is not reused, even if it is cached.
+        # A block that ends with the request's last token is not reused, even if it is cached.
         if wanted < request.num_tokens:
             computing += [self._arriving, others] if others else [self._arriving]
         beginning, own = request.token_ids[: wanted * TOKEN_BYTES], request.namespace

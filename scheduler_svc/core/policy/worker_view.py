@@ -62,14 +62,15 @@ class WorkerView:
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Uncached prompt tokens of these sequences that no plan computes yet: a new request waits for them."""
+        """Uncached prompt tokens of the sequences in `num_rows` that no plan computes yet. A new request waits for
+        them."""
         if self._prefill_tokens < 0:
             self._prefill_tokens = self._worker.queued_prefill_tokens
         return self._prefill_tokens
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of these sequences: what a decode step attends to."""
+        """Known tokens of the sequences in `num_rows`: what a decode step attends to."""
         if self._context_tokens < 0:
             self._context_tokens = self._worker.context_tokens
         return self._context_tokens

@@ -3,7 +3,8 @@
 The rules are those of Hugging Face transformers (`GenerationMixin._beam_search` of 5.23.0), and the tests compare both.
 The differences are on purpose:
 
-- Log-probabilities are summed in double precision (there: fp32). So only ties within rounding can have another result.
+- Log-probabilities are summed in double precision (there: fp32). So results differ only where sums are equal up to
+  rounding.
 - Equal sums keep the order of the beams and, within a beam, of the worker's list. Of equal scores, the earlier ending
   comes first (there: as `torch.topk` orders them).
 - If the vocabulary has too few tokens to fill the width, beams and hypotheses are missing (there: impossible ones with
@@ -70,13 +71,13 @@ class BeamSearch:
     former beam `b.parent` with `b.token`. The first live beam is the prompt alone.
 
     A hypothesis scores logprob / num_tokens ** length_penalty, so more penalty favours longer ones. The search is over
-    at max_new_tokens, or when `width` hypotheses have ended and
+    at max_new_tokens. Before that it is over when `width` hypotheses have ended and `early_stopping` allows it:
 
-    - early_stopping True: at once;
-    - False: the best live beam, scored at its present length, is not above the worst of them (this can be wrong: with a
-      positive penalty a longer sequence may score better);
-    - "never": that beam, scored at the length that is best for it, is not above the worst either, so nothing better can
-      come.
+    - True: always.
+    - False: if no live beam, scored at its present length, is above the worst ended hypothesis. This can be too early:
+      with a positive penalty a longer sequence may score better.
+    - "never": if no live beam, scored at the length that is best for it, is above the worst ended hypothesis. Then
+      nothing better can come.
 
     The log-probabilities must be those of the whole vocabulary: min_new_tokens is applied here and leaves the weights
     of the other tokens as they are. A log-probability of -inf (or NaN) is no candidate.

@@ -50,7 +50,7 @@ class SubmissionMetadata:
     offline: bool = False  # it runs on what online requests leave, and yields to them
     conversation: str = ""  # the one that it continues; empty: none
     owner: str = ""  # name of the API key; empty: none
-    min_slo_s: float = 0.0  # the queue's order counts deadline and SLO as at least this far from arrival
+    min_slo_s: float = 0.0  # the least time from arrival to deadline or SLO that an order counts
     trace_id: str = ""  # of the client's trace, for the log; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
@@ -100,7 +100,8 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     max_total_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # known tokens, prompt and output (exact while the request does not run)
-    # All of the prompt is computed: its log probabilities are still due, or the mean of its hidden states.
+    # Whether no cached KV may be reused: all of the prompt is computed, for its log probabilities (until they are
+    # reported) or for the mean of its hidden states.
     needs_whole_prompt: bool = field(init=False)
     grammar: str = field(init=False)  # empty: none
 
@@ -161,7 +162,7 @@ class Request:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Adapter, and tenant and salt under one name. Requests share blocks only within one namespace."""
+        """The adapter, and the name for tenant and salt. Requests share blocks only within one namespace."""
         return self.metadata.lora, self.metadata.cache_salt
 
     @property
@@ -196,7 +197,8 @@ class Request:
 
     @property
     def waits_for_parent(self) -> bool:
-        """Whether its parent is about to compute their common prompt. A preempted one is not: others may run first."""
+        """Whether its parent is about to compute their common prompt. Not if the parent was preempted: other requests
+        may run first."""
         parent = self.family.parent
         if parent is None or parent.held.prompt_is_computed or parent.history.num_preemptions:
             return False
@@ -289,8 +291,7 @@ class RequestView:
 
     @property
     def namespace(self) -> tuple[str, str]:
-        """Adapter, and tenant and salt under one name. Only requests of one namespace can share cached blocks, even if
-        their tokens are equal."""
+        """The adapter, and the name for tenant and salt. Only requests of one namespace can share cached blocks."""
         return self._request.namespace
 
     @property
@@ -320,7 +321,7 @@ class RequestView:
 
     @property
     def min_slo_s(self) -> float:
-        """An order counts deadline and goal as at least this many seconds from arrival: its API key says so."""
+        """The least time from arrival to deadline or goal that an order counts, in seconds. The API key sets it."""
         return self._request.metadata.min_slo_s
 
     @property
@@ -387,7 +388,8 @@ class RequestView:
         return self._request.match_on(worker_id).num_tokens
 
     def referenced_tokens(self, worker_id: int) -> int:
-        """Of these, tokens in blocks that other sequences reference: reusing them takes no block from the pool."""
+        """Of the matched tokens, those in blocks that other sequences reference. Reuse of these takes no block from the
+        pool."""
         return self._request.match_on(worker_id).num_referenced_tokens
 
 

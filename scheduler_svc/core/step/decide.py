@@ -37,7 +37,7 @@ class Decider:
         """
         step = self.apply_policies(worker, policies, waiting, now_s, offline=False)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
-            # Admit only the requests before the first torn group: a later request would take the room that it needs.
+            # Admit only requests before the first torn group: later requests would take the room that the group needs.
             before = partial(takewhile, lambda request: id(request.family.samples) not in torn)
             step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s, offline=False)
         if step is None or self._preempt_for_waiting(worker, policies, step):
@@ -66,7 +66,7 @@ class Decider:
         beside: Step | None = None,
     ) -> Step | None:
         """As decide(), but without a check for progress, and no sequence is preempted for a waiting request. `offline`:
-        the class that the policies see. `beside`: the online step of which offline requests get the rest."""
+        the class that the policies see. `beside`: the online part of the step; offline requests get what it leaves."""
         shares = policies.batch.shares_in_step
         over_budget = partial(self.life.budgets.exceeded, worker)
         step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity, _offline=offline)

@@ -251,7 +251,8 @@ class StepScheduler:
     def _taker(
         self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
     ) -> Callable[[Request], bool | None]:
-        """For one pass: whether the worker may admit a request. None: neither this request nor a later one, for now."""
+        """A function for one pass. It tells whether the worker may admit a request. None: not this request, and no
+        later one, for now."""
         placement: Placement | None = None
 
         def takes(request: Request) -> bool | None:

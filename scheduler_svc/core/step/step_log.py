@@ -1,4 +1,4 @@
-"""The steps that have ended, for the live view. Nothing is noted while nothing reads them."""
+"""The steps that have ended, for the live view. Steps are noted only while there is a reader."""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ TIMES_ALLOWED = 2.0
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """Counts the heartbeats for which a step has been the oldest in flight, and compares them with the step's allowed
-    time.
+    """Counts the heartbeats since a step became the oldest in flight, and compares them with the step's allowed time.
 
     The worker says how long its running step may take (by the step's size, and by the last steps), so a long prefill is
-    no stall. Because heartbeats are counted, time in which the worker's process or this process does not run does not
+    no stall. Time is counted in heartbeats, so a time in which this process or the worker's process is stopped does not
     count.
     """
 

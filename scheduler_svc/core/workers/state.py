@@ -117,8 +117,8 @@ class WorkerState:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that an online request can get, without those that the pending step takes. Its reused cached blocks
-        are not subtracted."""
+        """Blocks that an online request can get, without those that the pending step takes. Cached blocks that the
+        pending step reuses are not subtracted."""
         grown = len(self.pending_step.decision.growth) if self.pending_step else 0
         free = self.available_blocks + (self.most_offline_blocks if self.batch.offline else 0)
         return free - grown - sum(self.blocks_for(one.num_new_tokens) for one in self.admissions)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 # The sums forget: a step's weight falls to 1/e after this many steps of its kind. At 10 ms a step that is 1.3 s, so the
 # fit follows a machine that gets slower, and a hundred steps average a jitter of 10 % down to 1 %.
 MEMORY_STEPS = 128
-# Weight of the model before the latest steps, in steps, for each coefficient. That model decides the coefficients that
-# the latest steps do not determine.
+# Weight of the previous model in a new fit, for each coefficient: as much as this many steps. The previous model
+# decides the coefficients that the latest steps do not determine.
 PRIOR_STEPS = 4.0
 # The same for a model that is not measured: any step outweighs it.
 GUESS_STEPS = 0.01
@@ -23,7 +23,7 @@ OTHER_SPEED_STEPS = 8
 # The model is solved after each of the first steps, later after this many. Solving takes 20 us: below 1 us a step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
-# If the steps cannot tell two costs apart, the costs keep the proportions of the model before (say, base 90 %, rows
+# If the steps cannot tell two costs apart, the costs keep the proportions of the previous model (say, base 90 %, rows
 # 2 %). A cost below this part of a step counts as this part; otherwise its coefficient could never grow.
 LEAST_PART = 0.02
 
@@ -50,9 +50,9 @@ class StepTimeFit:
     """Ridge regression with forgetting, in relative errors, non-negative. One per worker.
 
     Steps with prompt tokens and steps without are summed separately, and each sum forgets only when a step of its kind
-    comes: a worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the model before
-    the latest steps, and at first to the model of the fleet. Where the steps determine nothing (the rows never change,
-    so base and row cannot be told apart), the known values stay.
+    comes: a worker that decodes for an hour still knows what a prompt token costs. The ridge pulls to the previous
+    model, and at first to the model of the fleet. Where the steps determine nothing (the rows never change, so base and
+    row cannot be told apart), the previous values stay.
     """
 
     def __init__(self, prior: StepTime = UNKNOWN) -> None:

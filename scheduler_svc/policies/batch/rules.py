@@ -9,8 +9,8 @@ def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
     """Whether a waiting prompt with this many tokens to compute may run in pieces.
 
     Without chunks it runs whole or waits, unless no step could ever hold it. Then it takes what this step has left, and
-    continues like any prompt that has begun. It may have been accepted while chunks were on, or have grown so long
-    before it was preempted, and no accepted request is lost.
+    continues like any prompt that has begun. Such prompts exist: a request may have been accepted while chunks were on,
+    or have grown by its output before it was preempted. An accepted request must not be lost.
     """
     return chunked_prefill or num_tokens > step.max_batched_tokens
 

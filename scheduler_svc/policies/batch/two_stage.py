@@ -133,7 +133,7 @@ class TwoStage(BatchPolicy):
             return tokens
         sizes = self.share_out(tokens, unit, capacity, longest)
         if not any(sizes) and capacity == step.max_batched_tokens:
-            # not even a unit fits, and nothing else runs: it would never run
+            # not even a unit fits, though nothing else runs: without this the prompt would never run
             sizes[0] = min(tokens[0], capacity, longest)
         return sizes
 

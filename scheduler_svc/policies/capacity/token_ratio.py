@@ -3,9 +3,9 @@
 A request is admitted if its prompt, the tokens that it may generate (at most `clip_max_new_tokens` of them) and a block
 fit the room that is left. That room is what remains after every running sequence is promised `ratio` of the tokens that
 it may still generate. The ratio falls a little with every decode step, so admission gets bolder, down to
-`min_ratio_factor` of the initial ratio. A preemption shows that admission was too bold: it sets the ratio to the share
-of their allowance that the remaining sequences will have used after `retract_decode_steps` more tokens each. The ratio
-starts again when nothing runs.
+`min_ratio_factor` of the initial ratio. A preemption shows that admission was too bold. The new ratio is then: the
+output tokens of the remaining sequences, plus `retract_decode_steps` for each, divided by all tokens that they may
+generate. When nothing runs or waits, the ratio is the initial one again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class TokenRatio(CapacityPolicy):
         return min(request.max_new_tokens, fitting)
 
     def planned(self, step: Step) -> None:
-        """Lower the share after a decode step, set it anew after a preemption, and forget it when nothing runs."""
+        """Lower the share after a decode step, compute a new one after a preemption, and return to the initial one when
+        nothing runs or waits."""
         if step.preempted and step.running:
             out = sum(sequence.num_output_tokens for sequence in step.running)
             allowed = sum(sequence.request.max_new_tokens for sequence in step.running)

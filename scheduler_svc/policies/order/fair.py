@@ -4,8 +4,8 @@ Among tenants, the tenant that was served least is next (virtual token counter, 
 counter grows by its computed prompt tokens and, weighted, by its generated tokens, divided by the tenant's weight. A
 prompt is charged when its request first runs, and never again: recomputation after a preemption is not the preempted
 tenant's fault. When a tenant without waiting requests gets one, its counter is raised to the lowest counter of the
-tenants that wait, or, if none waits, to that of the tenant that waited last. So a tenant cannot claim later what it did
-not ask for, however much of it runs.
+tenants that wait, or, if none waits, to that of the tenant that waited last. So a tenant gains no credit while it has
+no waiting request, even if its requests run all the time.
 
 Within a tenant, the client's request with the fewest running sequences is next (max-min fairness in slots); of equal
 requests, the one that came first. Without `n`, `best_of` and beam search this is first come, first served. No request
@@ -31,8 +31,8 @@ from scheduler_svc.policies.api import OrderPolicy, RequestView
 from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024
-# Generated tokens are charged once per CHARGE_INTERVAL_S, plus CHARGE_INTERVAL_S_PER_SEQUENCE for each running sequence
-# of the tenant. Reading one sequence takes 1.5 us, so charging takes at most 1.5 % of a core, however much runs.
+# A tenant's generated tokens are charged at an interval: CHARGE_INTERVAL_S, plus CHARGE_INTERVAL_S_PER_SEQUENCE for
+# each of its running sequences. Reading one sequence takes 1.5 us, so charging takes at most 1.5 % of a core.
 CHARGE_INTERVAL_S, CHARGE_INTERVAL_S_PER_SEQUENCE = 0.1, 1e-4
 
 # Running sequences of the client's request; queue position and arrival index of its next waiting sequence.

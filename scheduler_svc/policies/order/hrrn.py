@@ -1,9 +1,9 @@
 """Highest response ratio next (SGLang `hrrn`): tokens served since a request arrived / tokens that it has to compute.
 
 The clock is the work admitted so far, so short requests go first and no request waits for ever. A request with its
-whole prompt cached comes before all others: a match never has the last token, so this request has run before. A request
-advances the clock when it first runs, and keeps its age when it has to wait again. With the clock each ratio changes at
-its own rate, so a pass looks at every waiting request.
+whole prompt cached comes before all others. It ran before and has output, because a match never includes a request's
+last token. A request advances the clock when it first runs, and keeps its age when it has to wait again. The ratios
+grow at different rates, so a pass looks at every waiting request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler_svc.policies.api import OrderPolicy, RequestView
 
 @dataclass(slots=True)
 class HrrnEntry:
-    """The attributes of a request that the order depends on, because a pass reads them for every request."""
+    """The attributes of a request that the order depends on. They are copied, because a pass reads all of them."""
 
     request: RequestView
     arrived_at: int  # on the clock of tokens
@@ -32,7 +32,7 @@ class HighestResponseRatioNext(OrderPolicy):
     def __init__(self) -> None:
         self._served_tokens = 0
         self._entries: dict[int, HrrnEntry] = {}  # by arrival index
-        # The token clock at each request's first arrival, as long as the request lives: it ages wherever it is.
+        # The token clock at each request's first arrival, as long as the request lives: it ages also while it runs.
         self._arrived_at: WeakKeyDictionary[RequestView, int] = WeakKeyDictionary()
 
     def add(self, request: RequestView) -> None:

@@ -15,7 +15,7 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES
 from scheduler_svc.policies.api import KeyedOrder, RequestView
 from scheduler_svc.policies.options import AtLeastMinusOne, Count
 
-# What requests must have in common to share it: namespace and tokens.
+# What the requests of a group have in common: the namespace and the first tokens.
 Beginning = tuple[tuple[str, str], bytes]
 
 
@@ -48,7 +48,7 @@ class LongestPrefixMatch(KeyedOrder):
             led_before = group.peekitem(0)[1] if group else None
             group[request.queue_position, request.arrival_index] = request
             self._group_of[request.arrival_index] = beginning
-            if led_before is not None and group.peekitem(0)[1] == request:  # it came back to a position before all
+            if led_before is not None and group.peekitem(0)[1] == request:  # the request now leads its group
                 super().rematched(led_before)
         super().add(request)
 

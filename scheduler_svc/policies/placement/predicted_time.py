@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, WorkerView
 
-# Costs that differ by less are equal: so much do the fits of equal workers differ (5 % jitter over MEMORY_STEPS steps).
+# Costs that differ by less than this part count as equal: the fits of equal workers differ by about as much (5 % jitter
+# over MEMORY_STEPS steps).
 SAME = 0.02
 # A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
 # would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
