@@ -68,7 +68,7 @@ def body_fingerprint(path: str, body: Any) -> bytes:
     try:
         written = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # orjson writes 254 levels and reads more of them (in unknown fields).
+        # orjson cannot write more than 254 levels, but it can read more. Unknown fields may be nested that deep.
         raise invalid(None, f"with an {IDEMPOTENCY_KEY} the body must not be nested deeper than 254 levels") from None
     return sha256(path.encode() + b"\0" + written).digest()
 

@@ -70,8 +70,8 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True, prefix: str =
                     whitespace = {"whitespace_pattern": WHITESPACE}
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
             case "choice":
-                # One regular expression: thousands of texts cost little more than a few. As grammar rules each text
-                # would be an item of every row, and a row may have 2,000 items.
+                # One regular expression: thousands of texts cost little more than a few. If each text were a grammar
+                # rule, it would be an item in llguidance's rows, and a row may have 2,000 items.
                 grammar = grammar_from("regex", "|".join(map(_escaped, json.loads(text))))
             case _:
                 grammar = grammar_from(kind, text)
@@ -191,7 +191,7 @@ class TrialLimits:
         match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
             case signal.SIGPROF:
                 return self.too_long
-            case signal.SIGABRT | signal.SIGSEGV:  # Rust's end when it gets no memory
+            case signal.SIGABRT | signal.SIGSEGV:  # how Rust code ends when it gets no memory
                 return self.too_large
         return f"cannot be compiled: its trial ended with status {status}"
 
@@ -213,7 +213,7 @@ class _Trials:
         if not (child := os.fork()):
             try:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # drop Rust's messages about its end
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # drop the messages of Rust code that aborts
                 self._limits.hold()
                 with os.fdopen(write_end, "wb") as pipe:
                     pipe.write(json.dumps(self._result(message)).encode())
