@@ -33,8 +33,9 @@ _DIGITS = 2**16  # values of half a float32
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A mask of unlikely tokens. `mask` gets the rows of the logits that need it, and their values on the device and on
-    the host. `needs`: which rows these are, by the values of all rows and the size of the vocabulary."""
+    """A mask of unlikely tokens, with one parameter. `needs`: which rows need the mask, by the parameter's values for
+    all rows and the size of the vocabulary. `mask` gets the logits of these rows, and the parameter's values for them,
+    on the device and on the host."""
 
     mask: Callable[[Tensor, Tensor, Column], Tensor]
     needs: Callable[[Column, int], npt.NDArray[np.bool_]]
@@ -56,8 +57,8 @@ def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Keep each row's top_k largest, and all equal to the last of these. top_k: int64 [rows], 1..vocab. most: the
-    largest of them, known to the host."""
+    """Keep each row's top_k largest logits, and all that are equal to the smallest of these. top_k: int64 [rows],
+    1..vocab. most: the largest value in top_k, which the host must know."""
     largest = logits.topk(most, dim=-1).values
     threshold = largest.gather(1, (top_k - 1).unsqueeze(-1))
     return logits.masked_fill(logits < threshold, -torch.inf)
@@ -90,12 +91,14 @@ def whole_weights(logits: Tensor) -> Tensor:
 
 
 def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
-    """The tokens to mask, bool [rows, vocab]. Tokens are taken by descending value until they have their row's share of
-    its weight, and then all that are equal to the last taken one. The other tokens are masked.
+    """The tokens to mask, bool [rows, vocab]. In each row, tokens are taken by descending value until their weights
+    reach the row's share of the sum of all weights. Tokens with the same value as the last taken token are taken, too.
+    The other tokens are masked.
 
     values: float32 [rows, vocab], no NaN. weights: whole_weights(). shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    # Both find the same. A CPU sorts slowly, and can test whether it must. A GPU test would make the host wait.
+    # Both find the same tokens. Sorting is slow on a CPU, so it first tests whether a sort is necessary. On a GPU, such
+    # a test would make the host wait.
     find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
     return find(values, weights, wanted)
 
@@ -134,8 +137,8 @@ def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest digit for which `before` and the weight of all larger digits are less than `wanted` together; and
-    their sum. Both [rows, 1]."""
+    """The smallest digit for which the sum of `before` and the weights of all larger digits is less than `wanted`; and
+    this sum. Both [rows, 1]."""
     # Tokens without weight get spread digits. When most of a row is filtered out, these tokens have one digit, and a
     # GPU would add a hundred thousand zeros to one number, one after the other.
     anywhere = torch.arange(digits.shape[-1], device=digits.device) % _DIGITS
@@ -148,7 +151,7 @@ def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Ten
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """int32 in the order of the float32 values. Equal values are equal (so -0 becomes 0)."""
+    """int32 keys in the order of the float32 values. Equal values get equal keys (-0 gets the key of 0)."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
