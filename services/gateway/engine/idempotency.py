@@ -18,7 +18,7 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """A client's name for a request, unique within its tenant and owner. `fingerprint` tells different requests apart.
+    """A client's name for a request, unique within its tenant and owner. `fingerprint`: differs if the requests differ.
 
     `owner`: the name of the API key, "" without keys. Answers, seeds and stored requests of another owner differ, so no
     API key can read or resume the requests of another API key, at any gateway.

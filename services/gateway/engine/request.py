@@ -133,7 +133,7 @@ class RequestBuilder:
     ) -> list[int]:
         """Token ids of a plain prompt. `of_chars`: characters of all prompts of the request, if it has several.
 
-        Raises ApiError 400. A long prompt waits for a free thread; then raises Gone if `gone()` is true.
+        Raises ApiError 400. A long prompt waits for a free thread. Raises Gone if `gone()` is true after this wait.
         """
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if truncation is None:
@@ -353,7 +353,7 @@ class RequestBuilder:
 def _num_chars(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, extras: ChatExtras) -> int:
     """About how many characters the template writes."""
     if extras.template is not None:
-        return _INLINE_CHARS + 1  # it may take any time
+        return _INLINE_CHARS + 1  # a client's template may take any time
     return 32 * len(messages) + sum(map(len, strings([messages, variables, extras.tools, extras.documents])))
 
 
@@ -435,7 +435,7 @@ def check_metadata(
 
 
 def tenant_of_user(user: str) -> str:
-    """The tenant of an end user (OpenAI's `user`): the name itself, if a tenant's name may be so long. Otherwise the
+    """The tenant of an end user (OpenAI's `user`): the user's name, if it is not too long for a tenant. Otherwise the
     beginning of the name and 128 bits of its SHA-256, so that two users never share a tenant."""
     most = METADATA["tenant"].max_chars
     # A name of the shortened form is shortened, too: otherwise a user could take another user's tenant as a name.

@@ -232,8 +232,8 @@ class SessionCore:
         """The next message to send; None if there is nothing to send. Call until None."""
         if not self.connected:
             return None
-        # No submission before the scheduler has opened the session. So a request that was submitted once counts as
-        # accepted (`accepted_before`).
+        # Requests are submitted only after the scheduler has opened the session. So a request that was submitted on an
+        # earlier stream counts as accepted (`accepted_before`).
         submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
         if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):

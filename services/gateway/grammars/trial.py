@@ -33,7 +33,8 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from services.runtime.model.grammars import LIMITS, one_line
 
-# Linux gives a process with nice value 19 a 69th of the time of a normal process when no core is free.
+# When no core is free, Linux gives a process with nice value 19 a 69th of the time of a normal process. So a trial with
+# 0.25 s of CPU time may last 17 s.
 WALL_S = 30.0
 MASK_S = 0.02  # CPU time to compute the allowed tokens of one position, except the first
 MAX_GRAMMAR_CHARS = 2**16  # the scheduler's limit

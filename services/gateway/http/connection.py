@@ -131,8 +131,8 @@ class HttpConnection(asyncio.Protocol):
     # -- for TlsListener ---------------------------------------------------------------------------
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
-        """Count the connection. With TLS, before its handshake: connection_made() comes after it. Returns why the
-        connection has to be refused."""
+        """Count the connection. With TLS, this is called before the handshake, and connection_made() after it. Returns
+        why the connection has to be refused; None if it has not."""
         self._loop = asyncio.get_running_loop()
         self._is_counted, self.transport = True, transport
         self._sock = transport.get_extra_info("socket")
@@ -190,7 +190,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_running(self) -> bool:
-        """A request has no complete answer."""
+        """A request has arrived, and its answer is not complete."""
         return self._is_called and not self.is_closing
 
     @property

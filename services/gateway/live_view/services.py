@@ -11,7 +11,7 @@ from services.gateway.openai.gateway import Gateway
 
 # For this long after a new scheduler was first seen, workers of the last scheduler may still be connecting to it.
 SETTLING_S = 10.0
-# A worker that is gone is shown for this long, and at most so many of them.
+# A worker that is gone is shown for this long. At most MAX_GONE such workers are shown.
 GONE_SHOWN_S = 600.0
 MAX_GONE = 64
 

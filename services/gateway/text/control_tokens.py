@@ -5,7 +5,7 @@ text with a control token in it would end its message and begin another one, in 
 rendering: a mark goes into each control token, the rendered text is split at the marks, and the pieces are tokenized
 one by one. A text without a control token has no mark, and its tokens are those of transformers' apply_chat_template.
 
-A template can also join a control token from parts: from several texts, or from a text and its own characters
+A template can also join a control token from parts: from several texts, or from a text and characters of the template
 (`<` + name + `>`). If a text contains such a part, the template renders a second time, with marks in these parts as
 well. If the two rendered texts have different control tokens, some of these tokens came from users, and the second
 rendering is used. A word alone does not count as a part: templates compare words (`role == "user"`), so a mark must not

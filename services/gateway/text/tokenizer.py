@@ -89,8 +89,8 @@ class TextTokenizer:
     def encode_part(
         self, text: str, num_tokens: int, *, cut_off: Literal["left", "right"] = "left", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt that is cut off at one side: with the tokens that the post-processor adds, at most
-        `num_tokens`."""
+        """Token ids of a prompt that is cut off at one side. They are at most `num_tokens`, including the tokens that
+        the post-processor adds."""
         added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
         encoding.truncate(max(num_tokens - added, 0), direction=cut_off)
@@ -114,7 +114,7 @@ class TextTokenizer:
         for token_id, (token_begin, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_rest = self.token_bytes(token_id)[:1] in _CONTINUATIONS
             is_added = token_begin == token_end
-            # In some tokenizers the space before a word belongs to no token. In some, an added prefix belongs to the
+            # In some tokenizers the space before a word belongs to no token. In others, an added prefix belongs to the
             # next word.
             begin = end if is_rest or is_added or token_begin > end else max(begin, token_begin)
             begins.append(begin)
