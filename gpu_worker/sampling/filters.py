@@ -42,9 +42,9 @@ class Filter:
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Divide each row by its temperature, after moving its largest logit to 0. Otherwise a small temperature would give
-    numbers where float32 is coarse, or overflows. logits: float32 [rows, vocab]. temperatures: float32 [rows], above 0.
-    """
+    """Divide each row by its temperature, after moving its largest logit to 0. Otherwise a small temperature would make
+    the logits so large that float32 is coarse or overflows. logits: float32 [rows, vocab]. temperatures: float32
+    [rows], above 0."""
     return (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
 
 
@@ -65,14 +65,16 @@ def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's most likely tokens up to the one that reaches top_p, and all equal to it (so that the result does
-    not depend on how a sort orders ties). top_p: float32 [rows], 0..1."""
+    """Keep each row's most likely tokens until the sum of their probabilities reaches top_p, and all tokens that are as
+    likely as the last of these (so that the result does not depend on how a sort orders ties). top_p: float32 [rows],
+    0..1."""
     return logits.masked_fill(_beyond(logits, whole_weights(logits), top_p), -torch.inf)
 
 
 def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): keep the tokens with a surprise nearest to the row's entropy, up
-    to the one that reaches typical_p, and all that are equally near. typical_p: float32 [rows], above 0 and below 1."""
+    """Locally typical sampling (Meister et al. 2022): keep the tokens with a surprise nearest to the row's entropy,
+    until the sum of their probabilities reaches typical_p, and all tokens that are as near as the last of these.
+    typical_p: float32 [rows], above 0 and below 1."""
     surprise = -logits.log_softmax(-1)
     likely = (-surprise).exp()
     # Tokens that an earlier filter removed give 0 times infinity, so nansum. (float64: see the module's docstring.)
@@ -123,9 +125,9 @@ def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tenso
 
 
 def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """`_beyond` without a sort: finds the threshold value in two halves, the upper 16 bits from the weights of all
-    tokens by their upper bits, and the lower 16 bits from the tokens with these upper bits. wanted: float64 [rows, 1].
-    """
+    """`_beyond` without a sort. Finds the smallest taken value in two halves. For its upper 16 bits, the weights of all
+    tokens are summed by their upper bits. For its lower 16 bits, only tokens with the found upper bits are summed.
+    wanted: float64 [rows, 1]."""
     keys = _ordered_bits(values)
     upper, lower = (keys >> 16).to(torch.int64) + _DIGITS // 2, (keys & (_DIGITS - 1)).to(torch.int64)
     weights, none = weights.double(), wanted.new_zeros(())
@@ -139,8 +141,8 @@ def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest digit for which the sum of `before` and the weights of all larger digits is less than `wanted`; and
     this sum. Both [rows, 1]."""
-    # Tokens without weight get spread digits. When most of a row is filtered out, these tokens have one digit, and a
-    # GPU would add a hundred thousand zeros to one number, one after the other.
+    # Tokens without weight get spread digits. When most of a row is filtered out, these tokens all have the same digit,
+    # and a GPU would add a hundred thousand zeros to one number, one after the other.
     anywhere = torch.arange(digits.shape[-1], device=digits.device) % _DIGITS
     spread = torch.where(weights > 0, digits, anywhere)
     by_digit = weights.new_zeros((len(digits), _DIGITS)).scatter_add_(1, spread, weights)
