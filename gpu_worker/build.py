@@ -76,7 +76,7 @@ def build_worker(
     check_vectors(settings, model.config, model.embedding)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans once per shape, and most steps have a new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans once per shape, and most steps have a new shape
     make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model))
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:

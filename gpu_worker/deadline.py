@@ -57,7 +57,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Pace:
-    """How long recent steps took, and so how long the next step may take. It outlives links.
+    """How long recent steps took, and so how long the next step may take. The pace is kept when a link ends.
 
     A step that does something for the first time may compile kernels for minutes. So the pace is unknown until
     NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (A long

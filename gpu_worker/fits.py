@@ -18,7 +18,8 @@ from services.runtime.memory.available import GIB, AvailableMemory
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
-# A pool that had to be cut to what is available leaves the rest for steps and other programs.
+# If the wanted pool does not fit, it is cut to this share of the available memory. The rest is for steps and other
+# programs.
 _POOL_SHARE = 0.9
 
 
@@ -68,8 +69,9 @@ def check_memory(
 
 
 def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
-    """The KV blocks of --kv-cache-gib on a CPU, at most what all slots use at full length, and what memory allows with
-    the weights in it. They are claimed: the system provides the memory only as sequences fill it.
+    """The number of KV blocks on a CPU: the blocks that --kv-cache-gib holds, but at most what all slots use at full
+    length, and at most what the memory beside the weights holds. Claims the memory of the blocks, because the system
+    provides it only when sequences fill it.
 
     Raises ModelError if not even one block fits into --kv-cache-gib."""
     one_block_bytes = block_bytes(settings, config, dtype)
@@ -91,8 +93,8 @@ def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
 
 
 def wanted_cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
-    """The KV blocks of --kv-cache-gib, at most what all slots use at full length. Raises ModelError if not even one
-    block fits into --kv-cache-gib."""
+    """The number of KV blocks that --kv-cache-gib holds, but at most what all slots use at full length. Raises
+    ModelError if not even one block fits into --kv-cache-gib."""
     one_block_bytes = block_bytes(settings, config, dtype)
     wanted = int(settings.kv_cache_gib * GIB) // one_block_bytes
     if not wanted:
@@ -101,7 +103,7 @@ def wanted_cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: to
 
 
 def blocks_in(num_bytes: int, one_block_bytes: int) -> int:
-    """The KV blocks that a worker allocates, at most, where so much memory is available."""
+    """The largest number of KV blocks that a worker allocates if `num_bytes` of memory are available."""
     return int(_POOL_SHARE * num_bytes) // one_block_bytes
 
 

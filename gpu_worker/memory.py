@@ -64,7 +64,7 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    if pools:  # the sums of means are part of the runner
+    if pools:  # an embedding model samples no token, and the runner already has the sums for mean pooling
         return max(0, taken)
     sampling = (SAMPLER_BYTES_PER_LOGIT * limits.vocab_size + SAMPLER_BYTES_PER_ROW) * limits.max_num_seqs
     scored_rows = min(rows_at_once(limits.vocab_size), limits.max_batched_tokens)

@@ -1,7 +1,7 @@
 """The thread that runs the model, so that the event loop (heartbeats, the link) never waits for a step.
 
-Plans enter a queue, and run strictly in order. With a window of two, the next plan usually waits when a step ends, and
-only the queue lies between two forward passes. If the device computes asynchronously, the next step is launched while
+Plans enter a queue, and run strictly in order. With a window of two, the next plan is usually in the queue when a step
+ends, so the next forward pass starts at once. If the device computes asynchronously, the next step is launched while
 one runs, and a second thread waits for the results.
 """
 
@@ -44,7 +44,7 @@ class LinkRun:
 
 
 class ModelThread:
-    """Call start() and the other methods from the event loop's thread. Only this thread uses the runner."""
+    """Call start() and the other methods from the event loop's thread. Only the model thread runs steps."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -56,7 +56,8 @@ def read_embedding(folder: Path, pooling: Literal["auto", "last", "mean"] = "aut
     """Read the files of a checkpoint that `read_config` accepts. None: the model generates. Another `pooling` than
     "auto" makes any checkpoint an embedding model, and has precedence over the files.
 
-    Raises ModelError for an embedding model that cannot be served, and for one without files and `pooling`."""
+    Raises ModelError for an embedding model that cannot be served, and for a model without a head if neither files nor
+    `pooling` say how to pool."""
     raw = read_json(folder / "config.json")
     name = raw["architectures"][0]
     modules = folder / "modules.json"

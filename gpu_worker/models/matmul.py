@@ -1,9 +1,9 @@
 """The matrix products of a decoder: fast ones, and ones with a result that does not depend on other rows.
 
 A matrix product chooses its kernel, and so the order of its sums, by the shapes. So a token's row may differ in its
-last bits in a larger batch, or in another chunk of its prompt. Where two tokens are nearly equal (bf16!), this can
-change the chosen token. TiledMatmul multiplies TILE_ROWS rows at a time in every step: one shape, one kernel (like
-batch-invariant kernels; He et al., "Defeating Nondeterminism in LLM Inference", 2025)."""
+last bits in a larger batch, or in another chunk of its prompt. If two tokens have nearly the same logit, which often
+happens with bfloat16, this can change the chosen token. TiledMatmul multiplies TILE_ROWS rows at a time in every step:
+one shape, one kernel (like batch-invariant kernels; He et al., "Defeating Nondeterminism in LLM Inference", 2025)."""
 
 from __future__ import annotations
 

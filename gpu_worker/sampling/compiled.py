@@ -27,8 +27,8 @@ class Compiled:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> Compiled:
-    """Compile a grammar, including the lexer states for the first token. Copies share these states, and they can take
-    longer than all later tokens. The matcher itself reports a failure."""
+    """Compile a grammar, including the lexer states for the first token. Copies of the matcher share these states.
+    Computing them can take longer than all later tokens. The matcher itself reports a failure."""
     began_s = time.thread_time()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():

@@ -33,17 +33,18 @@ _DIGITS = 2**16  # values of half a float32
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A mask of unlikely tokens. `mask` gets the rows of the logits that need it, and their values on the device and on
-    the host. `needs`: which rows these are, by the values of all rows and the size of the vocabulary."""
+    """A mask of unlikely tokens, with one parameter. `needs`: which rows need the mask, by the parameter's values for
+    all rows and the size of the vocabulary. `mask` gets the logits of these rows, and the parameter's values for them,
+    on the device and on the host."""
 
     mask: Callable[[Tensor, Tensor, Column], Tensor]
     needs: Callable[[Column, int], npt.NDArray[np.bool_]]
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Divide each row by its temperature, after moving its largest logit to 0. Otherwise a small temperature would give
-    numbers where float32 is coarse, or overflows. logits: float32 [rows, vocab]. temperatures: float32 [rows], above 0.
-    """
+    """Divide each row by its temperature, after moving its largest logit to 0. Otherwise a small temperature would make
+    the logits so large that float32 is coarse or overflows. logits: float32 [rows, vocab]. temperatures: float32
+    [rows], above 0."""
     return (logits - logits.amax(-1, keepdim=True)) / temperatures.unsqueeze(-1)
 
 
@@ -56,22 +57,24 @@ def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """Keep each row's top_k largest, and all equal to the last of these. top_k: int64 [rows], 1..vocab. most: the
-    largest of them, known to the host."""
+    """Keep each row's top_k largest logits, and all that are equal to the smallest of these. top_k: int64 [rows],
+    1..vocab. most: the largest value in top_k, which the host must know."""
     largest = logits.topk(most, dim=-1).values
     threshold = largest.gather(1, (top_k - 1).unsqueeze(-1))
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
 def mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep each row's most likely tokens up to the one that reaches top_p, and all equal to it (so that the result does
-    not depend on how a sort orders ties). top_p: float32 [rows], 0..1."""
+    """Keep each row's most likely tokens until the sum of their probabilities reaches top_p, and all tokens that are as
+    likely as the last of these (so that the result does not depend on how a sort orders ties). top_p: float32 [rows],
+    0..1."""
     return logits.masked_fill(_beyond(logits, whole_weights(logits), top_p), -torch.inf)
 
 
 def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): keep the tokens with a surprise nearest to the row's entropy, up
-    to the one that reaches typical_p, and all that are equally near. typical_p: float32 [rows], above 0 and below 1."""
+    """Locally typical sampling (Meister et al. 2022): keep the tokens with a surprise nearest to the row's entropy,
+    until the sum of their probabilities reaches typical_p, and all tokens that are as near as the last of these.
+    typical_p: float32 [rows], above 0 and below 1."""
     surprise = -logits.log_softmax(-1)
     likely = (-surprise).exp()
     # Tokens that an earlier filter removed give 0 times infinity, so nansum. (float64: see the module's docstring.)
@@ -90,12 +93,14 @@ def whole_weights(logits: Tensor) -> Tensor:
 
 
 def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
-    """The tokens to mask, bool [rows, vocab]. Tokens are taken by descending value until they have their row's share of
-    its weight, and then all that are equal to the last taken one. The other tokens are masked.
+    """The tokens to mask, bool [rows, vocab]. In each row, tokens are taken by descending value until their weights
+    reach the row's share of the sum of all weights. Tokens with the same value as the last taken token are taken, too.
+    The other tokens are masked.
 
     values: float32 [rows, vocab], no NaN. weights: whole_weights(). shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    # Both find the same. A CPU sorts slowly, and can test whether it must. A GPU test would make the host wait.
+    # Both find the same tokens. Sorting is slow on a CPU, so it first tests whether a sort is necessary. On a GPU, such
+    # a test would make the host wait.
     find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
     return find(values, weights, wanted)
 
@@ -120,9 +125,9 @@ def _least_taken(values: Tensor, weights: Tensor, wanted: Tensor) -> tuple[Tenso
 
 
 def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """`_beyond` without a sort: finds the threshold value in two halves, the upper 16 bits from the weights of all
-    tokens by their upper bits, and the lower 16 bits from the tokens with these upper bits. wanted: float64 [rows, 1].
-    """
+    """`_beyond` without a sort. Finds the smallest taken value in two halves. For its upper 16 bits, the weights of all
+    tokens are summed by their upper bits. For its lower 16 bits, only tokens with the found upper bits are summed.
+    wanted: float64 [rows, 1]."""
     keys = _ordered_bits(values)
     upper, lower = (keys >> 16).to(torch.int64) + _DIGITS // 2, (keys & (_DIGITS - 1)).to(torch.int64)
     weights, none = weights.double(), wanted.new_zeros(())
@@ -134,10 +139,10 @@ def beyond_by_radix(values: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest digit for which `before` and the weight of all larger digits are less than `wanted` together; and
-    their sum. Both [rows, 1]."""
-    # Tokens without weight get spread digits. When most of a row is filtered out, these tokens have one digit, and a
-    # GPU would add a hundred thousand zeros to one number, one after the other.
+    """The smallest digit for which the sum of `before` and the weights of all larger digits is less than `wanted`; and
+    this sum. Both [rows, 1]."""
+    # Tokens without weight get spread digits. When most of a row is filtered out, these tokens all have the same digit,
+    # and a GPU would add a hundred thousand zeros to one number, one after the other.
     anywhere = torch.arange(digits.shape[-1], device=digits.device) % _DIGITS
     spread = torch.where(weights > 0, digits, anywhere)
     by_digit = weights.new_zeros((len(digits), _DIGITS)).scatter_add_(1, spread, weights)
@@ -148,7 +153,7 @@ def _reaching_digit(digits: Tensor, weights: Tensor, wanted: Tensor, before: Ten
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
-    """int32 in the order of the float32 values. Equal values are equal (so -0 becomes 0)."""
+    """int32 keys in the order of the float32 values. Equal values get equal keys (-0 gets the key of 0)."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -66,8 +66,8 @@ class _Held:
         return self.matcher is not None and self.matcher.is_error()
 
     def tell(self, tokens: Int32s) -> bool:
-        """Read the new tokens, of all known tokens of the sequence. Returns whether they fit. After the end of a text
-        only end tokens follow."""
+        """`tokens`: all known tokens of the sequence. Reads those that are new, and returns whether they fit the
+        grammar. After the end of a text only end tokens follow."""
         news, self.num_told = tokens[self.num_told :].tolist(), max(self.num_told, len(tokens))
         matcher = self.matcher
         return matcher is None or all(matcher.consume_token(token) for token in news if not matcher.is_stopped())

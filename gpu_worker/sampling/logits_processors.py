@@ -6,7 +6,8 @@ their state is on the device, and `record` adds each sampled token there.
 - A slot with penalties has a dense row of counts: 4 bytes per token of the vocabulary (0.5 MiB at 128k). A penalty
   reads the row's logits anyway, so reading as many counts is cheap, and recording a token is one addition. A buffer of
   tokens would be smaller for a short sequence, but it would have to become counts at each step.
-- A slot with bad words of several tokens has its last tokens, one less than the longest word may have.
+- A slot with bad words has a row (a tail) with the sequence's last tokens: one token less than the longest possible bad
+  word has.
 
 Both start from the tokens with which a sequence begins in a slot. A preempted sequence begins again with all its
 tokens, so it gets the same tokens as without the preemption. Other slots have no state, and cost nothing."""

@@ -81,7 +81,7 @@ def sample(
     logits = logits.float()
     broken = None
     if processors is not None or mask is not None or len(rows.banned_rows):
-        # Test this before a ban may hide it.
+        # Look for rows with NaN or infinity before a ban may hide them.
         broken = ~logits.amax(dim=-1).isfinite()
     if mask is not None:
         allow_bits(logits, mask.rows, mask.bits)

@@ -53,7 +53,8 @@ class StepRows:
     counts: Int32s  # [sequences] rows
     samples: Bools  # [sequences] whether the last row samples
     granted_blocks: Int32s  # blocks that get a new owner in this step
-    # Block copies before anything else: sources and targets, in this order.
+    # Block copies, as sources and targets. They run before anything else: first all swaps out, then all swaps in, then
+    # the other copies.
     swaps_out: Pairs  # to host blocks
     swaps_in: Pairs  # from host blocks
     copies: Pairs

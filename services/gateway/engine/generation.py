@@ -37,7 +37,8 @@ class Generation:
     """Reads a run. Await `next()` until `finish_reason` is set. Call `close()` at the end; it does not end the run.
 
     Tokens that arrived since the last `next()` come as one piece. So a slow reader gets fewer, larger pieces, and
-    delays no other reader. A run has one reader at a time. It keeps all tokens, so the next reader starts at the first.
+    delays no other request. A run has one reader at a time. The run keeps all tokens, so the next reader can read them
+    from the first token on.
     """
 
     __slots__ = (
@@ -90,12 +91,12 @@ class Generation:
 
     @property
     def num_reasoning(self) -> int | None:
-        """Tokens of the reasoning so far; None if the model marks none, or for a beam search."""
+        """Tokens of the reasoning so far; None for a beam search, or if the model does not mark its reasoning."""
         return None if self._reasoning is None or self.job.beam is not None else self._reasoning.num_tokens
 
     @property
     def mean_logprob(self) -> float:
-        """The mean over the tokens that count, if the sampling asks for log probabilities."""
+        """The mean log probability of the output tokens; 0 if the sampling does not ask for log probabilities."""
         scores = self._live.scores[: self.num_tokens]
         return sum(score.logprob for score in scores) / max(len(scores), 1)
 
@@ -115,8 +116,8 @@ class Generation:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the sequence; None if something else did, as an end-of-sequence
-        token does."""
+        """The stop string or stop token that ended the sequence. None if the sequence runs, or if something else ended
+        it, for example an end-of-sequence token."""
         if self.finish_reason != common_pb2.FINISH_REASON_STOP:
             return None
         if self.text_stream.stopped:
@@ -160,8 +161,8 @@ class Generation:
         return text
 
     async def skip(self, num_tokens: int, on_text: Callable[[str], object] = lambda _: None) -> list[int]:
-        """Skip this many tokens, and return them. `on_text` gets their text. `next` gives the text that these tokens
-        did not complete.
+        """Skip this many tokens, and return them. `on_text` gets the text that they complete. A character that they
+        begin but do not complete comes with the text of the next `next`.
 
         Raises what `next` raises, and EndedEarlier.
         """

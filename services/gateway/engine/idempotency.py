@@ -18,7 +18,7 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """A client's name for a request, unique within its tenant and owner. `fingerprint` tells different requests apart.
+    """A client's name for a request, unique within its tenant and owner. `fingerprint`: differs if the requests differ.
 
     `owner`: the name of the API key, "" without keys. Answers, seeds and stored requests of another owner differ, so no
     API key can read or resume the requests of another API key, at any gateway.
@@ -68,7 +68,7 @@ def body_fingerprint(path: str, body: Any) -> bytes:
     try:
         written = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
-        # orjson writes 254 levels and reads more of them (in unknown fields).
+        # orjson cannot write more than 254 levels, but it can read more. Unknown fields may be nested that deep.
         raise invalid(None, f"with an {IDEMPOTENCY_KEY} the body must not be nested deeper than 254 levels") from None
     return sha256(path.encode() + b"\0" + written).digest()
 

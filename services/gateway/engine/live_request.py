@@ -63,7 +63,7 @@ class LiveRequest:
         submission.MergeFrom(self.metadata)
         if self.metadata.deadline_s:
             submission.deadline_s = max(self.metadata.deadline_s - (now_s - self.submitted_s), 0.001)
-        if submission.ttft_slo_s:  # met or missed by the first token
+        if submission.ttft_slo_s:  # no longer applies after the first token
             left_s = max(self.metadata.ttft_slo_s - (now_s - self.submitted_s), 0.001)
             submission.ttft_slo_s = 0.0 if self.tokens else left_s
         return submission

@@ -42,7 +42,8 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 # Longer texts are encoded off the event loop. The tokenizer releases the GIL.
 _INLINE_CHARS = 4096
-# Limit of the sampling options over all sequences of a request (each sequence has a copy): 40 ms of the event loop.
+# Limit of the sampling options of all sequences of a request together, because each sequence has a copy. Making copies
+# of this size takes 40 ms of the event loop.
 _MAX_COPIED_BYTES = 4 * 2**20
 _USER_DIGITS = 32  # hexadecimal digits of the hash in the tenant of a long `user`
 _SHORTENED_USER = re.compile(
@@ -132,7 +133,7 @@ class RequestBuilder:
     ) -> list[int]:
         """Token ids of a plain prompt. `of_chars`: characters of all prompts of the request, if it has several.
 
-        Raises ApiError 400, and Gone if `gone()` when the turn of a long prompt comes.
+        Raises ApiError 400. A long prompt waits for a free thread. Raises Gone if `gone()` is true after this wait.
         """
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         if truncation is None:
@@ -163,7 +164,7 @@ class RequestBuilder:
         truncation: Truncation | None = None,
         gone: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """Token ids of a chat. Raises ApiError 400, and Gone if `gone()` when the turn of a long chat comes."""
+        """Token ids of a chat. Raises ApiError 400, and Gone like encode_text."""
         if truncation is None:
             self._check_chars(sum(len(message["content"]) for message in messages), names)
         encode = partial(
@@ -226,7 +227,7 @@ class RequestBuilder:
         gone: Callable[[], bool] = lambda: False,
         num_sequences: int = 1,
     ) -> str:
-        """The grammar for a form of the output; "" for any text. Raises what GrammarChecks.grammar raises."""
+        """The grammar of a structured output; "" if `structure` is None. Raises what GrammarChecks.grammar raises."""
         if structure is None:
             return ""
         if isinstance(self.tokenizer, IdTokenizer):
@@ -262,7 +263,8 @@ class RequestBuilder:
         return await asyncio.shield(encoding)
 
     def _check_chars(self, num_chars: int, names: FieldNames) -> None:
-        # No token is longer than the longest token, so a text with too many characters is refused without encoding.
+        # The length of the longest token gives a lower bound for the number of tokens. So a text with too many
+        # characters is refused without encoding.
         least = num_chars // self.tokenizer.longest_token_chars
         if least > self.max_model_len:
             raise too_long(names.prompt, f"at least {least}", self.max_model_len)
@@ -335,7 +337,8 @@ class RequestBuilder:
         )
 
     def samples(self, job: GenerateJob, n: int, best_of: int) -> list[GenerateJob]:
-        """`best_of` copies of the job, each with its own seed. If `n` is less, the model's own probabilities choose."""
+        """`best_of` copies of the job, each with its own seed. If `n` is less, the copies ask for log probabilities,
+        by which the best `n` are chosen."""
         jobs = [job]
         job.sampling.logprobs |= best_of > n
         for i in range(1, best_of):
@@ -350,7 +353,7 @@ class RequestBuilder:
 def _num_chars(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, extras: ChatExtras) -> int:
     """About how many characters the template writes."""
     if extras.template is not None:
-        return _INLINE_CHARS + 1  # it may take any time
+        return _INLINE_CHARS + 1  # a client's template may take any time
     return 32 * len(messages) + sum(map(len, strings([messages, variables, extras.tools, extras.documents])))
 
 
@@ -396,7 +399,7 @@ def check_beam(
 
 def make_search(job: GenerateJob, options: inference_pb2.BeamOptions) -> None:
     """Turn the job into a beam search. It ranks by the model's own probabilities, so the model's default penalties do
-    not apply. Raises ApiError 400 if the output must have a form."""
+    not apply. Raises ApiError 400 if the job has a grammar."""
     if job.sampling.grammar:
         raise invalid("use_beam_search", "a beam search knows no structured outputs")
     job.beam = options
@@ -432,8 +435,8 @@ def check_metadata(
 
 
 def tenant_of_user(user: str) -> str:
-    """The tenant that an end user stands for (OpenAI's `user`): the name itself if a tenant may be so long, else its
-    beginning and 128 bits of its SHA-256, so that two users are never one tenant."""
+    """The tenant of an end user (OpenAI's `user`): the user's name, if it is not too long for a tenant. Otherwise the
+    beginning of the name and 128 bits of its SHA-256, so that two users never share a tenant."""
     most = METADATA["tenant"].max_chars
     # A name of the shortened form is shortened, too: otherwise a user could take another user's tenant as a name.
     if len(user) <= most and _SHORTENED_USER.fullmatch(user) is None:

@@ -56,7 +56,7 @@ class Reading:
 
 
 def read_once(runs: Sequence[SequenceRun]) -> Reading:
-    """The reading of a request without a key. Runs that have not ended with it are cancelled."""
+    """The reading of a request without a key. Closing it cancels the runs that have not ended."""
 
     def release(_: Reading) -> None:
         for run in runs:
@@ -192,9 +192,9 @@ class RequestStore:
     def open(self, key: RequestKey, submit: Callable[[], list[SequenceRun]], *, num_delivered: int = 0) -> Reading:
         """Read the request of this key from its beginning. A new key submits the request.
 
-        `num_delivered`: output tokens that the client brings. A run that another client started with more such tokens
-        cannot answer this client: they are that client's, and have no log probabilities. The request is submitted
-        again.
+        `num_delivered`: output tokens that the client brings. Another client may have started the kept request with
+        more such tokens. These tokens come from that client and not from this server, and have no log probabilities. So
+        the kept request cannot answer this client, and the request is submitted again.
 
         Raises ApiError 422 if the key belongs to another request, and what `submit` raises.
         """

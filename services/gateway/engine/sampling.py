@@ -85,7 +85,7 @@ class Vocabulary(Protocol):
 def sampling_params(
     choices: SamplingChoices, files: ModelFiles, vocabulary: Vocabulary, names: FieldNames
 ) -> common_pb2.SamplingParams:
-    """Everything but the numbers of tokens. Raises ApiError 400."""
+    """All sampling parameters except max_tokens and min_tokens. Raises ApiError 400."""
     params = common_pb2.SamplingParams()
     wrong: list[ApiError] = []
     for name, param in SAMPLING.items():

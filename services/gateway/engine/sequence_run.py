@@ -17,7 +17,8 @@ from services.gateway.outcome import SequenceOutcome
 from services.gateway.telemetry.metrics import GatewayMetrics
 
 FINISH_NAMES = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-# CPython's bytes for a list entry with its number, for a score, and for a pair; good enough to bound memory.
+# Bytes in CPython of a token in a list, of a score, and of one of the likeliest tokens in a score. Good enough to bound
+# memory.
 _TOKEN_BYTES, _SCORE_BYTES, _PAIR_BYTES = 40, 120, 120
 
 

@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 _FIRST_BACKOFF_S = 0.05
 _LAST_BACKOFF_S = 1.0
 _TICK_S = 0.2
-# For calls that the scheduler answers from memory.
+# Timeouts of calls that the scheduler answers from memory.
 _RELEASE_S, _EXPLAIN_S = 5.0, 10.0
 _EXPLAIN_ERRORS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.FAILED_PRECONDITION: 409}
 _REASONS = {404: "request_not_found", 409: "several_owners"}
@@ -95,7 +95,8 @@ class SchedulerSession:
 
     @property
     def mismatch(self) -> str:
-        """Why no request is served: the workers have another model than the gateway. Empty if none is known."""
+        """Why no request is served: the workers have another model than the gateway. Empty if the gateway knows of no
+        difference."""
         return self._core.mismatch
 
     def check_mismatch(self) -> None:
@@ -115,7 +116,8 @@ class SchedulerSession:
 
     @property
     def epoch(self) -> int | None:
-        """Of the scheduler that opened the session last; None before. In milliseconds of its Unix time."""
+        """The epoch of the scheduler that opened the session last: a Unix time in milliseconds. None before the first
+        scheduler."""
         return self._core.epoch
 
     @property
@@ -139,8 +141,8 @@ class SchedulerSession:
         The report is missing only just after the start, or while the first worker loads. The model's files may allow
         more tokens than a pool holds, so a request for all possible tokens must wait for the report.
 
-        Raises ApiError 429 (too many requests wait), 503 (no scheduler or no worker for as long as requests wait for
-        one), and Gone if `gone()`.
+        Raises ApiError 429 (too many requests wait) and 503 (the wait for a scheduler or a worker was too long), and
+        Gone if `gone()`.
         """
         if self._model_told.is_set():
             return

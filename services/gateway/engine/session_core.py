@@ -110,7 +110,8 @@ class SessionCore:
     def queue_limit(self) -> QueueLimit:
         """Which limit the scheduler's queue has reached, if it is full."""
         told = inference_pb2.QUEUE_LIMIT_UNSPECIFIED if self.status is None else self.status.queue_limit
-        return QUEUE_LIMITS.get(told, "requests")  # positions run out before the scheduler has reported it
+        # The free positions can run out before the scheduler reports that its queue is full.
+        return QUEUE_LIMITS.get(told, "requests")
 
     def enter(self, now_s: float) -> int | None:
         """See AdmissionControl.enter."""
@@ -231,8 +232,8 @@ class SessionCore:
         """The next message to send; None if there is nothing to send. Call until None."""
         if not self.connected:
             return None
-        # No submission before the scheduler has opened the session. So a request that was submitted once counts as
-        # accepted (`accepted_before`).
+        # Requests are submitted only after the scheduler has opened the session. So a request that was submitted on an
+        # earlier stream counts as accepted (`accepted_before`).
         submit = self.opened and bool(self._unsent)
         acks_due = self._read - self._read_sent >= max(1, self._window // 4)
         if self._open_sent and not (submit or self._cancels or acks_due or self._beat_due):
@@ -335,7 +336,7 @@ class SessionCore:
             scores = [(score.handle, score_of(score)) for score in response.scores]
         except (ValueError, IndexError) as error:
             raise SessionProtocolError(f"malformed log probabilities: {error}") from error
-        # The message is valid. A partly applied one would leave tokens without scores.
+        # All of the message is valid: apply it. A message applied in part would leave tokens without scores.
         live = self._live
         for handle, token in tokens:
             request = live.get(handle)

@@ -55,8 +55,8 @@ def server_timing(of_answer: Mapping[str, Any]) -> str:
 
 
 def first_token_timing(generations: Sequence[Generation]) -> str:
-    """The Server-Timing header of a stream. Its headers leave with the first token, so they have the time until then:
-    in the queue and in the prompt together. Empty if no token is new."""
+    """The Server-Timing header of a stream. The headers are sent with the first token, so they contain the time until
+    the first token: queue and prompt together. Empty if this gateway has read no first token."""
     first = [g.run.ttft_s for g in generations if g.run.ttft_s is not None]
     return f"ttft;dur={round(1000 * min(first), _DIGITS):g}" if first else ""
 

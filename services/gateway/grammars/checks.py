@@ -183,7 +183,8 @@ class GrammarChecks:
                 process = None
             raise
         finally:
-            # Here, and not in a callback of the task: a trial that comes in between would find no runner.
+            # Here, and not in a callback of the task: a trial that is queued before the callback runs could find enough
+            # runners, and start none, although this runner has ended.
             self._runners -= {asyncio.current_task()}
             if process is not None:
                 self._idle.append(process)

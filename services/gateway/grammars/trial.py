@@ -33,7 +33,8 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from services.runtime.model.grammars import LIMITS, one_line
 
-# Linux gives a process with nice value 19 a 69th of the time of a normal process when no core is free.
+# When no core is free, Linux gives a process with nice value 19 a 69th of the time of a normal process. So a trial with
+# 0.25 s of CPU time may last 17 s.
 WALL_S = 30.0
 MASK_S = 0.02  # CPU time to compute the allowed tokens of one position, except the first
 MAX_GRAMMAR_CHARS = 2**16  # the scheduler's limit
@@ -70,8 +71,8 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True, prefix: str =
                     whitespace = {"whitespace_pattern": WHITESPACE}
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=whitespace)
             case "choice":
-                # One regular expression: thousands of texts cost little more than a few. As grammar rules each text
-                # would be an item of every row, and a row may have 2,000 items.
+                # One regular expression: thousands of texts cost little more than a few. If each text were a grammar
+                # rule, it would be an item in llguidance's rows, and a row may have 2,000 items.
                 grammar = grammar_from("regex", "|".join(map(_escaped, json.loads(text))))
             case _:
                 grammar = grammar_from(kind, text)
@@ -191,7 +192,7 @@ class TrialLimits:
         match os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0:
             case signal.SIGPROF:
                 return self.too_long
-            case signal.SIGABRT | signal.SIGSEGV:  # Rust's end when it gets no memory
+            case signal.SIGABRT | signal.SIGSEGV:  # how Rust code ends when it gets no memory
                 return self.too_large
         return f"cannot be compiled: its trial ended with status {status}"
 
@@ -213,7 +214,7 @@ class _Trials:
         if not (child := os.fork()):
             try:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # drop Rust's messages about its end
+                os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # drop the messages of Rust code that aborts
                 self._limits.hold()
                 with os.fdopen(write_end, "wb") as pipe:
                     pipe.write(json.dumps(self._result(message)).encode())

@@ -30,7 +30,8 @@ _CHUNKED_PIECE_BYTES = 4 * 1024
 # How long a connection may stay open between two requests.
 _REST_S = 75.0
 # After its last answer the server reads and drops what the client still sends, for this long. A close with unread data
-# would make the kernel discard the answer. After a large read the next read waits: a connection drops 25 to 128 MB/s.
+# would make the kernel discard the answer. After a large read the next read waits, so that the server reads and drops
+# only 25 to 128 MB/s of a connection.
 _LINGER_S = 5.0
 _LARGE_READ_BYTES, _DROP_PAUSE_S = 64 * 1024, 0.002
 _REQUEST_LINE = re.compile(rb"(?!PRI )[A-Z-]{1,20}( |$)")  # PRI: HTTP/2
@@ -130,8 +131,8 @@ class HttpConnection(asyncio.Protocol):
     # -- for TlsListener ---------------------------------------------------------------------------
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
-        """Count the connection. With TLS, before its handshake: connection_made() comes after it. Returns why the
-        connection has to be refused."""
+        """Count the connection. With TLS, this is called before the handshake, and connection_made() after it. Returns
+        why the connection has to be refused; None if it has not."""
         self._loop = asyncio.get_running_loop()
         self._is_counted, self.transport = True, transport
         self._sock = transport.get_extra_info("socket")
@@ -189,7 +190,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_running(self) -> bool:
-        """A request has no complete answer."""
+        """A request has arrived, and its answer is not complete."""
         return self._is_called and not self.is_closing
 
     @property
@@ -258,7 +259,8 @@ class HttpConnection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _give_head(self) -> bool:
-        """Give uvicorn the head if it is complete, or cannot become one."""
+        """Give uvicorn the head if it is complete. Answer with an error if the data cannot become a valid head. Returns
+        whether uvicorn got a head."""
         if self._held[0] in b"\r\n":  # empty lines begin no request
             self._held = self._held.lstrip(b"\r\n")
         if self._held and not self._began:

@@ -21,14 +21,15 @@ from services.runtime.tls.exposed import warn_without_tls
 
 _BACKLOG = 4096
 # uvloop accepts one connection per listening socket and event-loop turn. When turns become long under load, new
-# connections would wait in the kernel behind thousands that their clients have given up. So one socket listens as
-# several.
+# connections would wait in the kernel behind thousands that their clients have given up. So the server listens with
+# this many copies of one socket.
 _ACCEPTED_PER_TURN = 8
 # asyncio's server must not close before each accepted connection has its protocol, which takes up to two turns.
 _ACCEPTING_TURNS = 2
 # HttpConnection has its own timeout between requests, so uvicorn's timeout must never end.
 _NEVER_S = 10**6
-# Open files other than connections: at most a quarter. A gateway at rest has about 40.
+# File descriptors that are reserved for other files than connections, but at most a quarter of the limit. A gateway at
+# rest has about 40 open files.
 _RESERVED_FILES = 256
 # The minimum of the default limit per client: a low max_connections is meant for tests and small machines.
 _LEAST_PER_CLIENT = 64

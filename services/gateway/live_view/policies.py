@@ -1,6 +1,7 @@
 """GET and POST /v1/policies: the scheduler's policies, as `paceline policy` shows and changes them.
 
-The scheduler decides whether the caller may: the gateway passes the caller's key on, and lends no right of its own.
+The scheduler decides whether the caller may do this. The gateway passes on the caller's key, and adds no rights of its
+own.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def check_local(request: Request) -> None:
 
 
 def why_not_settable(request: Request) -> str | None:
-    """Why a caller on another machine may not set policies if there are no keys. The scheduler would take the call for
-    one of its own machine, if the gateway runs there. A caller that may get them may set them otherwise: the scheduler
-    asks for the same right."""
+    """Why the caller may not set policies; None if it may. Without keys, a caller on another machine may not. The
+    gateway checks this, because a scheduler on the gateway's machine would take the gateway's call for a local one.
+    With keys, a caller that may read the policies may also set them: the scheduler asks for the same right."""
     host = request.client.host if request.client is not None else ""
     return _FROM_ELSEWHERE if caller_of(request).key is None and not is_loopback(host) else None
 

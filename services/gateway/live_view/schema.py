@@ -19,7 +19,8 @@ class Percentiles(BaseModel):
 
 
 class GatewayFigures(BaseModel):
-    """This gateway's. Rates and percentiles are those of the last `window_s` seconds; counts are since its start."""
+    """The figures of this gateway. Rates and percentiles are those of the last `window_s` seconds; counts are since the
+    gateway's start."""
 
     ready: bool
     draining: bool
@@ -85,7 +86,7 @@ class WorkerShown(BaseModel):
 
 
 class TenantShown(BaseModel):
-    """Tokens that its running requests may grow to, and known tokens of its waiting ones."""
+    """A tenant: tokens that its running requests may grow to, and known tokens of its waiting requests."""
 
     tenant: str
     running_tokens: int
@@ -108,8 +109,8 @@ class StepShown(BaseModel):
 
 
 class SequenceShown(BaseModel):
-    """A sequence of a request, and the last that its timeline noted: `reason` is waiting, running, preempted, ended, …
-    Unix times of its arrival, and since when the reason holds."""
+    """A sequence of a request, and the last entry of its timeline: `reason` is waiting, running, preempted, ended, …
+    `arrived_s` and `since_s` are the Unix times of the sequence's arrival and of the beginning of this entry."""
 
     request_id: str
     answer_id: str
@@ -148,8 +149,9 @@ class SchedulerView(BaseModel):
 
 
 class ServiceShown(BaseModel):
-    """A service that this gateway knows. `num_restarts`: those that it has seen since its own start; null if it cannot
-    see them. `up_s`: how long the service is up, as far as the gateway knows; null while it is down."""
+    """A service that this gateway knows. `num_restarts`: restarts of the service that the gateway has seen since the
+    gateway's start; null if the gateway cannot see them. `up_s`: how long the service has been up, as far as the
+    gateway knows; null while the service is down."""
 
     kind: Literal["gateway", "scheduler", "cache", "worker"]
     name: str
@@ -203,7 +205,8 @@ class PrefixShown(BaseModel):
 
 
 class SequenceTimeline(BaseModel):
-    """Of one prompt and sample. `prefix` is null before its first admission, and without prefix caching."""
+    """The timeline of one sequence, which is one sample of one prompt. `prefix` is null before the sequence's first
+    admission, and without prefix caching."""
 
     request_id: str
     spans: list[TimelineSpan]

@@ -9,9 +9,9 @@ from paceline.v1 import cache_pb2, live_pb2
 from services.gateway.live_view.schema import ServiceShown
 from services.gateway.openai.gateway import Gateway
 
-# Until a scheduler has been there for this long, workers of the scheduler before it may still be on their way to it.
+# For this long after a new scheduler was first seen, workers of the last scheduler may still be connecting to it.
 SETTLING_S = 10.0
-# A worker that is gone is shown for this long, and at most so many of them.
+# A worker that is gone is shown for this long. At most MAX_GONE such workers are shown.
 GONE_SHOWN_S = 600.0
 MAX_GONE = 64
 
@@ -32,11 +32,11 @@ class _Process:
 
 
 class ServiceStates:
-    """Follows the services from snapshot to snapshot, so restarts are counted that happen while there is a viewer, and
-    one for each service if it restarted while there was none. The session counts those of the scheduler at any time.
+    """Follows the services from snapshot to snapshot. Snapshots exist only while there is a viewer: several restarts of
+    a service between two snapshots count as one. For the scheduler, the session counts every restart.
 
-    A worker is recognised by its name. A worker that is started without a name has its process id in its name, so it
-    comes back as another one.
+    A worker is recognised by its name. A worker that is started without a name has its process id in its name, so after
+    a restart it counts as another worker.
     """
 
     def __init__(self, gateway: Gateway) -> None:

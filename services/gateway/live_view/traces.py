@@ -68,7 +68,7 @@ class RunningTrace:
             self._log.stop()
 
     async def items(self) -> AsyncGenerator[bytes]:
-        """Records as JSON, for so long or until the gateway stops."""
+        """Records as JSON, until the time of the trace is over or the gateway stops."""
         end_s = asyncio.get_running_loop().time() + self._seconds
         async with aclosing(self._scheduler_records()) as found:
             async for of_scheduler in found:

@@ -61,7 +61,7 @@ class ModelFormats:
 
     @property
     def forced(self) -> CallStyle:
-        """The format for calls that a grammar holds the output to. It need not be the model's."""
+        """The format of calls that a grammar forces: the model's own format, or Hermes if that is unknown."""
         return self.calls or HERMES
 
     @property

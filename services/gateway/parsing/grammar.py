@@ -1,7 +1,7 @@
-"""Grammars in llguidance's Lark notation that hold an output to tool calls with arguments that follow their schemas.
+"""Grammars in llguidance's Lark notation that restrict an output to tool calls with arguments that follow a schema.
 
-The output keeps the format that the model was trained on, so that its own parser reads it. A marker that is a token
-of the vocabulary is named by its id: llguidance matches special tokens by nothing else.
+The output keeps the format that the model was trained on, so that the parser of this format can read it. A marker that
+is a token of the vocabulary is named by its id, because llguidance can match special tokens only by their ids.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class ReasoningCounter:
         self._count(out, num_tokens)
 
     def push_last(self, text: str, num_tokens: int) -> None:
-        """Read the rest, which may add what was held back before."""
+        """Read the rest of the text, and count reasoning that the parser still keeps."""
         out = MessageDelta()
         self._parser.push(text, out)
         self._parser.finish(out)

@@ -128,7 +128,7 @@ class ToolParser:
             out.add_arguments(self._index, text)
 
     def _to_text(self, text: str) -> str:
-        """Leave the calls. White space between them and the text is dropped."""
+        """Go on with text after the calls. White space between the calls and the text is dropped."""
         text = text.lstrip()
         if text:
             self._phase = _Phase.TEXT

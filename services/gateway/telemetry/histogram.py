@@ -38,8 +38,9 @@ class FastHistogram:
         return tuple(self._counts)
 
     def quantile(self, q: float, since: Sequence[int]) -> float | None:
-        """The q-quantile of the observations after `counts` was `since`, by linear interpolation in its bucket; the
-        highest edge if it is above all of them. None without an observation."""
+        """The q-quantile of recent observations: those that came after `counts` had the value `since`. Interpolates
+        linearly in the quantile's bucket. Returns the highest edge for a quantile above all edges, and None without an
+        observation."""
         counts = [now - before for now, before in zip(self._counts, since, strict=True)]
         wanted = q * sum(counts)
         if not wanted:

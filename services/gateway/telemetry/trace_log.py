@@ -68,7 +68,7 @@ class GatewayTraceLog:
         self._told.append(Told(received_us, now_us(), num_tokens))
 
     def tokens(self, num_tokens: int) -> None:
-        """So many tokens go to a client now."""
+        """Note that this many tokens go to a client now."""
         at_us = now_us()
         if self._written and at_us - self._written[-1].ended_us < _TOGETHER_US:
             last = self._written[-1]

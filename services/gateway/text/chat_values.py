@@ -8,7 +8,7 @@ from typing import Any
 
 from services.gateway.errors import invalid
 
-# Of messages, tools, documents and chat_template_kwargs. A deeper value would end in Python's limit of recursion.
+# Of messages, tools, documents and chat_template_kwargs. A deeper value could exceed Python's recursion limit.
 MAX_DEPTH = 64
 
 

@@ -5,10 +5,11 @@ text with a control token in it would end its message and begin another one, in 
 rendering: a mark goes into each control token, the rendered text is split at the marks, and the pieces are tokenized
 one by one. A text without a control token has no mark, and its tokens are those of transformers' apply_chat_template.
 
-A control token can also be joined in the template, from parts in several texts or around one (`<` + name + `>`). Where
-a text has a part of one, the template renders a second time with marks in such parts as well. If the two rendered
-texts have different control tokens, some of these tokens came from users, and the second rendering is used. A word
-alone is no such part: templates compare words (`role == "user"`), so they must see them whole.
+A template can also join a control token from parts: from several texts, or from a text and characters of the template
+(`<` + name + `>`). If a text contains such a part, the template renders a second time, with marks in these parts as
+well. If the two rendered texts have different control tokens, some of these tokens came from users, and the second
+rendering is used. A word alone does not count as a part: templates compare words (`role == "user"`), so a mark must not
+split a word.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ControlTokens:
 
 
 def unused_mark(texts: Sequence[str]) -> str | None:
-    """A character that is in none of the texts. None if all marks are."""
+    """A mark that is in none of the texts. None if the texts contain all marks."""
     return next((mark for mark in _MARKS if not any(mark in text for text in texts)), None)
 
 
@@ -80,9 +81,9 @@ def _first_of_each(tokens: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _parts_of_any(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches a character before the character that follows it in a token, and the last character of a text if a token
-    has it before its end. Ignores the case of letters. Two characters of a word do not count: else "user" would be a
-    part of `<|user|>`."""
+    """Matches the first character of each pair of neighbours in a text that are neighbours in a token, too. Also
+    matches the last character of a text if a token has this character before the token's end. Ignores the case of
+    letters. Two characters of a word do not count: else "user" would be a part of `<|user|>`."""
     seconds: dict[str, set[str]] = defaultdict(set)  # by first
     for token in tokens:
         for first, second in pairwise(token.lower()):

@@ -156,7 +156,7 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """The kept text. The text is over, so it is no stop string."""
+        """The kept text. No more text follows, so the kept text cannot become a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -36,7 +36,7 @@ class TextTokenizer:
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         special = [token for token in spec.get("added_tokens", []) if token["special"]]
         self._special_ids = frozenset(token["id"] for token in special)
-        # Tokens that the vocabulary has besides those of its model, by their text.
+        # Ids of the tokens that were added to the vocabulary of the tokenizer's model, by the token's text.
         self.added_tokens: dict[str, int] = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
         self._table = piece_table(spec.get("decoder"), vocab, self._special_ids)
         self._full_table = piece_table(spec.get("decoder"), vocab, ())
@@ -89,8 +89,8 @@ class TextTokenizer:
     def encode_part(
         self, text: str, num_tokens: int, *, cut_off: Literal["left", "right"] = "left", add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt that is cut off at one side: with the tokens that the post-processor adds, at most
-        `num_tokens`."""
+        """Token ids of a prompt that is cut off at one side. They are at most `num_tokens`, including the tokens that
+        the post-processor adds."""
         added = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
         encoding.truncate(max(num_tokens - added, 0), direction=cut_off)
@@ -114,7 +114,8 @@ class TextTokenizer:
         for token_id, (token_begin, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_rest = self.token_bytes(token_id)[:1] in _CONTINUATIONS
             is_added = token_begin == token_end
-            # In some tokenizers the space before a word belongs to no token, or an added prefix to the next word.
+            # In some tokenizers the space before a word belongs to no token. In others, an added prefix belongs to the
+            # next word.
             begin = end if is_rest or is_added or token_begin > end else max(begin, token_begin)
             begins.append(begin)
             end = max(end, token_end)
@@ -149,7 +150,7 @@ class TextTokenizer:
         variables: Mapping[str, Any] | None = None,
         extras: ChatExtras = NO_EXTRAS,
     ) -> list[str]:
-        """A chat through the model's template: the parts of the text.
+        """Render a chat with its template. Returns the text in parts.
 
         Special tokens in messages, variables, tools and documents stay text: each is cut in two, and its halves are in
         different parts. Raises ApiError 400 if the model has no template or the template refuses the chat.
