@@ -14,6 +14,11 @@ from llguidance import LLTokenizer
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
+from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.kernels import Kernels
+from gpu_worker.cpu.matmul import PackedMatmul, packing
+from gpu_worker.cpu.numbers import KERNEL_TYPES
+from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks
 from gpu_worker.kv.pool import allocate_pool
@@ -68,6 +73,7 @@ def build_worker(
         seed=settings.seed,
         progress=progress,
         check=lambda config, dtype: check_fits(settings, config, dtype, device),
+        pack_for=lambda dtype: None if settings.deterministic else packing(device, dtype),
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
@@ -171,7 +177,12 @@ class _RunnerMaker:
         table_blocks = -(-self.max_model_len // settings.block_size)
         attention: AttentionBackend
         ops: LayerOps
-        if self.flashinfer is None:
+        if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
+            # The variants for several threads and for one may differ in the last bits, and a step's size chooses.
+            kernels = Kernels(self.model.dtype, 1 if settings.deterministic else torch.get_num_threads())
+            attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
+            ops = CpuOps(config, self.max_model_len, kernels)
+        elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)
         else:
@@ -184,13 +195,22 @@ class _RunnerMaker:
                 settings.max_num_seqs * table_blocks,
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        matmul: Matmul = TiledMatmul() if settings.deterministic else PlainMatmul()
+        matmul: Matmul
+        if settings.deterministic:
+            matmul = TiledMatmul()
+        else:
+            matmul = PackedMatmul() if self.model.weights.are_packed else PlainMatmul()
         decoder = Decoder(config, self.model.weights, attention, ops, matmul)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         pooler = None
         if (embedding := self.model.embedding) is not None:
             pooler = Pooler(embedding, config.hidden_size, settings.max_num_seqs, device)
         return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler)
+
+
+def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the layers run on the compiled kernels for CPUs."""
+    return device.type == "cpu" and settings.attention_backend == "auto" and dtype in KERNEL_TYPES
 
 
 def pick_device(name: str) -> torch.device:

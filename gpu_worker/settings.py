@@ -45,7 +45,9 @@ class WorkerSettings(ServiceSettings, section="worker"):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     attention_backend: Literal["auto", "flashinfer", "torch"] = Field(
-        "auto", description="kernels of the layers; auto: flashinfer on a GPU for the models that it can serve"
+        "auto",
+        description="kernels of the layers; auto: compiled kernels on a CPU, flashinfer on a GPU for the models that "
+        "it can serve",
     )
     graph_max_seqs: int = Field(
         256, ge=0, description="decode steps of up to this many sequences replay CUDA graphs (flashinfer); 0: no graphs"

@@ -1,4 +1,4 @@
-"""Attention over the paged pool with plain torch, for CPUs.
+"""Attention over the paged pool with plain torch.
 
 Sequences with one row (decodes) run in groups of similar length: their blocks are gathered into scratch memory that
 stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) run one by one,
@@ -198,8 +198,7 @@ class TorchAttention:
     # ── once per layer ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        for slots, rows in zip(self._slots[layer], (key, value), strict=True):
-            slots.index_copy_(0, self._slot_mapping, rows)
+        self._write(layer, key, value)
         plan = self._plans[self._windows[layer]]
         if len(plan.groups) == 1 and plan.groups[0].rows is None:
             return self._decode(layer, plan.groups[0], query)
@@ -210,6 +209,10 @@ class TorchAttention:
         for chunk in plan.chunks:
             self._prefill(layer, chunk, query, key, value, out)
         return out
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        for slots, rows in zip(self._slots[layer], (key, value), strict=True):
+            slots.index_copy_(0, self._slot_mapping, rows)
 
     def _decode(self, layer: int, group: DecodeGroup, query: Tensor) -> Tensor:
         count, _, head_dim = query.shape

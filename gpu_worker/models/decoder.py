@@ -33,8 +33,8 @@ class Decoder:
         angles = self._ops.angles(positions)
         hidden = self._weights.embedding.index_select(0, tokens)
         for index, layer in enumerate(self._weights.layers):
-            self._attend(index, layer, hidden, angles)
-            self._mlp(layer, hidden)
+            hidden = self._attend(index, layer, hidden, angles)
+            hidden = self._mlp(layer, hidden)
         return hidden
 
     def final(self, hidden: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ class Decoder:
         """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
-    def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> None:
-        """Add the attention's output to `hidden`, in place."""
+    def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> Tensor:
+        """hidden + the attention's output. May overwrite `hidden`."""
         config = self._config
         normed = self._ops.norm(hidden, layer.input_norm)
         projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias)
@@ -55,11 +55,10 @@ class Decoder:
         heads = projected.view(-1, values_at + config.num_kv_heads, config.head_dim)
         queries, keys = self._ops.rotary(heads, angles, layer.query_norm, layer.key_norm)
         mixed = self._attention.run(index, queries, keys, heads[:, values_at:])
-        self._matmul.add_to(hidden, mixed, layer.output)
-        if layer.output_bias is not None:
-            hidden.add_(layer.output_bias)
+        hidden = self._matmul.added(hidden, mixed, layer.output)
+        return hidden if layer.output_bias is None else hidden.add_(layer.output_bias)
 
-    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> None:
-        """Add the feed-forward's output to `hidden`, in place."""
+    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """hidden + the feed-forward's output. May overwrite `hidden`."""
         gate_up = self._matmul.of(self._ops.norm(hidden, layer.mlp_norm), layer.gate_up)
-        self._matmul.add_to(hidden, self._ops.silu_and_mul(gate_up), layer.down)
+        return self._matmul.added(hidden, self._ops.silu_and_mul(gate_up), layer.down)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.embedding import EMBEDDING_FILES, EmbeddingConfig, read_embedding
-from gpu_worker.models.weights import DecoderWeights, assemble, expected_tensors
+from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_tensors
 from services.runtime.model.hub import NoSuchModel, checkpoint_folder, local_folder, more_files
 from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
 
@@ -93,19 +93,20 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     check: SizeCheck | None = None,
+    pack_for: Callable[[torch.dtype], Pack | None] = lambda _: None,
 ) -> LoadedModel:
     """Load the model. `pooling`: see read_embedding. Raises ModelError, in one line, if the model cannot be served.
-    `check` runs before any download of weights."""
+    `check` runs before any download of weights. `pack_for`: the `pack` of assemble() for a type."""
     opened = open_checkpoint(
         model, load_format=load_format, dtype=dtype, pooling=pooling, device=device, check=check, fetch=True
     )
     folder, config, served, embedding = opened.folder, opened.config, opened.dtype, opened.embedding
-    expected = expected_tensors(config)
+    expected, pack = expected_tensors(config), pack_for(served)
     if load_format == "dummy":
-        weights = assemble(config, _dummy_source(expected, served, device, seed))
+        weights = assemble(config, _dummy_source(expected, served, device, seed), pack)
         tensors: list[object] = ["dummy", seed]
     else:
-        weights = _read(opened.entries, expected, config, served, device, progress)
+        weights = _read(opened.entries, expected, config, served, device, progress, pack)
         tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(opened.entries.items())]
     identity = read_identity(folder, with_weights=load_format != "dummy")
     described = str(config) if embedding is None else f"{config}\n{embedding}"
@@ -252,6 +253,7 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
+    pack: Pack | None,
 ) -> DecoderWeights:
     total = sum(entries[name].num_bytes for name in expected)
     done = 0
@@ -267,7 +269,7 @@ def _read(
             progress(done, total)
         return loaded
 
-    return assemble(config, tensor)
+    return assemble(config, tensor, pack)
 
 
 def _open(file: Path) -> Any:

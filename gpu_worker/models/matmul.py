@@ -25,8 +25,8 @@ class Matmul(Protocol):
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if given."""
 
-    def add_to(self, total: Tensor, rows: Tensor, weight: Tensor) -> None:
-        """total [rows, out] += rows [rows, in] @ weight [in, out], in place."""
+    def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        """total [rows, out] + rows [rows, in] @ weight [in, out]. May overwrite `total` and return it."""
 
 
 class PlainMatmul:
@@ -35,8 +35,8 @@ class PlainMatmul:
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return torch.mm(rows, weight, out=out) if bias is None else torch.addmm(bias, rows, weight, out=out)
 
-    def add_to(self, total: Tensor, rows: Tensor, weight: Tensor) -> None:
-        total.addmm_(rows, weight)
+    def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        return total.addmm_(rows, weight)
 
 
 class TiledMatmul:
@@ -50,9 +50,10 @@ class TiledMatmul:
             part.copy_(product[: len(part)])
         return out
 
-    def add_to(self, total: Tensor, rows: Tensor, weight: Tensor) -> None:
+    def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         for tile, part in zip(torch.split(rows, TILE_ROWS), torch.split(total, TILE_ROWS), strict=True):
             part.copy_(_whole(part).addmm(_whole(tile), weight)[: len(part)])
+        return total
 
 
 def _whole(tile: Tensor) -> Tensor:

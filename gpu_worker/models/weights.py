@@ -1,8 +1,8 @@
 """The tensors of a decoder, in the checkpoint and in memory.
 
 Matrices are [in, out]: on a CPU they are stored that way (faster for few rows), on a GPU they are views of the
-checkpoint's [out, in] (which cuBLAS is tuned for). q, k and v are one matrix, and so are gate and up. The q and k heads
-have their rotary pairs side by side (models/rope.py).
+checkpoint's [out, in] (which cuBLAS is tuned for). Packed matrices are in the order that a CPU's kernels read. q, k and
+v are one matrix, and so are gate and up. The q and k heads have their rotary pairs side by side (models/rope.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from gpu_worker.models.rope import interleave_heads
 
 # Returns a checkpoint's tensor by name.
 Source = Callable[[str], Tensor]
+# Packs a matrix [out, in] for the products of the device.
+Pack = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
+    are_packed: bool  # the matrices; but a head that is also the embedding is [vocab, hidden] then
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -76,15 +79,19 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def assemble(config: DecoderConfig, source: Source) -> DecoderWeights:
-    """`source` returns each tensor of expected_tensors() in the type and on the device to serve with."""
+def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) -> DecoderWeights:
+    """`source` returns each tensor of expected_tensors() in the type and on the device to serve with. `pack`: for the
+    matrices; without it they are [in, out]."""
     embedding = source("model.embed_tokens.weight")
-    layers = tuple(_layer(config, i, source) for i in range(config.num_layers))
-    head = embedding if config.tie_embeddings else source("lm_head.weight")
-    return DecoderWeights(embedding, layers, source("model.norm.weight"), head.t())
+    layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))
+    if config.tie_embeddings:
+        head = embedding if pack else embedding.t()  # a packed copy would be a second one
+    else:
+        head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
+    return DecoderWeights(embedding, layers, source("model.norm.weight"), head, pack is not None)
 
 
-def _layer(config: DecoderConfig, index: int, source: Source) -> LayerWeights:
+def _layer(config: DecoderConfig, index: int, source: Source, matrix: Pack) -> LayerWeights:
     def get(name: str) -> Tensor:
         return source(f"model.layers.{index}.{name}")
 
@@ -96,15 +103,15 @@ def _layer(config: DecoderConfig, index: int, source: Source) -> LayerWeights:
 
     return LayerWeights(
         input_norm=get("input_layernorm.weight"),
-        qkv=_matrix(qkv("weight")),
+        qkv=matrix(qkv("weight")),
         qkv_bias=qkv("bias") if config.qkv_bias else None,
         query_norm=heads("q_norm.weight") if config.qk_norm else None,
         key_norm=heads("k_norm.weight") if config.qk_norm else None,
-        output=_matrix(get("self_attn.o_proj.weight")),
+        output=matrix(get("self_attn.o_proj.weight")),
         output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
         mlp_norm=get("post_attention_layernorm.weight"),
-        gate_up=_matrix(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
-        down=_matrix(get("mlp.down_proj.weight")),
+        gate_up=matrix(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+        down=matrix(get("mlp.down_proj.weight")),
     )
 
 

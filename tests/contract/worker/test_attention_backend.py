@@ -16,6 +16,8 @@ from gpu_worker.attention import torch_backend
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.attention.torch_backend import TorchAttention
+from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from tests.support.attention import Extents, dense, fill, metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
@@ -26,10 +28,13 @@ HEAD_DIM = 16
 MakeBackend = Callable[[KvPool, tuple[int, ...], int], AttentionBackend]
 
 
-@pytest.fixture(scope="module", params=["torch", "flashinfer"])
+@pytest.fixture(scope="module", params=["torch", "cpu", "flashinfer"])
 def backend(request: pytest.FixtureRequest) -> Iterator[MakeBackend]:
     if request.param == "torch":
         yield lambda pool, windows, num_heads: TorchAttention(pool, windows)
+    elif request.param == "cpu":
+        kernels = Kernels(torch.float32, threads=2)
+        yield lambda pool, windows, num_heads: CpuAttention(pool, windows, kernels)
     else:
         with reference_kernels() as flashinfer:
             yield lambda pool, windows, num_heads: FlashInferAttention(

@@ -1,0 +1,217 @@
+"""Kernels of a decoder layer for CPUs, which numba compiles at a worker's first start and keeps in its cache folder.
+
+Arrays are float32, or bfloat16 as int16 (numbers.py); sums are float32. With one thread a row's result
+depends only on the row's own inputs, bit for bit. The kernels release Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange, set_num_threads, types
+
+from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, load, prefetch, store
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy"}
+
+# Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
+# fetch the next ones by itself. 2 to 16 are equally fast.
+_AHEAD = 4
+
+
+def _attend(
+    query: Any,
+    keys: Any,
+    values: Any,
+    block_ids: Any,
+    first_blocks: Any,
+    kv_lens: Any,
+    rows: Any,
+    window: int,
+    scale: float,
+    out: Any,
+) -> None:
+    heads, head_dim = query.shape[1], query.shape[2]
+    for i in prange(len(rows)):
+        row, kv_len, table = rows[i], kv_lens[i], block_ids[first_blocks[i] :]
+        start = max(0, kv_len - window) if window else 0
+        scaled = np.empty((heads, head_dim), np.float32)
+        for h in range(heads):
+            for d in range(head_dim):
+                scaled[h, d] = load(query[row, h, d]) * scale
+        scores = np.empty((heads, kv_len - start), np.float32)
+        _score(scaled, keys, table, start, kv_len, scores)
+        for h in range(heads):
+            _softmax(scores[h])
+        total = np.zeros((heads, head_dim), np.float32)
+        _weigh(scores, values, table, start, kv_len, total)
+        for h in range(heads):
+            for d in range(head_dim):
+                store(out, (row, h * head_dim + d), total[h, d])
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _score(query: Any, keys: Any, table: Any, start: int, kv_len: int, scores: Any) -> None:
+    kv_heads, head_dim = keys.shape[2], keys.shape[3]
+    group = len(query) // kv_heads
+    for t in range(start, kv_len):
+        _fetch(keys, table, min(t + _AHEAD, kv_len - 1))
+        key = keys[table[t // keys.shape[1]], t % keys.shape[1]]
+        for k in range(kv_heads):
+            for h in range(k * group, (k + 1) * group):
+                score = np.float32(0)
+                for d in range(head_dim):
+                    score += query[h, d] * load(key[k, d])
+                scores[h, t - start] = score
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _softmax(scores: Any) -> None:
+    largest = scores[0]
+    for t in range(len(scores)):
+        largest = max(largest, scores[t])
+    total = np.float32(0)
+    for t in range(len(scores)):
+        weight = exp(scores[t] - largest)
+        scores[t] = weight
+        total += weight
+    for t in range(len(scores)):
+        scores[t] /= total
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _weigh(weights: Any, values: Any, table: Any, start: int, kv_len: int, total: Any) -> None:
+    kv_heads, head_dim = values.shape[2], values.shape[3]
+    group = len(weights) // kv_heads
+    for t in range(start, kv_len):
+        _fetch(values, table, min(t + _AHEAD, kv_len - 1))
+        value = values[table[t // values.shape[1]], t % values.shape[1]]
+        for k in range(kv_heads):
+            for h in range(k * group, (k + 1) * group):
+                weight = weights[h, t - start]
+                for d in range(head_dim):
+                    total[h, d] += weight * load(value[k, d])
+
+
+@njit(inline="always")
+def _fetch(pool: Any, table: Any, t: int) -> None:
+    """Fetches token t of a table into the processor's caches."""
+    block_size, token_size = pool.shape[1], pool.shape[2] * pool.shape[3]
+    begin = (table[t // block_size] * block_size + t % block_size) * token_size
+    for offset in range(begin, begin + token_size, 64 // pool.itemsize):
+        prefetch(pool, offset)
+
+
+def _norm(x: Any, weight: Any, eps: float, out: Any) -> None:
+    width = x.shape[1]
+    for row in prange(len(x)):
+        squares = np.float32(0)
+        for d in range(width):
+            squares += load(x[row, d]) * load(x[row, d])
+        factor = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
+        for d in range(width):
+            store(out, (row, d), load(x[row, d]) * factor * load(weight[d]))
+
+
+def _rotate(heads: Any, num_heads: int, angles: Any, has_norms: bool, norms: Any, num_queries: int, eps: float) -> None:
+    head_dim = heads.shape[2]
+    for row in prange(len(heads)):
+        for h in range(num_heads):
+            head = heads[row, h]
+            factor = np.float32(1)
+            if has_norms:
+                squares = np.float32(0)
+                for d in range(head_dim):
+                    squares += load(head[d]) * load(head[d])
+                factor = np.float32(1) / np.sqrt(squares / np.float32(head_dim) + eps)
+            norm = norms[0 if h < num_queries else 1]
+            for pair in range(head_dim // 2):
+                real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
+                if has_norms:
+                    real *= factor * load(norm[2 * pair])
+                    imaginary *= factor * load(norm[2 * pair + 1])
+                cos, sin = angles[row, 2 * pair], angles[row, 2 * pair + 1]
+                store(head, 2 * pair, real * cos - imaginary * sin)
+                store(head, 2 * pair + 1, real * sin + imaginary * cos)
+
+
+def _silu_and_mul(gate_up: Any, out: Any) -> None:
+    width = out.shape[1]
+    for row in prange(len(out)):
+        for d in range(width):
+            gate = load(gate_up[row, d])
+            store(out, (row, d), gate / (np.float32(1) + exp(-gate)) * load(gate_up[row, width + d]))
+
+
+class Kernels:
+    """The kernels for arrays of one type, for one thread or for several. All are compiled here.
+
+    attend(query [rows, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], block_ids [n],
+        first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
+        decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. These four
+        arrays are int32. Without a window it is 0.
+    norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
+    rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
+        num_queries, eps): norms (queries', keys') and rotates the first num_heads heads, in place.
+    silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
+        vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
+        blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
+        angles = types.Array(single, 2, "C")
+        self.attend = _Kernel(
+            _attend,
+            (strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix),
+            threads,
+            min_rows=2,
+            rows_of=lambda arguments: arguments[6],
+        )
+        self.norm = _Kernel(_norm, (matrix, vector, single, matrix), threads)
+        self.rotate = _Kernel(_rotate, (cube, types.intp, angles, types.boolean, matrix, types.intp, single), threads)
+        self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads)
+        if threads > 1:
+            set_num_threads(threads)
+
+
+class _Kernel:
+    """A kernel, and its variant for several threads, which share `min_rows` rows or more. To wake a thread for fewer
+    rows takes longer than to compute them."""
+
+    def __init__(
+        self,
+        kernel: Callable[..., None],
+        arguments: tuple[types.Type, ...],
+        threads: int,
+        min_rows: int = 128,
+        rows_of: Callable[[tuple[Any, ...]], Any] = lambda arguments: arguments[0],
+    ) -> None:
+        self._serial = self._parallel = _compiled(kernel, arguments, parallel=False)
+        if threads > 1:
+            # A name of its own, because numba's cache goes by names.
+            assert isinstance(kernel, FunctionType)
+            copy = FunctionType(kernel.__code__, kernel.__globals__, f"{kernel.__name__}_parallel")
+            copy.__qualname__ = copy.__name__
+            self._parallel = _compiled(copy, arguments, parallel=True)
+        self._min_rows, self._rows_of = min_rows, rows_of
+
+    def __call__(self, *arguments: Any) -> None:
+        few = len(self._rows_of(arguments)) < self._min_rows
+        (self._serial if few else self._parallel)(*arguments)
+
+
+def _compiled(kernel: Callable[..., None], arguments: tuple[types.Type, ...], parallel: bool) -> Any:
+    signature = types.void(*arguments)
+    try:
+        return njit(signature, parallel=parallel, cache=True, **_OPTIONS)(kernel)
+    except RuntimeError as error:  # no folder that can be written to
+        _log.warning("kernels are compiled at each start", reason=str(error))
+        return njit(signature, parallel=parallel, **_OPTIONS)(kernel)

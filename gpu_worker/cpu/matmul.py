@@ -1,0 +1,42 @@
+"""Matrix products with oneDNN, on matrices that are packed once for its kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_worker.models.weights import Pack
+
+# torch's inductor compiles linear layers to these operations. They have no public name.
+_mkldnn: Any = torch.ops.mkldnn
+
+
+def packed(weight: Tensor) -> Tensor:
+    """A matrix [out, in] in the order of memory that oneDNN's kernels read. Only PackedMatmul can use it."""
+    reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return reordered
+
+
+def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
+    """How to pack the matrices of a model on this device; None: not at all."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())
+    return packed if is_possible else None
+
+
+class PackedMatmul:
+    """Matmul for weights that are packed, or plain matrices [out, in] (a head that is also the embedding).
+
+    torch's own products of float32 run in MKL, which uses less than half of an AMD core.
+    """
+
+    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        product: Tensor = _mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return product if out is None else out.copy_(product)
+
+    def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor = _mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
+        return result

@@ -1,0 +1,122 @@
+"""Numbers of compiled kernels: bfloat16, which numba does not know, and a fast exponential.
+
+A bfloat16 tensor is passed as int16: its bits are the upper half of the float32 with the same value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+# Sums may be reordered, so that they use vector instructions. NaN and infinity keep their meaning.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+_BYTES = ir.IntType(8).as_pointer()
+# The types that kernels know, and how numba sees them.
+KERNEL_TYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory for a kernel: float32, or bfloat16 as int16."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@intrinsic
+def _float_of_bits(_context: Any, _bits: Any) -> Any:
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), build
+
+
+@intrinsic
+def _bits_of_float(_context: Any, _value: Any) -> Any:
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), build
+
+
+@intrinsic
+def prefetch(_context: Any, array: Any, _offset: Any) -> Any:
+    """In a kernel: fetch the cache line of a contiguous array's element `offset`. Any offset is allowed."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), _BYTES)
+        flag = ir.IntType(32)
+        name, signature_ir = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTES, flag, flag, flag])
+        function = cgutils.get_or_insert_function(builder.module, signature_ir, name)
+        builder.call(function, [address, flag(0), flag(3), flag(1)])  # a read, into all caches, of data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), build
+
+
+def load(number: Any) -> Any:
+    """In a kernel: the float32 value of an array's element."""
+    raise NotImplementedError
+
+
+def store(array: Any, index: Any, value: Any) -> None:
+    """In a kernel: array[index] = value, a float32, rounded to the array's type (ties to even)."""
+    raise NotImplementedError
+
+
+@overload(load, inline="always")
+def _load(number: Any) -> Any:
+    if number != types.int16:
+
+        def load_float(number: Any) -> Any:
+            return number
+
+        return load_float
+
+    def load_bfloat(number: Any) -> Any:
+        return _float_of_bits(np.uint32(np.uint16(number)) << np.uint32(16))
+
+    return load_bfloat
+
+
+@overload(store, inline="always")
+def _store(array: Any, index: Any, value: Any) -> Any:
+    if array.dtype != types.int16:
+
+        def store_float(array: Any, index: Any, value: Any) -> None:
+            array[index] = value
+
+        return store_float
+
+    def store_bfloat(array: Any, index: Any, value: Any) -> None:
+        bits = _bits_of_float(value)
+        if value != value:  # NaN: rounding could make it infinity
+            array[index] = np.int16(0x7FC0)
+        else:
+            rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            array[index] = np.int16(np.uint16(rounded >> np.uint32(16)))
+
+    return store_bfloat
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def exp(x: Any) -> Any:
+    """The exponential of a float32, to about 1e-7 (Cephes' expf). A call of the C library in a loop would keep the loop
+    from using vector instructions."""
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x  # these comparisons let NaN pass
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    turns = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - turns * np.float32(0.693359375) + turns * np.float32(2.12194440e-4)
+    power = np.float32(1.9875691500e-4)
+    power = power * rest + np.float32(1.3981999507e-3)
+    power = power * rest + np.float32(8.3334519073e-3)
+    power = power * rest + np.float32(4.1665795894e-2)
+    power = power * rest + np.float32(1.6666665459e-1)
+    power = power * rest + np.float32(5.0000001201e-1)
+    power = power * rest * rest + rest + np.float32(1.0)
+    return power * _float_of_bits(np.uint32((np.int32(turns) + np.int32(127)) << np.int32(23)))

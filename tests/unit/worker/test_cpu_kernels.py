@@ -1,0 +1,208 @@
+"""The compiled kernels for CPUs compute what torch computes, and each row by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.kernels import Kernels
+from gpu_worker.cpu.matmul import PackedMatmul, packed, packing
+from gpu_worker.cpu.numbers import as_array, exp, load, store
+from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.kv.pool import allocate_pool
+from gpu_worker.models.config import DecoderConfig, RopeConfig
+from gpu_worker.models.matmul import PlainMatmul
+from gpu_worker.models.ops import TorchOps
+from tests.support.attention import metadata_of
+
+CPU = torch.device("cpu")
+TYPES = [torch.float32, torch.bfloat16]
+KERNELS = {(dtype, threads): Kernels(dtype, threads) for dtype in TYPES for threads in (1, 2)}
+# Rows for which a kernel uses one thread, and several.
+COUNTS = (1, 5, 300)
+
+
+@njit
+def _exp_all(numbers: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = exp(numbers[i])
+
+
+@njit
+def _store_all(numbers: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        store(out, i, numbers[i])
+
+
+@njit
+def _load_all(numbers: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = load(numbers[i])
+
+
+def _config(head_dim: int = 16) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=99,
+        hidden_size=48,
+        intermediate_size=40,
+        num_layers=1,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig("default", 10_000.0),
+        max_positions=512,
+        tie_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        windows=(0,),
+        eos_token_ids=(),
+        dtype="float32",
+    )
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    """`exact` is of float32 arithmetic. Ours may differ by one rounding to `dtype`."""
+    assert ours.dtype == dtype
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(ours.float(), exact.float(), rtol=rounding, atol=rounding / 8)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_stored_numbers_are_rounded_as_torch_rounds_them(numbers: list[float]) -> None:
+    array = np.array([*numbers, math.inf, -math.inf, 1 + 2**-8, 1 + 3 * 2**-8, 3.3895314e38], np.float32)
+    ours = torch.empty(len(array), dtype=torch.bfloat16)
+    _store_all(array, as_array(ours))
+    expected = torch.from_numpy(array).to(torch.bfloat16)
+    assert torch.equal(ours, expected)
+    back = np.empty_like(array)
+    _load_all(as_array(ours), back)
+    assert np.array_equal(back, expected.float().numpy())
+
+
+def test_nan_is_stored_as_nan() -> None:
+    bits = np.array([0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0x7FC00000], np.uint32).view(np.float32)
+    ours = torch.empty(4, dtype=torch.bfloat16)
+    _store_all(bits, as_array(ours))
+    assert ours.isnan().all()
+
+
+def test_the_exponential_is_precise_and_keeps_nan() -> None:
+    numbers = np.concatenate((np.linspace(-87, 88, 100_001), [0.0, -1e-30])).astype(np.float32)
+    ours = np.empty_like(numbers)
+    _exp_all(numbers, ours)
+    np.testing.assert_allclose(ours, np.exp(numbers.astype(np.float64)), rtol=2e-7)
+    extreme = np.array([np.nan, -np.inf, -1e9, 1e9], np.float32)
+    _exp_all(extreme, ours[:4])
+    assert np.isnan(ours[0])
+    assert 0 <= ours[1] == ours[2] < 2e-38
+    assert ours[3] > 1e38
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_layer_operations_agree_with_torch(dtype: torch.dtype, threads: int) -> None:
+    config = _config()
+    plain = TorchOps(config, 512, CPU)
+    ours = CpuOps(config, 512, KERNELS[dtype, threads])
+    for rows in COUNTS:
+        x, weight = _random(rows, 48, dtype=dtype), _random(48, dtype=dtype, seed=1)
+        assert_close(ours.norm(x, weight), plain.norm(x.float(), weight.float()), dtype)
+        gate_up = 4 * _random(rows, 80, dtype=dtype)
+        assert_close(ours.silu_and_mul(gate_up), plain.silu_and_mul(gate_up.float()), dtype)
+        positions = torch.arange(rows) * 7 % 512
+        for norms in ((None, None), (_random(16, dtype=dtype, seed=2), _random(16, dtype=dtype, seed=3))):
+            heads = _random(rows, 10, 16, dtype=dtype)
+            wide = [None if norm is None else norm.float() for norm in norms]
+            expected = plain.rotary(heads.float(), plain.angles(positions), *wide)
+            values = heads[:, 8:].clone()
+            for mine, other in zip(ours.rotary(heads, ours.angles(positions), *norms), expected, strict=True):
+                assert_close(mine, other, dtype)
+            assert torch.equal(heads[:, 8:], values)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    config, rows = _config(), 300
+    x, weight = _random(rows, 48, dtype=dtype), _random(48, dtype=dtype, seed=1)
+    gate_up, positions = _random(rows, 80, dtype=dtype), torch.arange(rows)
+
+    def computed(ops: CpuOps, which: slice) -> list[torch.Tensor]:
+        heads = _random(rows, 10, 16, dtype=dtype)[which].clone()
+        turned = ops.rotary(heads, ops.angles(positions[which]), None, None)
+        return [ops.norm(x[which], weight), ops.silu_and_mul(gate_up[which]), *turned]
+
+    ops = CpuOps(config, 512, KERNELS[dtype, 1])
+    whole = computed(ops, slice(None))
+    for row in (0, 7, 299):
+        for mine, other in zip(computed(ops, slice(row, row + 1)), whole, strict=True):
+            assert torch.equal(mine[0], other[row])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_decode_attention_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    pool = allocate_pool(40, 8, 1, 2, 16, dtype, CPU)
+    pool.storage.copy_(_random(*pool.storage.shape, dtype=dtype))
+    lengths = [1, 8, 9, 40, 77]
+    ids = iter(range(1, 41))
+    tables = [[next(ids) for _ in range(-(-length // 8))] for length in lengths]
+    query, new = _random(5, 6, 16, dtype=dtype), _random(2, 5, 2, 16, dtype=dtype, seed=1)
+
+    def attended(which: list[int]) -> torch.Tensor:
+        attention = CpuAttention(pool, (0,), KERNELS[dtype, 1])
+        attention.plan(metadata_of(len(which), [(lengths[i] - 1, 1) for i in which], [tables[i] for i in which], 8))
+        return attention.run(0, query[which], new[0, which], new[1, which])
+
+    whole = attended([0, 1, 2, 3, 4])
+    assert torch.equal(attended([4, 2, 0, 1, 3]), whole[[4, 2, 0, 1, 3]])
+    for i in range(5):
+        assert torch.equal(attended([i])[0], whole[i])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_nan_in_a_row_stays_in_the_row(dtype: torch.dtype) -> None:
+    ops = CpuOps(_config(), 512, KERNELS[dtype, 1])
+    x = _random(3, 48, dtype=dtype)
+    x[1, 5] = torch.nan
+    gate_up = _random(3, 80, dtype=dtype)
+    gate_up[1, 7] = torch.nan
+    assert ops.norm(x, torch.ones(48, dtype=dtype)).isnan().any(1).tolist() == [False, True, False]
+    assert ops.silu_and_mul(gate_up).isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_packed_products_agree_with_plain_ones(dtype: torch.dtype) -> None:
+    if packing(CPU, dtype) is None:
+        pytest.skip(f"this CPU has no products of packed {dtype}")
+    ours, plain = PackedMatmul(), PlainMatmul()
+    weight, bias = _random(40, 24, dtype=dtype), _random(40, dtype=dtype, seed=1)
+    for matrix in (packed(weight), weight):
+        for count in (1, 8, 33):
+            rows, total = _random(count, 24, dtype=dtype, seed=2), _random(count, 40, dtype=dtype, seed=3)
+            wide = rows.float(), weight.float().t()
+            assert_close(ours.of(rows, matrix), plain.of(*wide), dtype)
+            assert_close(ours.of(rows, matrix, bias), plain.of(*wide, bias.float()), dtype)
+            out = torch.empty(count, 40, dtype=dtype)
+            assert ours.of(rows, matrix, out=out) is out
+            assert torch.equal(out, ours.of(rows, matrix))
+            assert_close(ours.added(total, rows, matrix), plain.added(total.float(), *wide), dtype)
+
+
+def test_matrices_are_packed_only_where_the_cpu_can_use_them() -> None:
+    assert packing(torch.device("cuda"), torch.float32) is None
+    assert packing(CPU, torch.float16) is None
