@@ -1,9 +1,15 @@
-"""What the open page costs: tokens per second of 32 streams with the page closed and open, in turns, in one run.
+"""What the open page costs the services: CPU time per token, and tokens per second, of 32 streams with the page closed
+and open, in turns, in one run.
 
-    python -m bench.page_cost [--turns 6] [--seconds 20]        (results in bench/results/page_cost.json)
+    python -m bench.page_cost [--turns 40] [--seconds 3]        (results in bench/results/page_cost.json)
 
-The page runs in headless Chromium on the same machine, at the lowest priority. `stream` is without a browser: a client
-that only reads the stream, which is what a page on another machine costs the services.
+The page runs in headless Chromium on the same machine, at the lowest priority. `closed`: its live view is left, which
+ends its stream. `stream` is without the page: a client that only reads the stream, which is what a page on another
+machine costs the services.
+
+All services are busy in this run, so CPU time per token bounds their throughput. The machine's pace changes by more
+than the page costs. So the turns are short and many, each is compared with the one beside it, and the result has its
+standard error.
 """
 
 from __future__ import annotations
@@ -19,70 +25,103 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
+import psutil
+from playwright.sync_api import Page
 
 from bench.machine import load_note, python_speed
 from tests.support.chromium import BINARY, open_browser, open_page
 from tests.support.stack import Stack
 
 RESULT = Path(__file__).parent / "results" / "page_cost.json"
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS, WARM_S = 32, 64, 200, 4.0
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 200
+WARM_S, SETTLE_S = 6.0, 1.0
 Viewer = Literal["closed", "stream", "page"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--turns", type=int, default=6, help="measurements of each kind")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
+    parser.add_argument("--turns", type=int, default=40, help="measurements of each kind")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     viewers: list[Viewer] = ["closed", "stream"] if BINARY is None else ["closed", "stream", "page"]
     note = load_note(os.getloadavg()[0])
-    rates: dict[Viewer, list[float]] = {viewer: [] for viewer in viewers}
+    found: dict[Viewer, list[Measured]] = {viewer: [] for viewer in viewers}
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
         try:
             stack.up()
-            with load(stack.url):
+            with load(stack.url), page_on(stack.url) as page:
                 time.sleep(WARM_S)
                 for turn in range(arguments.turns):
                     # Each kind comes first as often as last.
                     for viewer in viewers if turn % 2 == 0 else viewers[::-1]:
-                        with watching(stack.url, viewer):
-                            time.sleep(WARM_S)
-                            rates[viewer].append(tokens_per_s(stack.url, arguments.seconds))
-                        print(f"turn {turn + 1}, {viewer}: {rates[viewer][-1]:,.0f} tokens/s", flush=True)
+                        with watching(stack.url, viewer, page):
+                            time.sleep(SETTLE_S)
+                            found[viewer].append(measure(stack, arguments.seconds))
+                        rate, cpu_us = found[viewer][-1]
+                        print(f"turn {turn + 1}, {viewer}: {rate:,.0f} tokens/s, {cpu_us:.1f} us/token", flush=True)
         finally:
             stack.down()
-    result = summary(rates) | {"streams": STREAMS, "seconds": arguments.seconds, "python_us": python_speed()}
+    result = summary(found) | {"streams": STREAMS, "seconds": arguments.seconds, "python_us": python_speed()}
     if note:
         result["note"] = note
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["cost"]))
 
 
-def summary(rates: dict[Viewer, list[float]]) -> dict[str, Any]:
-    """Costs are medians over turns of 1 - rate / rate of the same turn without a viewer."""
-    closed = rates["closed"]
-    costs = {
-        viewer: [1 - rate / base for rate, base in zip(found, closed, strict=True)]
-        for viewer, found in rates.items()
-        if viewer != "closed"
-    }
-    return {
-        "tokens_per_s": {viewer: [round(rate, 1) for rate in found] for viewer, found in rates.items()},
-        "cost": {viewer: round(statistics.median(found), 4) for viewer, found in costs.items()},
-        "costs": {viewer: [round(cost, 4) for cost in found] for viewer, found in costs.items()},
-    }
+class Measured(NamedTuple):
+    """One measurement. The CPU time is that of all services."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
 
 
-def tokens_per_s(url: str, seconds: float) -> float:
-    """Over this time, from the gateway's own counter."""
-    first, began_s = generated(url), time.perf_counter()
+def summary(found: dict[Viewer, list[Measured]]) -> dict[str, Any]:
+    """Costs compare with the measurement of the same turn without a viewer: their mean and its standard error.
+    `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per second fall."""
+    closed = found["closed"]
+    result: dict[str, Any] = {"cost": {}, "throughput_cost": {}}
+    for viewer, own in found.items():
+        if viewer != "closed":
+            pairs = list(zip(own, closed, strict=True))
+            cpu = [mine.cpu_us_per_token / base.cpu_us_per_token - 1 for mine, base in pairs]
+            rate = [1 - mine.tokens_per_s / base.tokens_per_s for mine, base in pairs]
+            result["cost"][viewer], result["throughput_cost"][viewer] = with_error(cpu), with_error(rate)
+    result["cpu_us_per_token"] = {
+        viewer: [round(one.cpu_us_per_token, 1) for one in own] for viewer, own in found.items()
+    }
+    result["tokens_per_s"] = {viewer: [round(one.tokens_per_s, 1) for one in own] for viewer, own in found.items()}
+    return result
+
+
+def with_error(numbers: list[float]) -> dict[str, float]:
+    """The mean and its standard error."""
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else 0.0
+    return {"mean": round(statistics.fmean(numbers), 4), "standard_error": round(error, 4)}
+
+
+def measure(stack: Stack, seconds: float) -> Measured:
+    """Over this time. Tokens are from the gateway's own counter."""
+    first, first_cpu_s, began_s = generated(stack.url), cpu_s(stack), time.perf_counter()
     time.sleep(seconds)
-    return (generated(url) - first) / (time.perf_counter() - began_s)
+    tokens, used_s = generated(stack.url) - first, cpu_s(stack) - first_cpu_s
+    return Measured(tokens / (time.perf_counter() - began_s), 1e6 * used_s / tokens)
+
+
+def cpu_s(stack: Stack) -> float:
+    """CPU time of all services and their children so far."""
+    total = 0.0
+    for process in stack.processes.values():
+        service = psutil.Process(process.pid)
+        for one in (service, *service.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 def generated(url: str) -> float:
@@ -111,7 +150,22 @@ def load(url: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(url: str, viewer: Viewer) -> Iterator[None]:
+def page_on(url: str) -> Iterator[Page | None]:
+    """The open page, away from its live view; None without Chromium."""
+    if BINARY is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        # The figure is what the page costs the services, not what drawing costs a machine of two cores.
+        polite = Path(folder) / "chromium"
+        polite.write_text(f'#!/bin/sh\nexec nice -n 19 "{BINARY}" "$@"\n')
+        polite.chmod(0o755)
+        with open_browser(str(polite)) as browser, open_page(browser, f"{url}/#/playground") as page:
+            yield page
+
+
+@contextlib.contextmanager
+def watching(url: str, viewer: Viewer, page: Page | None) -> Iterator[None]:
     """A viewer, while the context lasts."""
     if viewer == "closed":
         yield
@@ -119,14 +173,11 @@ def watching(url: str, viewer: Viewer) -> Iterator[None]:
         with running(["curl", "-sN", "-o", os.devnull, f"{url}/v1/live?stream=true"]):
             yield
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            # The figure is what the page costs the services, not what drawing costs a machine of two cores.
-            polite = Path(folder) / "chromium"
-            polite.write_text(f'#!/bin/sh\nexec nice -n 19 "{BINARY}" "$@"\n')
-            polite.chmod(0o755)
-            with open_browser(str(polite)) as browser, open_page(browser, url) as page:
-                page.locator("[data-state=good]").wait_for()
-                yield
+        assert page is not None
+        page.evaluate("location.hash = '#/live'")
+        page.locator("[data-state=good]").wait_for()
+        yield
+        page.evaluate("location.hash = '#/playground'")
 
 
 @contextlib.contextmanager
