@@ -49,7 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     viewers: list[Viewer] = ["closed", "stream"] if BINARY is None else ["closed", "stream", "page"]
     note = load_note(os.getloadavg()[0])
-    found: dict[Viewer, list[Measured]] = {viewer: [] for viewer in viewers}
+    found: dict[Viewer, list[PageLoad]] = {viewer: [] for viewer in viewers}
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder))
         try:
@@ -73,14 +73,14 @@ def main() -> None:
     print(json.dumps(result["cost"]))
 
 
-class Measured(NamedTuple):
+class PageLoad(NamedTuple):
     """One measurement. The CPU time is that of all services."""
 
     tokens_per_s: float
     cpu_us_per_token: float
 
 
-def summary(found: dict[Viewer, list[Measured]]) -> dict[str, Any]:
+def summary(found: dict[Viewer, list[PageLoad]]) -> dict[str, Any]:
     """Costs compare with the measurement of the same turn without a viewer: their mean and its standard error.
     `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per second fall."""
     closed = found["closed"]
@@ -104,12 +104,12 @@ def with_error(numbers: list[float]) -> dict[str, float]:
     return {"mean": round(statistics.fmean(numbers), 4), "standard_error": round(error, 4)}
 
 
-def measure(stack: Stack, seconds: float) -> Measured:
+def measure(stack: Stack, seconds: float) -> PageLoad:
     """Over this time. Tokens are from the gateway's own counter."""
     first, first_cpu_s, began_s = generated(stack.url), cpu_s(stack), time.perf_counter()
     time.sleep(seconds)
     tokens, used_s = generated(stack.url) - first, cpu_s(stack) - first_cpu_s
-    return Measured(tokens / (time.perf_counter() - began_s), 1e6 * used_s / tokens)
+    return PageLoad(tokens / (time.perf_counter() - began_s), 1e6 * used_s / tokens)
 
 
 def cpu_s(stack: Stack) -> float:
