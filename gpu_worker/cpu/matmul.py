@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
 
 # torch's inductor compiles linear layers to these operations. They have no public name.
 _mkldnn: Any = torch.ops.mkldnn
 
 
-def packed(weight: Tensor) -> Tensor:
-    """A matrix [out, in] in the order of memory that oneDNN's kernels read. Only PackedMatmul can use it."""
-    reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    return reordered
+# Float32 matrices up to this size stay plain: for few rows, a call of oneDNN (20 us) takes longer than torch's product.
+SMALL_ELEMENTS = 2**17
 
 
 def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
@@ -27,16 +26,28 @@ def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
     return packed if is_possible else None
 
 
-class PackedMatmul:
-    """Matmul for weights that are packed, or plain matrices [out, in] (a head that is also the embedding).
+def packed(weight: Tensor) -> Tensor:
+    """A matrix [out, in] in the order of memory that oneDNN's kernels read, or [in, out] if it is small."""
+    if weight.dtype == torch.float32 and weight.numel() <= SMALL_ELEMENTS:
+        return weight.t().contiguous()
+    reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return reordered
+
+
+class PackedMatmul(PlainMatmul):
+    """Matmul for packed matrices, and plain ones [in, out].
 
     torch's own products of float32 run in MKL, which uses less than half of an AMD core.
     """
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not weight.is_mkldnn:
+            return super().of(rows, weight, bias, out)
         product: Tensor = _mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return product if out is None else out.copy_(product)
 
     def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        if not weight.is_mkldnn:
+            return super().added(total, rows, weight)
         result: Tensor = _mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result
