@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
 
@@ -22,7 +23,7 @@ def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
     """How to pack the matrices of a model on this device; None: not at all."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())
+    is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
     return packed if is_possible else None
 
 

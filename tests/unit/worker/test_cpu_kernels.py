@@ -76,7 +76,7 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, summed: float = 0.0) -> None:
-    """`exact` is of float32 arithmetic. Ours may differ by one rounding to `dtype`. `summed`: of sums, how much more."""
+    """`exact` is of float32 arithmetic. Ours may differ by one rounding to `dtype`, and sums by `summed` more."""
     assert ours.dtype == dtype
     rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(ours.float(), exact.float(), rtol=rounding, atol=rounding / 8 + summed)
