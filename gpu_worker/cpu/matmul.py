@@ -7,36 +7,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu_worker.device import multiplies_bfloat16
+from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
 
 # torch's inductor compiles linear layers to these operations. They have no public name.
 _mkldnn: Any = torch.ops.mkldnn
 
 
-def packed(weight: Tensor) -> Tensor:
-    """A matrix [out, in] in the order of memory that oneDNN's kernels read. Only PackedMatmul can use it."""
-    reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    return reordered
+# Float32 matrices up to this size stay plain: for few rows, a call of oneDNN (20 us) takes longer than torch's product.
+SMALL_ELEMENTS = 2**17
 
 
 def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
     """How to pack the matrices of a model on this device; None: not at all."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and _mkldnn._is_mkldnn_bf16_supported())
+    is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
     return packed if is_possible else None
 
 
-class PackedMatmul:
-    """Matmul for weights that are packed, or plain matrices [out, in] (a head that is also the embedding).
+def packed(weight: Tensor) -> Tensor:
+    """A matrix [out, in] in the order of memory that oneDNN's kernels read, or [in, out] if it is small."""
+    if weight.dtype == torch.float32 and weight.numel() <= SMALL_ELEMENTS:
+        return weight.t().contiguous()
+    reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return reordered
+
+
+class PackedMatmul(PlainMatmul):
+    """Matmul for packed matrices, and plain ones [in, out].
 
     torch's own products of float32 run in MKL, which uses less than half of an AMD core.
     """
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not weight.is_mkldnn:
+            return super().of(rows, weight, bias, out)
         product: Tensor = _mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
         return product if out is None else out.copy_(product)
 
     def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        if not weight.is_mkldnn:
+            return super().added(total, rows, weight)
         result: Tensor = _mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result

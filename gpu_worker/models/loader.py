@@ -13,12 +13,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.embedding import EMBEDDING_FILES, EmbeddingConfig, read_embedding
 from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_tensors
+from services.runtime.logs import get_logger
 from services.runtime.model.hub import NoSuchModel, checkpoint_folder, local_folder, more_files
 from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
+
+_log = get_logger(__name__)
 
 # Arguments: bytes read so far, bytes in all.
 Progress = Callable[[int, int], None]
@@ -161,6 +165,8 @@ def _served_dtype(dtype: str, config: DecoderConfig, device: torch.device) -> to
         dtype = "float32" if device.type == "cpu" else config.dtype
     if dtype not in SERVED_DTYPES:
         raise ModelError(f"checkpoint dtype {dtype} is not supported; supported: {', '.join(SERVED_DTYPES)}")
+    if device.type == "cpu" and dtype == "bfloat16" and not multiplies_bfloat16():
+        _log.warning("this CPU has no products of bfloat16: --dtype float32 is faster")
     return SERVED_DTYPES[dtype]
 
 

@@ -46,7 +46,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
-    are_packed: bool  # the matrices; but a head that is also the embedding is [vocab, hidden] then
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -85,10 +84,10 @@ def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) ->
     embedding = source("model.embed_tokens.weight")
     layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))
     if config.tie_embeddings:
-        head = embedding if pack else embedding.t()  # a packed copy would be a second one
+        head = embedding.t()  # a packed copy would be a second one
     else:
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
-    return DecoderWeights(embedding, layers, source("model.norm.weight"), head, pack is not None)
+    return DecoderWeights(embedding, layers, source("model.norm.weight"), head)
 
 
 def _layer(config: DecoderConfig, index: int, source: Source, matrix: Pack) -> LayerWeights:

@@ -12,11 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from demo import CHECKPOINT
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ModelError
+from gpu_worker.models import loader
 from gpu_worker.models.config import parse_config, read_config
 from gpu_worker.models.loader import load_model
 from gpu_worker.models.rope import inverse_frequencies
@@ -227,6 +229,18 @@ def test_half_precision_checkpoints_and_serving(tmp_path: Path, reference: Calla
     loaded = load_model(str(tmp_path), device=CPU, dtype="bfloat16")
     assert loaded.dtype == torch.bfloat16
     assert loaded.weights.layers[0].qkv.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("has_products", "num_lines"), [(True, 0), (False, 1)])
+def test_the_worker_says_that_bfloat16_is_slow(
+    has_products: bool, num_lines: int, reference: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: has_products)
+    folder = str(reference("llama-tied").folder)
+    with capture_logs() as lines:
+        for dtype in ("float32", "bfloat16"):
+            load_model(folder, load_format="dummy", device=CPU, dtype=dtype)
+    assert len([line for line in lines if "--dtype float32 is faster" in line["event"]]) == num_lines
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
