@@ -36,9 +36,9 @@ RUN pip --python /opt/venv/bin/python install --no-deps --target /opt/app .
 FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 paceline \
  && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
- && install -d -o paceline -g paceline /cache /state /certs /ca
-# /cache and /state are the only places, besides /tmp, that anything is written to: files from a model hub, the
-# scheduler's cache secret, and stored responses. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
+ && install -d -o paceline -g paceline /cache /state /certs /ca /kernels
+# /cache, /state and /kernels are the only places, besides /tmp, that anything is written to: files from a model hub; the
+# scheduler's cache secret and stored responses; a worker's compiled kernels. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
 ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface XDG_STATE_HOME=/state \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /cache
@@ -86,6 +86,8 @@ RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.tx
     esac
 
 FROM runtime AS worker
+# Machine code that workers load: no other service may write it.
+ENV NUMBA_CACHE_DIR=/kernels
 COPY --from=worker-deps /opt/venv /opt/venv
 COPY --from=app /opt/app /opt/app
 USER 10001:10001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -41,6 +40,7 @@ from gpu_worker.steps.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
 from services.runtime.model.identity import TOKENIZER
+from services.runtime.processes import default_threads
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -63,7 +63,7 @@ def build_worker(
     served, and DeviceError if there is no memory."""
     device = pick_device(settings.device)
     if device.type == "cpu":
-        torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) - 1))
+        torch.set_num_threads(settings.threads or default_threads())
     model = load_model(
         settings.model,
         load_format=settings.load_format,
@@ -178,8 +178,7 @@ class _RunnerMaker:
         attention: AttentionBackend
         ops: LayerOps
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
-            # The variants for several threads and for one may differ in the last bits, and a step's size chooses.
-            kernels = Kernels(self.model.dtype, 1 if settings.deterministic else torch.get_num_threads())
+            kernels = Kernels(self.model.dtype, torch.get_num_threads(), by_size=not settings.deterministic)
             attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
             ops = CpuOps(config, self.max_model_len, kernels)
         elif self.flashinfer is None:

@@ -55,9 +55,9 @@ class WorkerSettings(ServiceSettings, section="worker"):
     deterministic: bool = Field(
         False,
         description="a token's probabilities depend only on the tokens before it, bit for bit, and not on the rest of "
-        "the batch (slow: plain torch, row by row)",
+        "the batch (slow: row by row)",
     )
-    threads: int | None = Field(None, ge=1, description="torch threads on a CPU (default: cores - 1, at least 1)")
+    threads: int | None = Field(None, ge=1, description="threads of a worker on a CPU (default: cores - 1, at least 1)")
 
     step_deadline_s: float = Field(
         60.0, gt=0, description="a step that takes longer counts as hung: the worker reports it and ends"

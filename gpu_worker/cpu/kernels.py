@@ -1,24 +1,32 @@
 """Kernels of a decoder layer for CPUs, which numba compiles at a worker's first start and keeps in its cache folder.
 
-Arrays are float32, or bfloat16 as int16 (numbers.py); sums are float32. With one thread a row's result
-depends only on the row's own inputs, bit for bit. The kernels release Python's lock.
+Arrays are float32, or bfloat16 as int16 (numbers.py); sums are float32. A row's result depends only on the row's own
+inputs and on the number of threads, bit for bit. The kernels release Python's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import time
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_name
 from numba import config, njit, prange, set_num_threads, types
 
+from gpu_worker.cpu import numbers
 from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, load, prefetch, store
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
+# Changes with the code of the kernels and with the CPU.
+_SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, numbers.__file__))
+_VERSION = hashlib.sha256(_SOURCES + get_host_cpu_name().encode()).hexdigest()[:12]
+_MIN_ROWS = 128
 _OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy"}
 
 # Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
@@ -163,55 +171,56 @@ class Kernels:
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     """
 
-    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+    def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True) -> None:
+        """`by_size`: a few rows run in one thread, where that is faster. Without it every call runs in the same number
+        of threads, so that a row's result depends only on the row's own inputs, bit for bit."""
         number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
         angles = types.Array(single, 2, "C")
-        self.attend = _Kernel(
-            _attend,
-            (strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix),
-            threads,
-            min_rows=2,
-            rows_of=lambda arguments: arguments[6],
-        )
-        self.norm = _Kernel(_norm, (matrix, vector, single, matrix), threads)
-        self.rotate = _Kernel(_rotate, (cube, types.intp, angles, types.boolean, matrix, types.intp, single), threads)
-        self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads)
-        if threads > 1:
-            set_num_threads(min(threads, config.NUMBA_NUM_THREADS))  # at most the cores
+        # Several threads only from so many rows on: to wake a thread takes longer than to compute fewer.
+        least, least_decodes = (_MIN_ROWS, 2) if by_size else (0, 0)
+
+        attend = strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix
+        rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
+        began_s = time.monotonic()
+        self.attend = _Kernel(_attend, attend, threads, least_decodes, rows_at=6)
+        self.norm = _Kernel(_norm, (matrix, vector, single, matrix), threads, least)
+        self.rotate = _Kernel(_rotate, rotate, threads, least)
+        self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads, least)
+        _log.info("the kernels are ready", seconds=round(time.monotonic() - began_s, 1))
 
 
 class _Kernel:
-    """A kernel, and its variant for several threads, which share `min_rows` rows or more. To wake a thread for fewer
-    rows takes longer than to compute them."""
+    """A kernel, and its variant for several threads, which share `least` rows or more. `rows_at`: which argument has
+    an element per row."""
 
     def __init__(
-        self,
-        kernel: Callable[..., None],
-        arguments: tuple[types.Type, ...],
-        threads: int,
-        min_rows: int = 128,
-        rows_of: Callable[[tuple[Any, ...]], Any] = lambda arguments: arguments[0],
+        self, kernel: Any, arguments: tuple[types.Type, ...], threads: int, least: int, rows_at: int = 0
     ) -> None:
-        self._serial = self._parallel = _compiled(kernel, arguments, parallel=False)
-        if threads > 1:
-            # A name of its own, because numba's cache goes by names.
-            assert isinstance(kernel, FunctionType)
-            copy = FunctionType(kernel.__code__, kernel.__globals__, f"{kernel.__name__}_parallel")
-            copy.__qualname__ = copy.__name__
-            self._parallel = _compiled(copy, arguments, parallel=True)
-        self._min_rows, self._rows_of = min_rows, rows_of
+        self._threads = min(threads, config.NUMBA_NUM_THREADS)  # numba has a thread per usable core
+        self._least, self._rows_at = least, rows_at
+        self._serial = _compiled(kernel, arguments, parallel=False)
+        if self._threads > 1:
+            self._parallel = _compiled(kernel, arguments, parallel=True)
 
     def __call__(self, *arguments: Any) -> None:
-        few = len(self._rows_of(arguments)) < self._min_rows
-        (self._serial if few else self._parallel)(*arguments)
+        if self._threads == 1 or len(arguments[self._rows_at]) < self._least:
+            self._serial(*arguments)
+        else:
+            set_num_threads(self._threads)  # of this Python thread, which may not be the one that built the worker
+            self._parallel(*arguments)
 
 
-def _compiled(kernel: Callable[..., None], arguments: tuple[types.Type, ...], parallel: bool) -> Any:
+def _compiled(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> Any:
+    """The kernel under a name of its own. numba's cache goes by names: it knows neither options nor the code of other
+    modules, and workers of different types that start together would write the same files."""
+    name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
+    copy = FunctionType(kernel.__code__, kernel.__globals__, name)
+    copy.__qualname__ = name
     signature = types.void(*arguments)
     try:
-        return njit(signature, parallel=parallel, cache=True, **_OPTIONS)(kernel)
-    except RuntimeError as error:  # no folder that can be written to
-        _log.warning("kernels are compiled at each start", reason=str(error))
-        return njit(signature, parallel=parallel, **_OPTIONS)(kernel)
+        return njit(signature, parallel=parallel, cache=True, **_OPTIONS)(copy)
+    except Exception as error:  # no folder, no room, a damaged file, or one of another user
+        _log.warning("a kernel is compiled at each start", kernel=name, reason=repr(error))
+        return njit(signature, parallel=parallel, **_OPTIONS)(copy)

@@ -23,6 +23,8 @@ def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
     """How to pack the matrices of a model on this device; None: not at all."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
+    if not (hasattr(_mkldnn, "_linear_pointwise") and hasattr(_mkldnn, "_reorder_linear_weight")):
+        return None
     is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
     return packed if is_possible else None
 

@@ -1,6 +1,7 @@
-"""The operations of a decoder layer other than matrix products and attention: one contract, two implementations.
+"""The operations of a decoder layer other than matrix products and attention: one contract, and an
+implementation with plain torch. The others are flashinfer_ops.py and cpu/ops.py.
 
-There is no fused add+norm. The products before the norms add to the residual stream themselves (`addmm_`). This
+There is no fused add+norm. The products before the norms add to the residual stream themselves (Matmul.added). This
 takes one pass over memory less than a product followed by a kernel for add and norm.
 """
 
@@ -41,7 +42,7 @@ class LayerOps(Protocol):
 
 
 class TorchOps:
-    """LayerOps with plain torch, for CPUs."""
+    """LayerOps with plain torch, for every device and type."""
 
     def __init__(self, config: DecoderConfig, max_positions: int, device: torch.device) -> None:
         self._eps = config.rms_norm_eps

@@ -82,11 +82,12 @@ def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) ->
     """`source` returns each tensor of expected_tensors() in the type and on the device to serve with. `pack`: for the
     matrices; without it they are [in, out]."""
     embedding = source("model.embed_tokens.weight")
-    layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))
+    # Before the layers: while it is packed, it is there twice.
     if config.tie_embeddings:
         head = embedding.t()  # a packed copy would be a second one
     else:
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
+    layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))
     return DecoderWeights(embedding, layers, source("model.norm.weight"), head)
 
 

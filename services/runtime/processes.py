@@ -1,4 +1,4 @@
-"""Files that processes share: the folder of the user's state, and whether the process that wrote a file still runs."""
+"""What processes of a machine share: the folder of the user's state, files that outlive their writers, and cores."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
+
+
+def usable_cores() -> int:
+    """Cores that the system lets this process run on; all cores where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_threads() -> int:
+    """The threads of a worker on a CPU without --threads: one core is for the other services."""
+    return max(1, usable_cores() - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from services.cli.doctor.check import Check, CheckStatus
 from services.runtime.memory.available import GIB, AvailableMemory
+from services.runtime.processes import default_threads
 
 # Gateway, scheduler, cache and worker each have a process, which runs beside the worker's threads.
 COMFORTABLE_CORES = 4
@@ -97,13 +97,9 @@ def check_docker(version: str | None, trouble: str = "") -> Check:
     return Check("Docker (optional)", CheckStatus.NOTE, trouble or "not installed", "only `docker compose up` needs it")
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def torch_threads(given: int, workers: int) -> int:
-    """The threads of all workers: --threads, else as a worker chooses (gpu_worker/build.py)."""
-    return workers * (given or max(1, (os.cpu_count() or 1) - 1))
+    """The threads of all workers: --threads, else as a worker chooses."""
+    return workers * (given or default_threads())
 
 
 def core_quota(root: Path = Path("/")) -> float | None:

@@ -18,6 +18,7 @@ from services.cli.up.plan import worker_flags
 from services.cli.up.settings import UpSettings
 from services.cli.waiting import waiting
 from services.runtime.memory import claims as memory_claims
+from services.runtime.processes import usable_cores
 from services.runtime.settings import load_settings, settings_parser
 
 PROG = "paceline doctor"
@@ -66,7 +67,7 @@ def run_checks(settings: UpSettings, progress: Console) -> Iterator[Check]:
             why = " ".join(str(error).split())
     on_gpu = torch is not None and torch.sees_gpu
     yield host.check_cores(
-        host.usable_cores(), host.core_quota(), host.torch_threads(settings.threads, settings.workers), on_gpu
+        usable_cores(), host.core_quota(), host.torch_threads(settings.threads, settings.workers), on_gpu
     )
     with memory_claims.lock() as claims:
         yield host.check_memory(claims.available())

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite.binding import get_host_cpu_name
 from numba import njit
 
+from gpu_worker.cpu import kernels as kernels_module
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packing
-from gpu_worker.cpu.numbers import as_array, exp, load, store
+from gpu_worker.cpu.numbers import FASTMATH, as_array, exp, load, store
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
@@ -26,11 +36,16 @@ from tests.support.attention import metadata_of
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
 KERNELS = {(dtype, threads): Kernels(dtype, threads) for dtype in TYPES for threads in (1, 2)}
+# Kernels that promise the same bits for a row in every batch.
+SAME_BITS: dict[str, Callable[[torch.dtype], Kernels]] = {
+    "one thread": lambda dtype: Kernels(dtype, 1),
+    "two threads": lambda dtype: Kernels(dtype, 2, by_size=False),
+}
 # Rows for which a kernel uses one thread, and several.
 COUNTS = (1, 5, 300)
 
 
-@njit
+@njit(fastmath=FASTMATH)
 def _exp_all(numbers: Any, out: Any) -> None:
     for i in range(len(numbers)):
         out[i] = exp(numbers[i])
@@ -136,8 +151,9 @@ def test_layer_operations_agree_with_torch(dtype: torch.dtype, threads: int) -> 
             assert torch.equal(heads[:, 8:], values)
 
 
+@pytest.mark.parametrize("kernels", SAME_BITS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype, kernels: str) -> None:
     config, rows = _config(), 300
     x, weight = _random(rows, 48, dtype=dtype), _random(48, dtype=dtype, seed=1)
     gate_up, positions = _random(rows, 80, dtype=dtype), torch.arange(rows)
@@ -147,15 +163,16 @@ def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
         turned = ops.rotary(heads, ops.angles(positions[which]), None, None)
         return [ops.norm(x[which], weight), ops.silu_and_mul(gate_up[which]), *turned]
 
-    ops = CpuOps(config, 512, KERNELS[dtype, 1])
+    ops = CpuOps(config, 512, SAME_BITS[kernels](dtype))
     whole = computed(ops, slice(None))
     for row in (0, 7, 299):
         for mine, other in zip(computed(ops, slice(row, row + 1)), whole, strict=True):
             assert torch.equal(mine[0], other[row])
 
 
+@pytest.mark.parametrize("kernels", SAME_BITS)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_decode_attention_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+def test_decode_attention_does_not_depend_on_other_rows(dtype: torch.dtype, kernels: str) -> None:
     pool = allocate_pool(40, 8, 1, 2, 16, dtype, CPU)
     pool.storage.copy_(_random(*pool.storage.shape, dtype=dtype))
     lengths = [1, 8, 9, 40, 77]
@@ -164,7 +181,7 @@ def test_decode_attention_does_not_depend_on_other_rows(dtype: torch.dtype) -> N
     query, new = _random(5, 6, 16, dtype=dtype), _random(2, 5, 2, 16, dtype=dtype, seed=1)
 
     def attended(which: list[int]) -> torch.Tensor:
-        attention = CpuAttention(pool, (0,), KERNELS[dtype, 1])
+        attention = CpuAttention(pool, (0,), SAME_BITS[kernels](dtype))
         attention.plan(metadata_of(len(which), [(lengths[i] - 1, 1) for i in which], [tables[i] for i in which], 8))
         return attention.run(0, query[which], new[0, which], new[1, which])
 
@@ -208,3 +225,73 @@ def test_packed_products_agree_with_plain_ones(width: int, dtype: torch.dtype) -
 def test_matrices_are_packed_only_where_the_cpu_can_use_them() -> None:
     assert packing(torch.device("cuda"), torch.float32) is None
     assert packing(CPU, torch.float16) is None
+
+
+def test_threads_are_those_of_the_setting_on_every_python_thread() -> None:
+    """numba keeps the number for each Python thread. The worker is built in another one than it runs in."""
+    found: list[int] = []
+    ops = CpuOps(_config(), 512, KERNELS[torch.float32, 2])
+
+    def run() -> None:
+        numba.set_num_threads(1)
+        ops.norm(torch.ones(300, 48), torch.ones(48))
+        found.append(numba.get_num_threads())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [min(2, numba.config.NUMBA_NUM_THREADS)]
+
+
+def test_more_threads_than_cores_are_possible() -> None:
+    ops = CpuOps(_config(), 512, Kernels(torch.float32, 4096))
+    assert ops.norm(torch.ones(300, 48), torch.ones(48)).shape == (300, 48)
+
+
+COMPILE = """
+from numba import types
+from gpu_worker.cpu import kernels
+matrix = types.Array(types.float32, 2, "C")
+print(sum(kernels._compiled(kernels._silu_and_mul, (matrix, matrix), False).stats.cache_hits.values()))
+"""
+
+
+def compiled(folder: Path) -> tuple[int, str]:
+    """The cache hits of a new process with this cache folder, and what the process printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return int(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_a_damaged_cache_costs_a_start_its_time_and_no_more(tmp_path: Path) -> None:
+    assert compiled(tmp_path)[0] == 0
+    assert compiled(tmp_path)[0] == 1
+    for index in tmp_path.rglob("*.nbi"):
+        index.write_bytes(b"")
+    hits, printed = compiled(tmp_path)
+    assert hits == 0
+    assert "a kernel is compiled at each start" in printed
+
+
+def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
+    """numba's cache would take kernels of another version of numbers.py."""
+    source = Path(kernels_module.__file__)
+    assert (
+        hashlib.sha256(source.read_bytes() + source.with_name("numbers.py").read_bytes() + get_host_cpu_name().encode())
+        .hexdigest()
+        .startswith(kernels_module._VERSION)
+    )
+    names = {
+        kernel.__name__
+        for ready in KERNELS.values()
+        for kernel in (ready.norm._serial.py_func, ready.norm._parallel.py_func if ready.norm._threads > 1 else None)
+        if kernel is not None
+    }
+    assert len(names) == 4
+    assert all(name.endswith(kernels_module._VERSION) for name in names)
