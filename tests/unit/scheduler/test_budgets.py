@@ -396,6 +396,19 @@ def test_explain_names_the_blocks_that_a_request_needs_to_its_end() -> None:
     assert "needs 2 blocks, 13 are available; it may need 12 until its end" in [span.detail for span in spans]
 
 
+def test_a_tenant_s_tokens_are_those_of_its_running_requests() -> None:
+    system = LocalSystem(SchedulerConfig())
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=8, max_batched_tokens=64))
+    client = system.open("s")
+    for handle, length in ((1, 4), (2, 40)):
+        system.submit("s", handle, [handle] * 8, params(length))
+    while len(client.tokens.get(1, [])) < 4:
+        system.move(*system.moves()[0])
+    assert [*system.scheduler.life.budgets.online.tenant_tokens.values()] == [48], "the other one still runs"
+    system.run()
+    assert not system.scheduler.life.budgets.online.tenant_tokens
+
+
 def test_refused_clients_get_retry_times_one_after_another() -> None:
     budgets = Budgets(SchedulerConfig())
     assert budgets.retry_after_s(10, 10, 0.0) == 1.0, "no rate has been measured"
