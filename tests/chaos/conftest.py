@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support import stack as stack_module
+from tests.support.fork_server import quickest_start
 from tests.support.stack import Stack
+
+stack_module.start_process = quickest_start()
 
 
 @pytest.fixture

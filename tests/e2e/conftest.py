@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import stack as stack_module
+from tests.support.fork_server import quickest_start
 from tests.support.redis_server import RedisProcess, needs_redis
 from tests.support.stack import Stack
+
+stack_module.start_process = quickest_start()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,8 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.asking import Gateway
+from tests.support.fork_server import ServiceProcess, Start, start_python
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
+
+# How `Stack` starts a process. Tests set `quickest_start()`; measurements need processes that start like a user's.
+start_process: Start = start_python
 
 START_TIMEOUT_S, END_TIMEOUT_S = 200.0, 100.0
 
@@ -43,7 +46,7 @@ class Stack:
     def __post_init__(self) -> None:
         self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
         self.metrics_ports = {name: free_port() for name in ("scheduler", "cache", "worker-1")}
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, ServiceProcess] = {}
         self.links: dict[str, Proxy] = {}
         self.url = self._url(self.http_port)
         # HTTP and gRPC port of each gateway; the code that starts further ones adds theirs.
@@ -88,15 +91,10 @@ class Stack:
         modules = {"worker": self.worker_module, "scheduler": self.scheduler_module}
         module = modules.get(service) or self.module
         tls = ["--tls-dir", str(self.tls_dir)] if self.tls_dir else []
-        log = (self.folder / f"{name}.log").open("ab")
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", service, "--drain-s", "60", *tls, *self.flags(name)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PARENT_PID": str(os.getpid()), **self.environment},
-        )
-        log.close()
+        command = [module, "serve", service, "--drain-s", "60", *tls, *self.flags(name)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PARENT_PID": str(os.getpid())}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = start_process(service, command, log, {**environment, **self.environment})
 
     def up(self, workers: int = 1) -> Stack:
         for name in ("cache", "scheduler", *(f"worker-{i + 1}" for i in range(workers)), "gateway"):
