@@ -43,7 +43,7 @@ async def test_without_a_worker_requests_fail_after_the_limit(stack: Stack) -> N
         assert int(answer.headers["retry-after"]) > 0
     assert "no worker is attached: waited for one for 2 s" in answers[1].text
     for target in (f"127.0.0.1:{stack.grpc_port}", stack.scheduler):  # the gateway, and the scheduler itself
-        async with AsyncPacelineClient(target) as client:
+        async with AsyncPacelineClient(target, retry_for_s=0) as client:
             with pytest.raises(Unavailable, match="no worker is attached"):
                 await client.generate(token_ids=[9, 10], max_tokens=4)
 
