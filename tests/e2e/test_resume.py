@@ -116,7 +116,7 @@ async def over_grpc(targets: list[str], pieces: list[Piece]) -> None:
     options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
     for target in targets:
         seen = sum(len(piece.token_ids) for piece in pieces)
-        async with AsyncPacelineClient(target) as client:
+        async with AsyncPacelineClient(target, retry_for_s=1) as client:
             stream = client.stream("Once there was", **options, idempotency_key="grpc", resume_after=seen)
             with contextlib.suppress(Unavailable):
                 async for piece in stream:
