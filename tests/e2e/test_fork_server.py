@@ -40,13 +40,16 @@ def told(log: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_process_is_given_what_a_new_one_is(tmp_path: Path, service: str) -> None:
+    """Also beside another one: it does not keep the fork server's files."""
     log, states = tmp_path / "a.log", []
+    other = start(tmp_path / "other.log", "wait", service=service)
     for by in (quickest_start(), start_python):
         process = start(log, "exit", "0", "a word", service=service, by=by, PACELINE_TOLD="yes")
         assert isinstance(process, ForkedProcess) == (by is not start_python)
         assert process.wait(60) == 0
         states.append(told(log))
         log.unlink()
+    other.kill()
     forked, new = states
     assert forked["same"] == new["same"]
     assert forked["same"]["environment"]["PACELINE_TOLD"] == "yes"

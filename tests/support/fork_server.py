@@ -19,27 +19,23 @@ import gc
 import importlib
 import json
 import os
-import random
 import runpy
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import IO
 
+from services.cli.main import SERVICES
+
 PARENT_ENV = "PACELINE_PARENT_PID"
-# What the services import, also later in their start.
-SERVICE_MODULES = {
-    "cache": ["cache_svc.settings", "cache_svc.server"],
-    "scheduler": ["scheduler_svc.settings", "scheduler_svc.server"],
-    "worker": ["gpu_worker.settings", "gpu_worker.server"],
-    "gateway": ["services.gateway.settings", "services.gateway.server"],
-}
 # Variables that services read after their imports, so that a forked service may have other values than its fork server.
-READ_LATE = ("PACELINE_", "PYTEST_", "NO_PROXY", "XDG_STATE_HOME")
+# (Services import OpenTelemetry only if a variable or a setting names a collector. torch sets its own in the tests.)
+READ_LATE = ("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 # A request to fork: more than the environment, which is the largest part of it (some 10 kB).
 MAX_REQUEST_BYTES = 2**17
 
@@ -60,7 +56,7 @@ class ForkedProcess:
         self.args = command
         self._channel = channel
         weakref.finalize(self, channel.close)
-        self.pid = int(self._received() or 0)
+        self.pid = int(self._received())
         channel.recv(32)
 
     @property
@@ -69,7 +65,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit status, -N after signal N; None while the process runs."""
-        return int(self._received() or 0) if self._is_readable(0) else None
+        return int(self._received()) if self._is_readable(0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._is_readable(timeout):
@@ -111,6 +107,7 @@ class ForkServers:
         self.environment = {**environment, "OMP_NUM_THREADS": "1"}
         self.folder = os.getcwd()
         self._controls: dict[str, socket.socket] = {}
+        self._starting = threading.Lock()
 
     def start(self, service: str, command: list[str], log: IO[bytes], environment: dict[str, str]) -> ServiceProcess:
         """Fork a service, or start a new Python process if a fork would have other imports. The log then says why."""
@@ -118,8 +115,8 @@ class ForkServers:
             log.write(f"fork server: not used, because these differ from its own: {', '.join(reasons)}\n".encode())
             log.flush()
             return start_python(service, command, log, environment)
-        if not self._controls:
-            self._controls = {name: self._start_server(name) for name in SERVICE_MODULES}
+        with self._starting:  # all of them, because a stack needs them all, and so they import side by side
+            self._controls = self._controls or {name: self._start_server(name) for name in SERVICES}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             request = json.dumps([command, environment]).encode()
@@ -146,6 +143,7 @@ class ForkServers:
 
         def end() -> None:
             ours.close()
+            process.kill()
             process.wait()
 
         atexit.register(end)
@@ -168,21 +166,17 @@ def serve(control: socket.socket) -> list[str]:
     while True:
         for ready, _ in poller.poll():
             if ready in children:
+                pid, channel = children.pop(ready)
+                report(channel, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                channel.close()
                 poller.unregister(ready)
                 os.close(ready)
-                pid, channel = children.pop(ready)
-                _, status = os.waitpid(pid, 0)
-                report(channel, os.waitstatus_to_exitcode(status))
-                channel.close()
                 continue
             message, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 2)
             if not message:  # the tests have ended
                 os._exit(0)
             if len(os.listdir("/proc/self/task")) > 1:
-                raise RuntimeError(
-                    "the fork server has more than one thread: a fork would copy the locks of the others"
-                )
-            command, environment = json.loads(message)
+                raise RuntimeError("a fork of a process with several threads copies locks that stay locked")
             channel, log, server = socket.socket(fileno=fds[0]), fds[1], os.getpid()
             if pid := os.fork():
                 os.close(log)
@@ -191,11 +185,11 @@ def serve(control: socket.socket) -> list[str]:
                 poller.register(pidfd, select.POLLIN)
                 children[pidfd] = pid, channel
                 continue
-            for pidfd, (_, other) in children.items():
+            for mine in (control, channel, *(other for _, other in children.values())):
+                mine.close()
+            for pidfd in children:
                 os.close(pidfd)
-                other.close()
-            control.close()
-            channel.close()
+            command, environment = json.loads(message)
             become(environment, log, server)
             return list(command)
 
@@ -215,8 +209,7 @@ def become(environment: dict[str, str], log: int, server: int) -> None:
     os.environ.update(environment)
     if PARENT_ENV in environment:
         os.environ[PARENT_ENV] = str(server)
-    # torch's generator is left alone: it has the same seed in every new process.
-    random.seed()
+    # Python's `random` gets a new seed at each fork. torch's generator has the same seed in every new process, too.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -224,7 +217,8 @@ def become(environment: dict[str, str], log: int, server: int) -> None:
 if __name__ == "__main__":
     # Ctrl-C goes to all processes of the terminal. The services must get it from there, not by the end of their parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("services.cli.main", *SERVICE_MODULES[sys.argv[2]]):
+    settings_module, _, server_module = SERVICES[sys.argv[2]]
+    for name in (settings_module, server_module):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, the memory of all these objects
