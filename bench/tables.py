@@ -41,7 +41,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _keyed(column: str, key: str) -> str:
-    """The report's key of a column, in a part where all keys begin with `key`."""
+    """The report's key for a column of the part with key prefix `key`. In a peer's column, `peer_` comes before it."""
     return f"peer_{key}{column.removeprefix('peer_')}" if column.startswith("peer_") else f"{key}{column}"
 
 

@@ -15,8 +15,8 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
 from paceline.v1 import cache_pb2 as pb
 
-# The most stale subscriptions that one exchange refreshes by itself. Thousands of sequences may wait for one prefix,
-# and refreshing all of them would delay a step. The others follow in the next exchanges.
+# The largest number of stale subscriptions that one exchange refreshes by itself. Thousands of sequences may wait for
+# one prefix, and refreshing all of them would delay a step. The others follow in the next exchanges.
 MAX_REFRESHED = 256
 
 
@@ -126,8 +126,8 @@ class CacheCore(Operations):
         worker.host.moved_partial_blocks = 0
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
-        """Reports the matches that differ from the last report: those that were asked for, and those of stale
-        subscriptions."""
+        """Reports matches that were asked for, and matches of stale subscriptions, if they differ from the last report.
+        For a RematchOp with `always`, also reports matches that do not differ."""
         tree, asked = self.tree, self._asked
         if tree is not None and tree.stale:
             for subscription in list(tree.stale.values())[:MAX_REFRESHED]:

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Totals since the core was made; a reset keeps them. Each has the name of its metric (cache_svc/metrics.py)."""
+    """Totals since the core was made; a reset keeps them. Metrics have the same names (cache_svc/metrics.py).
+
+    `forked_sequences` has no metric.
+    """
 
     exchanges: int = 0
     evicted_blocks: int = 0  # of devices
     evicted_host_blocks: int = 0  # also blocks dropped because the host had no room for the block before them
-    # Of sequences admitted on workers with prefix caching: their tokens, and how many of these were reused.
+    # Tokens of sequences at their first admission, and how many of these were reused. Not counted: forks, sequences
+    # that must not reuse blocks, and workers without prefix caching.
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     # Copied from the device to the host at their eviction, and back for a later sequence.

@@ -69,7 +69,7 @@ def _check_sequence(sequence: Sequence, worker: WorkerBlocks) -> None:
     _require(len(set(sequence.table)) == len(sequence.table), f"{name}: a block stands twice in its table")
     path = _path(sequence.node)
     if worker.prefix_caching:
-        _require(sequence.node.end <= whole_computed, f"{name}: its node ends after its whole blocks")
+        _require(sequence.node.end <= whole_computed, f"{name}: its node ends after its last whole computed block")
         _require(_root(sequence.node) is sequence.root, f"{name}: its node is not in the tree of its namespace")
     tokens = b"".join(node.key for node in path)
     _require(sequence.tokens.startswith(tokens), f"{name}: its nodes are not those of its tokens")
@@ -138,7 +138,7 @@ def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
         private += [*sequence.duplicates, *sequence.table[sequence.node.end :]]
     for node in pins.last_nodes(worker):
         users.update(id(node.residencies[worker.index]) for node in _path(node))
-    _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than may be")
+    _require(pins.num_blocks(worker) <= pins.max_blocks(worker), f"{name}: more blocks are pinned than allowed")
     residencies = _residencies(worker, worker.index)
     for residency in residencies:
         block = residency.blocks[0]
@@ -198,7 +198,7 @@ def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) 
         paid = sum(len(residency.blocks) for residency in residencies if share in (residency.claims or {}))
         _require(share.num_blocks == paid, f"{name}: tenant {tenant!r} pays for {share.num_blocks} blocks, not {paid}")
         own = {residency for residency, owner in owners.items() if owner is share}
-        _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r} retains other blocks")
+        _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r}: wrong retained blocks")
         _require(paid <= shares.max_tenant_blocks, f"{name}: tenant {tenant!r} retains more than its share")
     total = sum(share.num_blocks for share in shares.tenants.values())
     _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: all tenants retain more than their share")

@@ -24,12 +24,12 @@ class Attempts(Generic[R]):
     """The calls of a request that is sent again when a call breaks.
 
     A broken call is repeated. A call is broken if the server is away (UNAVAILABLE), if the call was cancelled, but not
-    by the client (a server that stops), or if the stream was reset, ended without a reason, or continued at another
-    token. After the request was accepted, a full queue is a reason to repeat, too. Every other error is final.
+    by the client (a server that stops), or if the stream was reset, ended without a finish reason, or continued at
+    another token. After the request was accepted, a full queue is a reason to repeat, too. Every other error is final.
     """
 
     def __init__(self, request: R, *, retry_for_s: float, timeout_s: float | None, now_s: float) -> None:
-        """`retry_for_s`: how long to retry without news; 0: never. `timeout_s`: limit of the whole answer."""
+        """`retry_for_s`: how long to retry while nothing arrives; 0: never. `timeout_s`: limit of the whole answer."""
         self._request: R = request
         self._retry_for_s = retry_for_s
         self._begun_s = self._heard_s = now_s
@@ -45,7 +45,8 @@ class Attempts(Generic[R]):
         return self._request, None if self._deadline_s is None else max(self._deadline_s - now_s, 0.0)
 
     def pause_s(self, error: PacelineError, now_s: float) -> float:
-        """How long to wait before the next call, after this error. Raises the error if it is final."""
+        """How long to wait before the next call, after this error. Raises the error if it is final,
+        or if the time for retries would be over by then."""
         pause_s = random.uniform(0.5, 1.0) * self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         pause_s = max(pause_s, error.retry_after_s or 0.0)
@@ -68,9 +69,10 @@ class Attempts(Generic[R]):
 
 
 class Continuation(Attempts[inference_pb2.GenerateRequest]):
-    """What has arrived of a request, and what to ask for next.
+    """The tokens of the answer that have arrived, and the request for those that follow.
 
-    The request gets a seed if it has neither a seed nor a key, so that another server generates the same tokens.
+    A request that may be retried gets a seed, so that another server generates the same tokens. It gets none if it has
+    a seed, an idempotency key or a beam search.
     """
 
     def __init__(
@@ -105,5 +107,5 @@ class Continuation(Attempts[inference_pb2.GenerateRequest]):
 
 def ended_early() -> Unavailable:
     """The error for a stream that ends without a finish reason."""
-    message = "the stream ended without a reason"
+    message = "the stream ended without a finish reason"
     return Unavailable(grpc.StatusCode.UNAVAILABLE, message, field=None, retry_after_s=None)

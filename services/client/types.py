@@ -336,7 +336,7 @@ def result_from(pieces: Sequence[Piece]) -> Result:
     last = pieces[-1] if pieces else None
     if last is None or last.finish_reason is None or last.usage is None:
         raise Unavailable(
-            grpc.StatusCode.UNAVAILABLE, "the stream ended without a reason", field=None, retry_after_s=None
+            grpc.StatusCode.UNAVAILABLE, "the stream ended without a finish reason", field=None, retry_after_s=None
         )
     tokens = [token for piece in pieces for token in piece.token_ids]
     return Result(

@@ -1,4 +1,4 @@
-"""The public gRPC APIs: `InferenceService.Generate`, and the contracts of other systems (vLLM, SGLang, KServe).
+"""The public gRPC APIs: `InferenceService`, and the contracts of other systems (vLLM, SGLang, KServe).
 
 May import every other room of the gateway.
 """

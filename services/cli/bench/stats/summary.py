@@ -82,7 +82,8 @@ class StageSummary:
 
 
 def summarise(records: Iterable[RequestRecord], slo: ServiceLevel | None) -> StageSummary:
-    """Latencies are those of successful requests. Interrupted requests count nowhere else."""
+    """Latencies are those of successful requests; `late` includes failed ones. Only `interrupted` counts interrupted
+    requests."""
     everything = list(records)
     ended = [record for record in everything if record.error != INTERRUPTED]
     well = [record for record in ended if not record.error]
