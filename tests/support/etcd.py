@@ -1,4 +1,7 @@
-"""A real etcd, of one member or several, where there is one: in the PATH, or where scripts/etcd.sh puts it."""
+"""A real etcd of one or several members.
+
+Its binary is in the PATH, or where scripts/etcd.sh puts it. Without a binary, `needs_etcd` skips the test.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class EtcdProcess:
     peer_port: int = field(default_factory=free_port)
     name: str = "one"
     tls_dir: Path | None = None  # serve HTTPS, and demand a client certificate
-    cluster: str = ""  # of several: each one's name and peer_url
+    cluster: str = ""  # NAME=peer_url of every member, with commas; empty: this is the only member
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""How many blocks of a memory tenants may retain, that is, keep longer than others.
+"""How many blocks each tenant may retain in one memory, that is, keep longer than other blocks.
 
 A retention above DEFAULT_RETENTION belongs to the tenant that asked for it. A retained block keeps all blocks before it
 from being evicted, because children go first. So a tenant pays for the whole path from the root to its retained blocks,
@@ -124,7 +124,7 @@ class RetentionShares:
         self.max_blocks = int(num_blocks * total_share)
         self.num_blocks = 0  # of all tenants; a block that several tenants pay for counts for each
         self.tenants: dict[str, TenantShare] = {}
-        self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # claims of children, by parent not held here
+        self.orphans: dict[PrefixNode, Counter[TenantShare]] = {}  # parent not held here -> claims of its children
         self._turn = 0
 
     def adopt(self, residency: BlockResidency) -> None:

@@ -23,8 +23,8 @@ _CREDENTIALS = ("authorization", "x-api-key")
 
 
 class KvEventStreams:
-    """The subscribers of one gateway. `cache`: host:port of the cache; empty: the method is UNIMPLEMENTED. `tls`: shown
-    to the cache."""
+    """The subscribers of one gateway. `cache`: host:port of the cache; empty: the method is UNIMPLEMENTED. `tls`: the
+    certificates for the connection to the cache."""
 
     def __init__(self, cache: str, tls: TlsFiles | None = None) -> None:
         self._target, self._tls = cache, tls
@@ -46,7 +46,7 @@ class KvEventStreams:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SUBSCRIBERS} subscribers are here already")
         translator = KvEventTranslator()
         key = [(name, value) for name, value in context.invocation_metadata() or () if name in _CREDENTIALS]
-        async with open_channel(self._target, tls=self._tls) as channel:  # its own, with the newest certificates
+        async with open_channel(self._target, tls=self._tls) as channel:  # a new channel has the newest certificates
             call = cache_pb2_grpc.CacheServiceStub(channel).WatchEvents(cache_pb2.WatchEventsRequest(), metadata=key)
             self._calls.add(call)
             try:
