@@ -1,4 +1,4 @@
 """The OpenAI API: admission, routes, schemas, answers, streams.
 
-May import every other room of the gateway but `grpc`.
+May import the rooms of the gateway that pyproject.toml lists below it.
 """
