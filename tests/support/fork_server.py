@@ -38,6 +38,8 @@ PARENT_ENV = "PACELINE_PARENT_PID"
 READ_LATE = ("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 # A request to fork: more than the environment, which is the largest part of it (some 10 kB).
 MAX_REQUEST_BYTES = 2**17
+# What Ctrl-C does in this process: nothing if a shell has started it in the background.
+INTERRUPT = signal.getsignal(signal.SIGINT)
 
 
 def start_python(
@@ -201,7 +203,7 @@ def report(channel: socket.socket, number: int) -> None:
 
 def become(environment: dict[str, str], log: int, server: int) -> None:
     """In a child: take on what a new process would have."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, INTERRUPT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -128,7 +128,7 @@ def test_a_result_joins_its_pieces() -> None:
 
 @pytest.mark.parametrize("pieces", [[], [Piece("a", [1])]])
 def test_a_stream_that_just_stops_is_an_error(pieces: list[Piece]) -> None:
-    with pytest.raises(Unavailable, match="without a reason"):
+    with pytest.raises(Unavailable, match="without a finish reason"):
         result_from(pieces)
 
 
