@@ -26,7 +26,7 @@ class CpuAttention(TorchAttention):
         self._scale = np.float32(self._head_dim**-0.5)
 
     def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:
-        """None, because the kernel needs no groups."""
+        """No groups: the kernel takes all decodes at once. Keeps their arrays, which are the same for every window."""
         kv_lens = metadata.kv_lens(self._block_size)
         arrays = metadata.kv_indptr[sequences], kv_lens[sequences], metadata.qo_indptr[sequences]
         first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
