@@ -88,11 +88,13 @@ def test_signals_stop_freeze_and_kill_a_forked_process(tmp_path: Path) -> None:
         assert process.wait(60) == -number
 
 
-def test_another_variable_that_imports_read_makes_a_new_process_and_the_log_names_it(tmp_path: Path) -> None:
+def test_another_variable_that_imports_read_makes_a_new_process_and_stderr_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     process = start(log := tmp_path / "a.log", "exit", "0", OMP_NUM_THREADS="2")
     assert isinstance(process, subprocess.Popen)
     assert process.wait(60) == 0
-    assert log.read_text().startswith("fork server: not used, because these differ from its own: OMP_NUM_THREADS\n")
+    assert capsys.readouterr().err == "fork server: not used, because these differ from its own: OMP_NUM_THREADS\n"
     assert told(log)["same"]["environment"]["OMP_NUM_THREADS"] == "2"
 
 

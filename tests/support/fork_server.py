@@ -34,8 +34,12 @@ from services.cli.main import SERVICES
 
 PARENT_ENV = "PACELINE_PARENT_PID"
 # Variables that services read after their imports, so that a forked service may have other values than its fork server.
-# (Services import OpenTelemetry only if a variable or a setting names a collector. torch sets its own in the tests.)
-READ_LATE = ("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME", "TORCHINDUCTOR_CACHE_DIR")
+# (Services import OpenTelemetry only if a variable or a setting names a collector. torch and FlashInfer set theirs, the
+# last two, in a test process that imports them; no service on a CPU reads these.)
+READ_LATE = (
+    *("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME"),
+    *("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"),
+)
 # A request to fork: more than the environment, which is the largest part of it (some 10 kB).
 MAX_REQUEST_BYTES = 2**17
 # What Ctrl-C does in this process: nothing if a shell has started it in the background.
@@ -112,10 +116,9 @@ class ForkServers:
         self._starting = threading.Lock()
 
     def start(self, service: str, command: list[str], log: IO[bytes], environment: dict[str, str]) -> ServiceProcess:
-        """Fork a service, or start a new Python process if a fork would have other imports. The log then says why."""
+        """Fork a service, or start a new Python process if a fork would have other imports. stderr then says why."""
         if reasons := self.differences(environment):
-            log.write(f"fork server: not used, because these differ from its own: {', '.join(reasons)}\n".encode())
-            log.flush()
+            print(f"fork server: not used, because these differ from its own: {', '.join(reasons)}", file=sys.stderr)
             return start_python(service, command, log, environment)
         with self._starting:  # all of them, because a stack needs them all, and so they import side by side
             self._controls = self._controls or {name: self._start_server(name) for name in SERVICES}
