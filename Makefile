@@ -40,7 +40,7 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/serve.stamp
 	@touch $@
 
 # Without FlashInfer, its contract tests are skipped, and say so.
-$(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh | $(VENV)/serve.stamp
+$(VENV)/flashinfer-api/packages: scripts/flashinfer_api.sh constraints.txt | $(VENV)/serve.stamp
 	@echo 'setup: fetching the Python side of FlashInfer for its contract tests'
 	@scripts/flashinfer_api.sh $(VENV)/flashinfer-api || echo 'setup: it could not be fetched' >&2
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import platform
 import sys
@@ -29,6 +28,7 @@ from bench.device.choices import choices
 from bench.device.load import GREEDY, SAMPLED, NoRoom
 from bench.device.measure import Clock
 from bench.device.shapes import SHAPES, decode_bytes, prefill_flops, write_checkpoint
+from gpu_worker.attention.flashinfer import load_flashinfer
 from gpu_worker.build import build_worker
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.settings import WorkerSettings
@@ -134,7 +134,7 @@ def measure_choices(report: Report, deadline_s: float) -> None:
         report.leave_out("choices: no time")
         return
     device = torch.device("cuda")
-    for row in choices(importlib.import_module("flashinfer"), Clock(device), device, torch.bfloat16):
+    for row in choices(load_flashinfer(), Clock(device), device, torch.bfloat16):
         report.add("llama-3.1-8b", "choices", row)
 
 

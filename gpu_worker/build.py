@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import torch
 from llguidance import LLTokenizer
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.attention.flashinfer import FlashInferAttention, unsupported
+from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
@@ -100,7 +99,7 @@ def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.devi
     reason = unsupported(model.config.head_dim, model.dtype, device)
     if reason is None:
         try:
-            return importlib.import_module("flashinfer")
+            return load_flashinfer()
         except ImportError as error:
             reason = f"it cannot be imported: {error}"
     if settings.attention_backend == "flashinfer":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from gpu_worker.attention.flashinfer import unsupported
+from gpu_worker.attention.flashinfer import load_flashinfer, unsupported
 from gpu_worker.build import check_vectors, longest_sequence, pick_device
 from gpu_worker.fits import block_bytes, blocks_in, check_memory, memory_need, wanted_cpu_blocks
 from gpu_worker.models.config import DecoderConfig
@@ -70,7 +69,7 @@ def import_flashinfer() -> str:
     """Why FlashInfer cannot be imported; empty if it can."""
     try:
         with contextlib.redirect_stdout(None):
-            importlib.import_module("flashinfer")
+            load_flashinfer()
     except Exception as error:  # it checks versions, and loads libraries
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""

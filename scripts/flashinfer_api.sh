@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 folder=${1:-.venv/flashinfer-api}
-packages=(flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 requests==2.32.5 urllib3==2.8.0 charset-normalizer==3.5.2 nvidia-ml-py==13.615.71)
+packages=("$(grep ^flashinfer-python== constraints.txt)" apache-tvm-ffi==0.1.15.post2 requests==2.32.5 urllib3==2.8.0 charset-normalizer==3.5.2 nvidia-ml-py==13.615.71)
 if [ "$(cat "$folder/packages" 2>/dev/null)" = "${packages[*]}" ]; then touch "$folder/packages"; exit 0; fi
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT

@@ -37,8 +37,8 @@ check)
   timeout 90 python3 .whl/smoke.py --budget 60 --only env,norm,rope,act,append,decode,prefill_fa2,graph --out "$out/smoke.json" || status=$?
   timeout 150 python3 -m bench.gpu --models llama-3.1-8b --budget 100 --out "$out/start.json" || status=$?;;
 tests)
-  for name in kernels sampling model serving; do  # after an illegal access all else in a process fails
-    timeout 140 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \
+  for name in kernels sampling model system serving; do  # after an illegal access all else in a process fails
+    timeout 112 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \
       --junitxml="$out/$name.xml" "$@" 2>&1 | tee "$out/$name.log" || status=$?
   done;;
 bench) timeout 590 python3 -m bench.gpu --models llama-3.1-8b --budget 280 --out "$out/gpu.json" "$@" || status=$?;;

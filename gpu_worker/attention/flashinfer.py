@@ -11,6 +11,9 @@ because the window is compiled in. Choices (sources: docs of FlashInfer 0.7.2, a
 
 from __future__ import annotations
 
+import importlib
+import os
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,18 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 # Partial results of sequences with split KV. plan() raises if this is too small.
 WORKSPACE_BYTES = 384 << 20
+
+
+# FlashInfer has two kinds of norm kernels, and reads this variable when it is imported. 1: its CUDA kernels, which
+# flashinfer-jit-cache and scripts/gpu_lease.sh bring compiled. 0: kernels of CuTe DSL, which are compiled
+# at their first use, and which tests/gpu does not test.
+_CUDA_NORMS = "FLASHINFER_USE_CUDA_NORM"
+
+
+def load_flashinfer() -> ModuleType:
+    """The package `flashinfer`, with its CUDA norm kernels unless the environment names the others."""
+    os.environ.setdefault(_CUDA_NORMS, "1")
+    return importlib.import_module("flashinfer")
 
 
 def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -18,8 +18,10 @@ class FlashInferOps:
         self._flashinfer = flashinfer
         self._eps, self._head_dim = config.rms_norm_eps, config.head_dim
         self._keys_at, self._values_at = config.num_heads, config.num_heads + config.num_kv_heads
-        turns = angle_table(config.rope, config.head_dim, max_positions, device)
-        self._cos_sin = torch.cat((turns.real, turns.imag), dim=1).contiguous()  # float32 [max_positions, head_dim]
+        # One row more than there are positions: the kernel loads as many sines as a lane has elements, and uses half of
+        # them. So the last lane of a row reads up to 16 bytes of the next row (FlashInfer 0.7.2.post1, pos_enc.cuh).
+        turns = angle_table(config.rope, config.head_dim, max_positions + 1, device)
+        self._cos_sin = torch.cat((turns.real, turns.imag), dim=1).contiguous()  # float32 [max_positions + 1, head_dim]
 
     def angles(self, positions: Tensor) -> Tensor:
         return positions

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from gpu_worker.attention.flashinfer import load_flashinfer
 from tests.gpu.models import Checkpoint, make_checkpoint
 
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def flashinfer() -> Any:
-    return importlib.import_module("flashinfer")
+    return load_flashinfer()
 
 
 @pytest.fixture(scope="session")

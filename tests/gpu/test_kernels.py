@@ -92,6 +92,11 @@ def test_attention(
     assert not pool.storage[:, :, 0].any(), "the dummy block was written"
 
 
+def test_the_norms_are_the_cuda_kernels(flashinfer: Any) -> None:
+    """test_layer_ops tests these, also where CuTe DSL is installed."""
+    assert flashinfer.norm._use_cuda_norm(DEVICE)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,6 +133,7 @@ def test_layer_ops(rows: int, dtype: torch.dtype, head_dim: int, qk_norm: bool, 
     gate_up = random(rows, 3072)
     assert error(ours.silu_and_mul(gate_up), plain.silu_and_mul(gate_up.float())) < TOLERANCE
     heads, positions = random(rows, 18, head_dim), torch.randint(0, 4096, (rows,), device=DEVICE)
+    positions[-1] = 4095
     values = heads[:, 16:].clone()
     norms = (random(head_dim), random(head_dim)) if qk_norm else (None, None)
     wide = tuple(None if norm is None else norm.float() for norm in norms)

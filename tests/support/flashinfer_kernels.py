@@ -21,6 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker.attention.flashinfer import load_flashinfer
+
 # scripts/flashinfer_api.sh installs FlashInfer here.
 FOLDER = Path(sys.prefix) / "flashinfer-api"
 
@@ -32,7 +34,7 @@ def import_flashinfer() -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module("flashinfer")
+            return load_flashinfer()
     except ModuleNotFoundError as error:
         if os.environ.get("CI"):
             raise
@@ -240,6 +242,9 @@ def _rope(
 ) -> None:
     assert positions.is_contiguous()
     assert cos_sin.is_contiguous()
+    # A lane turns 16 bytes of a head. It loads as many sines as it has elements, and uses half of them.
+    lane = max(16 // q.element_size(), q.shape[-1] // 32)
+    assert (int(positions.max()) + 1) * q.shape[-1] + lane // 2 <= cos_sin.numel(), "the last lane reads past the table"
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     for heads, turned in ((q, q_out), (k, k_out)):
         assert heads.stride(-1) == 1

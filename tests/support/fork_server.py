@@ -34,11 +34,11 @@ from services.cli.main import SERVICES
 
 PARENT_ENV = "PACELINE_PARENT_PID"
 # Variables that services read after their imports, so that a forked service may have other values than its fork server.
-# (Services import OpenTelemetry only if a variable or a setting names a collector. torch and FlashInfer set theirs, the
-# last two, in a test process that imports them; no service on a CPU reads these.)
+# (Services import OpenTelemetry only if a variable or a setting names a collector. The last three are set in a test
+# process that imports torch and FlashInfer; no service on a CPU reads these.)
 READ_LATE = (
     *("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME"),
-    *("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR"),
+    *("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "FLASHINFER_USE_CUDA_NORM"),
 )
 # A request to fork: more than the environment, which is the largest part of it (some 10 kB).
 MAX_REQUEST_BYTES = 2**17

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +95,17 @@ def test_a_model_that_flashinfer_cannot_serve_runs_on_torch_and_one_line_says_so
         chosen = build_module._flashinfer(WorkerSettings(), _model(head_dim, dtype), torch.device("cuda"))
     assert chosen is None
     assert [(line["model"], reason in line["reason"]) for line in lines] == [("m", True)]
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, "1"), ({"FLASHINFER_USE_CUDA_NORM": "0"}, "0")])
+def test_flashinfer_is_imported_with_its_cuda_norms_unless_the_environment_says_no(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment)
+    imported: list[tuple[str, dict[str, str]]] = []
+    monkeypatch.setattr(importlib, "import_module", lambda name: imported.append((name, dict(environment))))
+    build_module._flashinfer(WorkerSettings(), _model(64, torch.bfloat16), torch.device("cuda"))
+    assert imported == [("flashinfer", {"FLASHINFER_USE_CUDA_NORM": expected})]
 
 
 def test_the_choice_of_torch_attention_is_not_logged() -> None:
