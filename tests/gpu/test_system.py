@@ -1,106 +1,33 @@
 """The real scheduler and cache cores over a worker on a GPU, with steps in flight: swaps, copies and forks.
 
-The pool has blocks for a few sequences, and there is a host tier. So sequences are preempted to host memory and come
-back, evicted prefixes are promoted, samples fork, and blocks are copied on write. All of this happens beside steps that
-the device has not finished.
+tests/support/launched_system.py has the requests. tests/contract/worker/late_device runs them on a simulated GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.inference_pb2 import BeamOptions
-from paceline.v1.worker_pb2 import StepPlan
-from scheduler_svc.core.types import SchedulerConfig
-from scheduler_svc.policies.registry import build, choose
-from simulator.system import LocalSystem, WorkerEnd
 from tests.gpu.models import VOCAB, Checkpoint, check_near
-from tests.support.model_worker import ModelWorker
+from tests.support.launched_system import check_moved, make_prompts, run_system
 
 pytestmark = pytest.mark.gpu
 
 Checkpoints = Callable[[str], Checkpoint]
 
 NEW_TOKENS = 40
-POOL = {"block_size": 16, "num_blocks": 26, "num_host_blocks": 120, "max_num_seqs": 16, "max_batched_tokens": 128}
-_rng = np.random.default_rng(11)
-_shared = _rng.integers(0, VOCAB, 40).tolist()
-PROMPTS = [
-    *(_rng.integers(0, VOCAB, n).tolist() for n in (9, 33, 64, 70, 100)),
-    *(_shared + _rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 23)),  # copies of the block where they part
-]
-GREEDY = SamplingParams(top_p=1.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-SAMPLES = 4
-
-
-class LaunchingWorker(ModelWorker):
-    """Steps are launched, and waited for when their results are due."""
-
-    def run(self, plan: StepPlan) -> Any:
-        self.num_steps += 1
-        return self.runner.launch(plan)
-
-
-class LaunchingSystem(LocalSystem):
-    def move(self, kind: str, end: WorkerEnd | None) -> None:
-        if kind == "result" and end is not None:
-            launched: Any = end.results[0]
-            end.results[0] = launched.result()
-        super().move(kind, end)
-
-
-def run(folder: Path, device: str, preset: str, window: int, **settings: Any) -> tuple[LaunchingSystem, dict[int, Any]]:
-    """Everything at once, twice; what each handle got."""
-    config = SchedulerConfig(window=window)
-    system = LaunchingSystem(config, build(choose(preset, options={"mode": "swap"})))
-    system.attach(LaunchingWorker(folder, device, **POOL | settings))
-    client = system.open("s", window=1 << 20)
-    handles = iter(range(1, 1 << 20))
-    for _ in range(2):
-        for prompt in PROMPTS:
-            system.submit("s", next(handles), prompt, GREEDY)
-        first = next(handles)
-        for i in range(SAMPLES):
-            sampling = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NEW_TOKENS, ignore_eos=True, seed=i)
-            handle = next(handles) if i else first
-            system.submit("s", handle, PROMPTS[2], sampling, fork_of=first if i else 0)
-        system.submit("s", next(handles), PROMPTS[1], GREEDY, beam=BeamOptions(width=3))
-        system.run()
-    system.assert_at_rest()
-    assert not any(ending.message for ending in client.endings.values())
-    beams = {
-        handle: [np.frombuffer(found.token_ids, "<i4").tolist() for found in ending.hypotheses]
-        for handle, ending in client.endings.items()
-        if ending.hypotheses
-    }
-    assert len(beams) == 2
-    return system, client.tokens | beams
-
-
-def check_moved(system: LaunchingSystem) -> None:
-    """Blocks were swapped in, promoted from host memory and copied, and sequences were forked."""
-    counters = system.cache.counters
-    assert system.scheduler.counters.swapped_in > 0
-    assert counters.swapped_in_blocks > 0
-    assert counters.promoted_blocks > 0
-    assert counters.forked_sequences > 0
-    assert counters.copied_blocks > 0
+PROMPTS = make_prompts(VOCAB)
 
 
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0"])
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_float32_gives_the_same_tokens_as_a_cpu(preset: str, window: int, checkpoint: Checkpoints) -> None:
     reference = checkpoint("llama3")
-    _, expected = run(reference.folder, "cpu", preset, window=1, dtype="float32")
+    _, expected = run_system(reference.folder, "cpu", preset, 1, PROMPTS, NEW_TOKENS, dtype="float32")
     for i, prompt in enumerate(PROMPTS, 1):
         assert expected[i] == reference.greedy(prompt, NEW_TOKENS)
-    system, tokens = run(reference.folder, "cuda", preset, window, dtype="float32")
+    system, tokens = run_system(reference.folder, "cuda", preset, window, PROMPTS, NEW_TOKENS, dtype="float32")
     assert tokens == expected
     check_moved(system)
 
@@ -109,7 +36,7 @@ def test_float32_gives_the_same_tokens_as_a_cpu(preset: str, window: int, checkp
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_bf16_on_flashinfer_is_transformers_up_to_near_ties(family: str, window: int, checkpoint: Checkpoints) -> None:
     reference = checkpoint(family)
-    system, tokens = run(reference.folder, "cuda", "paceline", window, dtype="bfloat16")
+    system, tokens = run_system(reference.folder, "cuda", "paceline", window, PROMPTS, NEW_TOKENS, dtype="bfloat16")
     per_wave = len(tokens) // 2
     equal = sum(
         check_near(reference, prompt, tokens[wave * per_wave + i])

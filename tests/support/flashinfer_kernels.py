@@ -6,11 +6,12 @@ So a test sees that the arguments fit FlashInfer's signatures and checks, and th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from gpu_worker.attention.flashinfer import load_flashinfer
 
 # scripts/flashinfer_api.sh installs FlashInfer here.
 FOLDER = Path(sys.prefix) / "flashinfer-api"
+
+Kernel = Callable[..., None]
 
 
 def import_flashinfer() -> Any:
@@ -44,28 +47,44 @@ def import_flashinfer() -> Any:
         sys.dont_write_bytecode = before
 
 
+def _at_once(kernel: Kernel) -> Kernel:
+    return kernel
+
+
 @contextmanager
-def reference_kernels() -> Iterator[Any]:
-    """The module `flashinfer`. While the context lasts, the reference replaces its kernels."""
+def reference_kernels(
+    launch: Callable[[Kernel], Kernel] = _at_once, make_attention: Callable[..., Fa2] | None = None
+) -> Iterator[Any]:
+    """The module `flashinfer`. While the context lasts, the reference replaces its kernels.
+
+    launch: makes what is called instead of a kernel. make_attention: makes the attention of each set of options."""
     flashinfer = import_flashinfer()
     real_empty = torch.empty
+    make_attention = functools.cache(make_attention or Fa2)
 
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         return real_empty(*args, **kwargs)  # a CPU build of torch refuses to pin
 
+    def attention_module(backend: str, *options: Any) -> Fa2:
+        assert backend == "fa2"
+        return make_attention(*options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty", empty)
+        if launch is _at_once:
+            patch.setattr(torch, "empty", empty)
         for module in (flashinfer.prefill, flashinfer.decode):
-            patch.setattr(module, "get_batch_prefill_module", _fa2_module)
+            patch.setattr(module, "get_batch_prefill_module", attention_module)
         for module, getter, functions in (
             ("norm", "get_norm_module", {"rmsnorm": _rmsnorm, "fused_add_rmsnorm": _fused_add_rmsnorm}),
             ("rope", "get_rope_module", {"apply_rope_pos_ids_cos_sin_cache": _rope}),
             ("page", "get_page_module", {"append_paged_kv_cache": _append}),
         ):
-            kernels = SimpleNamespace(**functions)
+            kernels = SimpleNamespace(**{name: launch(kernel) for name, kernel in functions.items()})
             patch.setattr(importlib.import_module(f"flashinfer.{module}"), getter, lambda kernels=kernels: kernels)
         activation = importlib.import_module("flashinfer.activation")
-        patch.setattr(activation, "get_act_and_mul_module", lambda name: SimpleNamespace(silu_and_mul=_silu_and_mul))
+        patch.setattr(
+            activation, "get_act_and_mul_module", lambda name: SimpleNamespace(silu_and_mul=launch(_silu_and_mul))
+        )
         yield flashinfer
 
 
@@ -73,7 +92,9 @@ def reference_kernels() -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Fa2Plan:
+    """Sequences, as plan() got them."""
+
     qo_indptr: Tensor
     kv_indptr: Tensor
     kv_lens: Tensor
@@ -82,12 +103,7 @@ class _Plan:
     window_left: int
 
 
-def _fa2_module(backend: str, *args: Any) -> _Fa2:
-    assert backend == "fa2"
-    return _Fa2(*args)
-
-
-class _Fa2:
+class Fa2:
     """Batch prefill with paged KV, which serves decode with tensor cores as well."""
 
     def __init__(
@@ -130,7 +146,7 @@ class _Fa2:
         disable_split_kv: bool,
         num_colocated_ctas: int,
         uniform_q_len: int,
-    ) -> _Plan:
+    ) -> Fa2Plan:
         for array, length in ((qo_indptr, batch_size + 1), (kv_indptr, batch_size + 1), (kv_lens, batch_size)):
             assert array.device.type == "cpu"
             assert array.dtype == torch.int32
@@ -143,13 +159,13 @@ class _Fa2:
         assert self.has_window == (window_left >= 0)
         pages = -(-kv_lens // page_size)
         assert torch.equal(kv_indptr.diff(), pages), "the last page holds 1..page_size tokens"
-        return _Plan(qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone(), page_size, causal, window_left)
+        return Fa2Plan(qo_indptr.clone(), kv_indptr.clone(), kv_lens.clone(), page_size, causal, window_left)
 
     def paged_run(
         self,
         float_workspace: Tensor,
         int_workspace: Tensor,
-        plan: _Plan,
+        plan: Fa2Plan,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,

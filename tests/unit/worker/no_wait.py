@@ -4,6 +4,7 @@ by their names and arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +12,33 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.late_device.device import HostWaits
+from tests.support.late_device.tensors import INDEXES, WAITS
+
 DEVICE = torch.device("meta")
-# The shape of their result, or the result itself, depends on values.
-_WAITS = (
-    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere", "masked_select",
-    "masked_scatter", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-    "repeat_interleave", "histc", "isin", "allclose",
-)  # fmt: skip
-_INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
-
-
-class HostWaits(AssertionError):
-    pass
+# Mistakes that make the host wait, on a tensor [4, 5] of the device.
+MISTAKES: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.amax().item(),
+    "int": lambda x: int(x.amax()),
+    "branch": lambda x: 1 if x.amax() > 0 else 2,
+    "all": lambda x: bool((x > 0).all()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "numpy": lambda x: x.numpy(force=True),
+    "nonzero": lambda x: x.nonzero(),
+    "flatnonzero": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "put by mask": lambda x: x.index_put_((x > 0,), torch.zeros((), device=x.device)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "equal": lambda x: torch.equal(x, x),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64, device=x.device), 0),
+    "bincount": lambda x: x[0].to(torch.int64).bincount(),
+    "copy out": lambda x: torch.zeros(4, 5).copy_(x),
+    "plain upload": lambda x: torch.zeros(4).to(x.device),
+    "made of a list": lambda x: torch.tensor([1, 2], device=x.device),
+    "copy in": lambda x: x.copy_(torch.zeros(4, 5)),
+}
 
 
 class _NoLiterals(TorchFunctionMode):
@@ -53,9 +69,9 @@ class NoWaiting(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         on_device = any(tensor.device == DEVICE for tensor in tensors)
-        if on_device and name in _WAITS:
+        if on_device and name in WAITS:
             raise HostWaits(f"{func} waits for its result")
-        if name in _INDEXES and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+        if name in INDEXES and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
             raise HostWaits(f"{func} with a mask waits for the number of true entries")
         moved = _moved(name, args, kwargs)
         if moved is not None:

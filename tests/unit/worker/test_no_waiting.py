@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,8 +20,9 @@ from gpu_worker.steps.pooling import Pooler
 from gpu_worker.steps.slots import StepRows
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
+from tests.support.late_device.device import HostWaits
 from tests.unit.worker.driver import pack
-from tests.unit.worker.no_wait import DEVICE, HostWaits, NoWaiting
+from tests.unit.worker.no_wait import DEVICE, MISTAKES, NoWaiting
 from tests.unit.worker.test_logits_processors import start
 from tests.unit.worker.test_sampling import make_rows
 
@@ -115,30 +115,6 @@ def test_pooling_does_not_wait_for_the_device(kind: PoolingKind) -> None:
         pooled = pooler.pool(rows, np.full(4, 11, np.int32), hidden)
     assert pooled is not None
     assert (pooled.vectors.shape, pooled.slots.tolist()) == ((2, 8), [0, 2])
-
-
-MISTAKES: dict[str, Callable[[Tensor], object]] = {
-    "item": lambda x: x.amax().item(),
-    "int": lambda x: int(x.amax()),
-    "branch": lambda x: 1 if x.amax() > 0 else 2,
-    "all": lambda x: bool((x > 0).all()),
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "numpy": lambda x: x.numpy(force=True),
-    "nonzero": lambda x: x.nonzero(),
-    "flatnonzero": lambda x: torch.where(x > 0),
-    "mask": lambda x: x[x > 0],
-    "put by mask": lambda x: x.index_put_((x > 0,), torch.zeros((), device=DEVICE)),
-    "masked_select": lambda x: x.masked_select(x > 0),
-    "equal": lambda x: torch.equal(x, x),
-    "unique": lambda x: x.unique(),
-    "repeats": lambda x: x.repeat_interleave(torch.ones(4, dtype=torch.int64, device=DEVICE), 0),
-    "bincount": lambda x: x[0].to(torch.int64).bincount(),
-    "copy out": lambda x: torch.zeros(4, 5).copy_(x),
-    "plain upload": lambda x: torch.zeros(4).to(DEVICE),
-    "made of a list": lambda x: torch.tensor([1, 2], device=DEVICE),
-    "copy in": lambda x: x.copy_(torch.zeros(4, 5)),
-}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gpu_worker.kv import swap
 from gpu_worker.kv.pool import KvPool, allocate_pool
-from tests.support.streams import SimulatedDeviceEvent, SimulatedSideStream, Streams
+from tests.support.late_device.device import DEVICE
+from tests.support.late_device.runtime import simulate
 
 BLOCKS, HOST_BLOCKS = 9, 6
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ def play(pool: KvPool, todo: list[tuple[str, tuple[np.ndarray, ...]]]) -> None:
                 pool.copy(*ids)
 
 
-def new_pool() -> KvPool:
-    pool = allocate_pool(BLOCKS, 1, 2, 1, 1, torch.float32, CPU, HOST_BLOCKS)
+def new_pool(device: torch.device) -> KvPool:
+    pool = allocate_pool(BLOCKS, 1, 2, 1, 1, torch.float32, device, HOST_BLOCKS)
     pool.storage.copy_(-torch.arange(pool.storage.numel()).view(pool.storage.shape))
     pool.host.copy_(-1000 - torch.arange(pool.host.numel()).view(pool.host.shape))
     return pool
@@ -71,14 +72,11 @@ def test_any_order_that_the_events_allow_gives_the_same_blocks(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "SWAP_BATCH_BLOCKS", 2)
-        expected = new_pool()
+        expected = new_pool(CPU)
         play(expected, todo)
-        streams = Streams()
-        patch.setattr(swap, "DeviceEvent", lambda device: SimulatedDeviceEvent(streams))
-        patch.setattr(swap, "SideStream", lambda device: SimulatedSideStream(streams))
-        pool = new_pool()
-        with streams:
-            play(pool, todo)
-        streams.run(seed)
-    assert torch.equal(pool.storage, expected.storage)
-    assert torch.equal(pool.host, expected.host)
+        with simulate(seed) as device:
+            pool = new_pool(DEVICE)
+            with device.no_waits():
+                play(pool, todo)
+            assert torch.equal(pool.storage.cpu(), expected.storage)
+            assert torch.equal(pool.host, expected.host)
