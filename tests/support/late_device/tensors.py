@@ -42,7 +42,7 @@ class LateTensor(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LateTensor({list(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
