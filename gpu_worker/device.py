@@ -68,8 +68,8 @@ def pin(tensor: Tensor) -> None:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Copy the array to the device: integers as int64, bytes unchanged. (A copy from ordinary memory would wait for all
-    queued work. Torch does not reuse the pinned memory before the copy is done.)"""
+    """Copy the array to the device: integers as int64, bytes and other types unchanged. (A copy from ordinary memory
+    may wait for all queued work. Torch does not reuse the pinned memory before the copy is done.)"""
     if np.issubdtype(array.dtype, np.integer) and array.dtype != np.uint8:
         array = array.astype(np.int64, copy=False)
     host = torch.from_numpy(array)

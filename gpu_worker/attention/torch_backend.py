@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.device import upload
 from gpu_worker.kv.pool import DUMMY_BLOCK, KvPool
 
 # K and V that a decode group gathers. A larger group does not fit into a core's second-level cache.
@@ -124,7 +125,7 @@ class TorchAttention:
             if whole_step and len(members) == len(sequences):
                 members, rows = np.arange(len(sequences)), None
             else:
-                rows = self._indexes(metadata.qo_indptr[sequences[members]])
+                rows = upload(metadata.qo_indptr[sequences[members]], self._device)
             width = int(widths[members].max())
             first = first_blocks[members]
             column = np.arange(width)
@@ -186,14 +187,11 @@ class TorchAttention:
         keys, values = (
             x.view(len(ids), -1, self._num_kv_heads, self._head_dim).transpose(1, 2) for x in (key_blocks, value_blocks)
         )
-        return Gather(self._indexes(ids.ravel()), key_blocks, value_blocks, keys, values)
+        return Gather(upload(ids.ravel(), self._device), key_blocks, value_blocks, keys, values)
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._dtype)
-        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(self._device)
-
-    def _indexes(self, array: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(upload(hidden, self._device), -torch.inf)
 
     # ── once per layer ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -86,9 +86,8 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], object]) -> Replay:
         # Run once without a capture: the first use loads kernels and allocates library workspaces, which a capture does
-        # not allow.
+        # not allow. torch.cuda.graph() waits for this run.
         run()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
