@@ -79,7 +79,7 @@ def play(runner: ModelRunner, plans: Sequence[StepPlan], window: int = 1) -> lis
 
 
 def prepare(runner: ModelRunner, grammars: Sequence[str]) -> None:
-    """Begin a link whose requests may use these grammars."""
+    """Begin a link with requests that may use these grammars."""
     prepared = PreparedGrammars()
     for number, grammar in enumerate(grammars, 1):
         assert not prepared.prepare(runner.tokenizer, number, grammar)

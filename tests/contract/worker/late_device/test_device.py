@@ -1,4 +1,4 @@
-"""The simulated GPU of tests/support/late_device: it is late, it frees and reuses memory, and it tells who waits."""
+"""The simulated GPU of tests/support/late_device: it is late, it reuses memory, and it refuses waits."""
 
 from __future__ import annotations
 
