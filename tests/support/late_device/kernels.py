@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +16,20 @@ from tests.support.flashinfer_kernels import Fa2, Fa2Plan
 from tests.support.late_device import tensors
 from tests.support.late_device.device import LateDevice
 
+# device, options of the kernel
+MakeAttention = Callable[..., Fa2]
+
 
 @contextmanager
-def late_kernels(device: LateDevice) -> Iterator[Any]:
+def late_kernels(device: LateDevice, make_attention: MakeAttention | None = None) -> Iterator[Any]:
     """The module `flashinfer` with kernels for the device."""
+    make_attention = make_attention or _LateFa2
 
     def late(kernel: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: tensors.queue(device, kernel, args)
 
     with (
-        flashinfer_kernels.reference_kernels(late, lambda *options: _LateFa2(device, *options)) as flashinfer,
+        flashinfer_kernels.reference_kernels(late, partial(make_attention, device)) as flashinfer,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(flashinfer.utils, "_cache_buf", {})  # tensors of an earlier device

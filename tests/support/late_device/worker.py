@@ -15,7 +15,7 @@ from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.steps.runner import LaunchedStep, ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
 from tests.support.late_device.device import STAGED_BYTES, LateDevice
-from tests.support.late_device.kernels import late_kernels
+from tests.support.late_device.kernels import MakeAttention, late_kernels
 from tests.support.late_device.runtime import simulate
 
 # The models of these tests are a thousand times smaller than real ones, and so is this limit.
@@ -23,13 +23,15 @@ _STAGED_BYTES = STAGED_BYTES // 1024
 
 
 @contextmanager
-def late_gpu(seed: int = 0, eagerness: float = 0.0) -> Iterator[LateDevice]:
+def late_gpu(
+    seed: int = 0, eagerness: float = 0.0, make_attention: MakeAttention | None = None
+) -> Iterator[LateDevice]:
     """The simulated GPU, for `device="cuda"` in a worker's settings. The reference kernels serve every head size, and
     float32. ModelRunner.launch() raises HostWaits where the host would wait for the step that it launches."""
     launch = ModelRunner.launch
     with (
         simulate(seed, eagerness, _STAGED_BYTES) as device,
-        late_kernels(device) as flashinfer,
+        late_kernels(device, make_attention) as flashinfer,
         pytest.MonkeyPatch.context() as patch,
     ):
 
@@ -39,7 +41,7 @@ def late_gpu(seed: int = 0, eagerness: float = 0.0) -> Iterator[LateDevice]:
 
         patch.setattr(ModelRunner, "launch", launch_without_waits)
         patch.setattr(build, "load_flashinfer", lambda: flashinfer)
-        patch.setattr(build, "FlashInferAttention", partial(FlashInferAttention, workspace_bytes=1024))
+        patch.setattr(build, "FlashInferAttention", partial(FlashInferAttention, workspace_bytes=1 << 20))
         patch.setattr(flashinfer_attention, "HEAD_DIMS", (16, 32, 64))
         patch.setattr(flashinfer_attention, "DTYPES", (torch.float32, torch.bfloat16))
         yield device
