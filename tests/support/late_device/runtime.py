@@ -40,10 +40,10 @@ def _cuda(device: LateDevice) -> dict[str, Any]:
         return graph.capturing(pool)
 
     return {
-        "Event": lambda blocking=False: LateEvent(device),
-        "Stream": lambda where=None: device.new_stream(),
+        "Event": _class("Event", lambda blocking=False: LateEvent(device)),
+        "Stream": _class("Stream", lambda where=None: device.new_stream()),
         "stream": device.on,
-        "CUDAGraph": lambda: LateGraph(device),
+        "CUDAGraph": _class("CUDAGraph", lambda: LateGraph(device)),
         "graph": capture,
         "graph_pool_handle": GraphPool,
         "synchronize": lambda where=None: device.synchronize("torch.cuda.synchronize()"),
@@ -57,6 +57,11 @@ def _cuda(device: LateDevice) -> dict[str, Any]:
         "get_device_properties": lambda where: SimpleNamespace(major=9, minor=0),
         "get_device_capability": lambda where=None: (9, 0),
     }
+
+
+def _class(name: str, make: Callable[..., object]) -> type:
+    """A class, because a module that is imported meanwhile may name it in its annotations."""
+    return type(name, (), {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)})
 
 
 class _Placement(TorchFunctionMode):
