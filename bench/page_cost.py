@@ -36,7 +36,8 @@ from tests.support.chromium import BINARY, open_browser, open_page
 from tests.support.stack import Stack
 
 RESULT = Path(__file__).parent / "results" / "page_cost.json"
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 200
+# The outputs have different lengths. Otherwise the streams would end together, and only some turns would have prefills.
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, (100, 300)
 WARM_S, SETTLE_S = 6.0, 1.0
 Viewer = Literal["closed", "stream", "page"]
 
@@ -143,7 +144,7 @@ def load(url: str) -> Iterator[None]:
         str(STREAMS),
         str(10**9),
         str(PROMPT_TOKENS),
-        str(OUTPUT_TOKENS),
+        *map(str, OUTPUT_TOKENS),
     ]
     with running(client):
         yield

@@ -11,13 +11,13 @@ from typing import Any
 from services.cli.http.client import HttpApi, RequestFailed
 
 PATH = "/v1/live?stream=true"
-# The server sends two snapshots per second.
+# The server sends one snapshot per second.
 SILENCE_S = 5.0
 RETRY_S = 1.0
 # Snapshots of which the tokens per second are kept: 30 s.
-NUM_RATES = 60
-# The third snapshot of a stream is the first with rates and percentiles over a whole second.
-FIRST_WITH_RATES = 3
+NUM_RATES = 30
+# The second snapshot of a stream is the first with rates and percentiles over a whole second.
+FIRST_WITH_RATES = 2
 
 Snapshot = dict[str, Any]
 
