@@ -322,14 +322,14 @@ class ModelRunner:
 
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states of the rows that need logits."""
-        hidden = self._all_hidden(step)
-        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
+        return self._all_hidden(step, step.sampling_rows)
 
-    def _all_hidden(self, step: StepInput) -> Tensor:
+    def _all_hidden(self, step: StepInput, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states of all rows, or of the wanted ones."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
-        return self._decoder.forward(tokens, step.positions)
+        return self._decoder.forward(tokens, step.positions, wanted)
 
 
 def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refused: Mapping[int, str]) -> Drawn:
