@@ -287,8 +287,8 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
             tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
             if (end := asked_end(folder)) is not None and not tokenizer.ends_texts_with(end):
                 _log.warning(
-                    "tokenizer_config.json has add_eos_token, but tokenizer.json adds no end of sequence, and decides "
-                    "as in transformers 5: if the model needs the token, add it to tokenizer.json's post-processor",
+                    "add_eos_token of tokenizer_config.json is ignored, as in transformers 5, and tokenizer.json adds "
+                    "no end of sequence: if the model needs the token, add it to tokenizer.json's post-processor",
                     eos_token=end,
                     model=str(folder),
                 )

@@ -131,8 +131,8 @@ class Generation:
     async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, and return the text that can be shown now (perhaps "").
 
-        `limit`: read at most this many tokens of the sequence. Raises ApiError if the request failed, and the error
-        given to `interrupt`.
+        `limit`: do not read beyond this many tokens of the whole sequence. Raises ApiError if the request failed, and
+        the error given to `interrupt`.
         """
         live, begun = self._live, self._taken
         if len(live.tokens) == begun and live.ending is None and self._interrupt is None:

@@ -116,7 +116,7 @@ class GatewayMetrics(Collector):
     def _requests(self) -> Iterable[Metric]:
         labels, values = list(self._labels), list(self._labels.values())
         requests = CounterMetricFamily(
-            _PREFIX + "requests", "Sequences that ended, by how.", labels=[*labels, "endpoint", "finish_reason"]
+            _PREFIX + "requests", "Ended sequences by finish reason.", labels=[*labels, "endpoint", "finish_reason"]
         )
         for of_requests, count in sorted(self.requests.items()):
             requests.add_metric([*values, *of_requests], count)
