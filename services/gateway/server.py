@@ -108,8 +108,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
-    model's files or the keys cannot be read, RuntimeError if a background task fails.
+    Serves /health at once, with or without a scheduler. Raises OSError if the HTTP port is in use, RuntimeError if the
+    gRPC port is in use or a background task fails, CannotStart if the model's files or the keys cannot be read.
     """
     keys = open_keys(settings.keys_file)
     host, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)

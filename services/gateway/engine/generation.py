@@ -66,7 +66,7 @@ class Generation:
         )
         # Why the sequence ended; 0 (unspecified) while it runs.
         self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
-        # Known after the scheduler's Ending; None if we ended the request ourselves.
+        # Known after the scheduler's Ending; None if none has come, also in the short wait after a stop string.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []

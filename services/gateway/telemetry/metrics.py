@@ -1,7 +1,7 @@
 """The gateway's Prometheus series.
 
-Counting happens on the token path, so a sample costs one list increment. prometheus_client's objects exist only at
-scrape time.
+Counting happens on the token path, so it only adds to plain integers and lists. prometheus_client's objects exist only
+at scrape time.
 """
 
 from __future__ import annotations
