@@ -183,7 +183,7 @@ class NotFound(PacelineError):
 
 
 class Overloaded(PacelineError):
-    """The queue is full: retry after `retry_after_s`."""
+    """The queue is full, or the API key is at a quota: retry after `retry_after_s`."""
 
 
 class Unavailable(PacelineError):

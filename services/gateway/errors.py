@@ -12,7 +12,8 @@ from paceline.v1 import inference_pb2
 
 QueueLimit = Literal["requests", "tokens"]
 CLIENT_CLOSED_REQUEST = 499  # the client has gone, or has aborted the request
-# An error names at most this many wrong fields, as vLLM's, and this much of a path, which may have the client's names.
+# An error names at most this many wrong fields, as vLLM's errors do. A field's path is cut to MAX_PATH_CHARS, because a
+# client can put long names into it.
 MAX_NAMED_FIELDS = 10
 MAX_PATH_CHARS = 100
 _GRPC_CODES = {

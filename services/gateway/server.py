@@ -108,8 +108,8 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
-    model's files or the keys cannot be read, RuntimeError if a background task fails.
+    Serves /health at once, with or without a scheduler. Raises OSError if the HTTP port is in use, RuntimeError if the
+    gRPC port is in use or a background task fails, CannotStart if the model's files or the keys cannot be read.
     """
     keys = open_keys(settings.keys_file)
     host, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
@@ -287,8 +287,8 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
             tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
             if (end := asked_end(folder)) is not None and not tokenizer.ends_texts_with(end):
                 _log.warning(
-                    "tokenizer_config.json has add_eos_token, but tokenizer.json adds no end of sequence, and decides "
-                    "as in transformers 5: if the model needs the token, add it to tokenizer.json's post-processor",
+                    "add_eos_token of tokenizer_config.json is ignored, as in transformers 5, and tokenizer.json adds "
+                    "no end of sequence: if the model needs the token, add it to tokenizer.json's post-processor",
                     eos_token=end,
                     model=str(folder),
                 )

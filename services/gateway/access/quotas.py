@@ -13,7 +13,7 @@ from services.gateway.errors import ApiError
 from services.gateway.outcome import SequenceOutcome
 from services.runtime.keys.entries import ApiKey
 
-# When a client should retry that has to wait for the end of one of its own requests. The end is not known before.
+# Retry-After for a client that must wait until one of its own requests ends. The gateway cannot know when that is.
 _RETRY_S = 1.0
 # Fields of ApiKey, in the order in which they are checked.
 QUOTAS = ("max_requests", "tokens_per_minute", "max_tokens_in_flight")

@@ -171,8 +171,8 @@ class Files:
             yield Line(number, bytes(text))
 
     async def check_usage(self, owner: str, param: str, more_bytes: int = 0) -> None:
-        """Raises ApiError 413 if the owner's files exceed a limit, with those that are being written, and with so many
-        more bytes."""
+        """Raises ApiError 413 if the owner's files, with `more_bytes` more, exceed a limit. Files that are being
+        written count, too."""
         what = ""
         if (await self._store.usage("file", owner)).num_documents > MAX_FILES:
             what = f"all your files together may be at most {MAX_FILES} files"
@@ -184,7 +184,7 @@ class Files:
             raise ApiError(413, message, param=param, code="files_limit_exceeded")
 
     async def exceed_bytes(self, owner: str, more_bytes: int = 0) -> bool:
-        """Whether the owner's files and the results of its running batches, with so many more bytes, are above the
+        """Whether the owner's files and the results of its running batches, with `more_bytes` more, are above the
         limit."""
         sizes = [(await self._store.usage(kind, owner)).num_bytes for kind in _KINDS]
         return sum(sizes) + more_bytes > self.limits.max_owner_bytes

@@ -30,7 +30,7 @@ TRANSITIONS: dict[tuple[BatchStatus, Event], BatchStatus] = {
     ("finalizing", "finish"): "completed",
 }
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
-# How a batch ends if not all of its lines were run, instead of as the table says.
+# If not all lines of a batch were run, it ends with this status, and not with that of the table.
 _ENDS: dict[Unrun, BatchStatus] = {"batch_expired": "expired", "input_file_lost": "failed"}
 # The field that has the time of a status. `validating` has no field: it begins at `created_at`.
 _TIMES: dict[BatchStatus, str] = {

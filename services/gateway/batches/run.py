@@ -88,7 +88,7 @@ class BatchRun:
 
     def end_turn(self) -> None:
         """Begin no further line. Lines in flight end first: a line may take longer than a turn, and would begin again
-        in each one."""
+        in each turn."""
         self._turn_is_over = True
 
     async def run(self) -> None:

@@ -1,7 +1,8 @@
 """All batches of a gateway: makes, finds and cancels them, and runs those that it has the lease of.
 
-A batch waits in the store with a lease that is over, as an abandoned response does. A gateway that serves its model
-claims it, and renews the lease each second. If the gateway dies, the lease ends, and the next gateway goes on.
+A waiting batch has an expired lease in the store, as an abandoned response has. A gateway that serves the batch's model
+claims the batch, and renews the lease each second. If the gateway dies, the lease expires, and another gateway takes
+over.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class Batches:
             found[1].cancel()
             await asyncio.wait([found[1]])
         await self._give_back([name])
-        _log.info("a batch waits for one of another key", id=name.id)
+        _log.info("a batch waits, so that a batch of another key can run", id=name.id)
 
     async def _give_back(self, names: Sequence[DocumentName]) -> None:
         """Let any gateway take these batches at once. Their tasks must have ended."""

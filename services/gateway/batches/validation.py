@@ -16,7 +16,7 @@ MAX_ERRORS = 100  # of one batch that are shown
 
 
 class InputCheck:
-    """The lines of one batch. `errors` has the first MAX_ERRORS of them."""
+    """Checks the lines of one batch. `errors`: the first MAX_ERRORS errors of them."""
 
     def __init__(self, gateway: Gateway, endpoint: str) -> None:
         self._gateway = gateway

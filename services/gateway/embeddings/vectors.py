@@ -26,8 +26,8 @@ def embedding_info(gateway: Gateway) -> common_pb2.EmbeddingInfo:
     if model is not None and model.HasField("embedding"):
         return model.embedding
     message = (
-        f"the model {gateway.model_name!r} generates text and makes no embeddings; checkpoints of embedding models do "
-        "(with a modules.json, or with --pooling)"
+        f"the model {gateway.model_name!r} generates text and makes no embeddings; use the checkpoint of an embedding "
+        "model (with a modules.json, or with --pooling)"
     )
     raise invalid("model", message, code="no_embedding_model")
 

@@ -66,7 +66,7 @@ class Generation:
         )
         # Why the sequence ended; 0 (unspecified) while it runs.
         self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
-        # Known after the scheduler's Ending; None if we ended the request ourselves.
+        # Known after the scheduler's Ending; None if none has come, also in the short wait after a stop string.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []
@@ -131,8 +131,8 @@ class Generation:
     async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, and return the text that can be shown now (perhaps "").
 
-        `limit`: read at most this many tokens of the sequence. Raises ApiError if the request failed, and the error
-        given to `interrupt`.
+        `limit`: do not read beyond this many tokens of the whole sequence. Raises ApiError if the request failed, and
+        the error given to `interrupt`.
         """
         live, begun = self._live, self._taken
         if len(live.tokens) == begun and live.ending is None and self._interrupt is None:

@@ -81,7 +81,7 @@ class RequestBuilder:
     """Turns prompts and sampling choices into jobs.
 
     `worker_model` gives the ModelInfo of the running workers, if known. It has precedence over config.json.
-    `max_model_len` limits both.
+    `max_model_len`: an upper limit of the context length that either of them gives.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def refuse_for_beams(choices: SamplingChoices) -> None:
     neutral |= {"logprobs": (), "prompt_logprobs": ()}
     for name, values in neutral.items():
         if (numbers[name] if name in numbers else getattr(choices, name)) not in (None, *values):
-            raise invalid(name, f"{name}: beam search does not sample, and knows no such thing; leave it out")
+            raise invalid(name, f"{name}: beam search does not sample, so it has no such option; leave it out")
     if choices.stop:
         raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
 

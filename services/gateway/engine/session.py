@@ -127,7 +127,8 @@ class SchedulerSession:
 
     @property
     def load(self) -> inference_pb2.SchedulerLoad | None:
-        """The load of all workers, at most 0.25 s old while heartbeats arrive; None before the first one."""
+        """The load of all workers, at most 0.25 s old while heartbeats arrive; None until the connected scheduler has
+        sent one."""
         return self._core.load
 
     @property

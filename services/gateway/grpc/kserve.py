@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
-# Streams that are open at once. No other limit holds for the memory of messages that streams receive.
+# Streams that are open at once. Nothing else limits the memory of the messages that streams receive.
 MAX_STREAMS = 256
 # Requests of one stream that run at once. Further messages of the stream wait unread.
 MAX_STREAMED = 64

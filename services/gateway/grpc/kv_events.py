@@ -39,7 +39,7 @@ class KvEventTranslator:
     """Translates the events of one WatchEvents stream. A stream begins with a snapshot.
 
     A batch has the number of the cache's event, also if the event changes nothing for a router, so numbers have no gap.
-    The last message of a snapshot has the number of the snapshot, and the messages before it have the numbers before.
+    The last message of a snapshot has the number of the snapshot, and the messages before it have the numbers below.
     """
 
     def __init__(self) -> None:

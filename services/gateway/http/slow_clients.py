@@ -77,4 +77,4 @@ def _num_acked(sock: socket.socket) -> int | None:
     if len(info) < _BYTES_ACKED + 8:
         return None
     num_bytes: int = struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
-    return num_bytes or None  # even a client that reads nothing acknowledges what its kernel buffers, so 0 is no count
+    return num_bytes or None  # 0: not reported. Even a client that reads nothing acknowledges what its kernel buffers

@@ -13,7 +13,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class RecentFigures:
-    """Rates and percentiles since the snapshot WINDOW ago, or since the first one."""
+    """Rates and percentiles since the oldest of the last WINDOW snapshots."""
 
     def __init__(self, gateway: Gateway) -> None:
         metrics = gateway.metrics

@@ -281,7 +281,7 @@ class StreamAnswer(RunningAnswer):
         client has."""
         await together([self._skip(i, position) for i, position in enumerate(after.positions)])
         if self._progress.checksum != after.checksum:
-            raise cannot_resume("what comes before it is not what this request generates")
+            raise cannot_resume("the output before it is not what this request generates")
 
     async def _skip(self, index: int, position: ChoicePosition) -> None:
         generation, scores = self._generations[index], self._scores[index]

@@ -233,7 +233,8 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 def _session_routes(gateway: Gateway) -> list[Route]:
     @described(statuses={204: "Released"}, errors=(400, 401, 404, 429, 503))
     async def release_session(request: Request) -> Response:
-        """End a session (x-session-id) of this caller: its blocks lose their retention, and its queue position ends."""
+        """End a session (x-session-id) of this caller: its blocks lose their retention, and its next request goes to
+        the end of the queue."""
         session_id, caller = request.path_params["session_id"], caller_of(request)
         with gateway.access.quotas.entering(caller.key, new=True):
             known = await gateway.session.release_conversation(conversation_name(session_id, caller.owner))

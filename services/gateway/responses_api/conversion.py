@@ -24,7 +24,7 @@ _RENAMED = (
     ("tool_choice.function.name", "tool_choice.name"),
     ("messages", "input"),
 )
-# The first of them, up to this many, are no English words, so a message can have them renamed anywhere.
+# The first names of _RENAMED, this many, are not English words. So they are replaced wherever a message contains them.
 _NUM_DISTINCT = 5
 _TOOL_FIELD = re.compile(r"^(tools\.\d+)\.function\.")
 

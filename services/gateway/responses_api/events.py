@@ -51,9 +51,9 @@ class EventWriter:
         return self._take()
 
     def end(self, outcome: Outcome, after: int = -1) -> list[bytes]:
-        """The last events. `after`: the number of the last event that the client has. If the response was cancelled,
-        that may be above the numbers here, because the store has no output of a response that another gateway cancels.
-        The very last event then follows `after`.
+        """The last events. `after`: the number of the last event that the client has. If another gateway has cancelled
+        the response, the store has no output of it, so `after` may be above the numbers here. The very last event then
+        follows `after`.
         """
         if not self.output and outcome.status in ("completed", "incomplete"):
             self._open("text", OutputPiece("text", ""))  # clients expect a message

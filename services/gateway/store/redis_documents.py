@@ -26,7 +26,7 @@ from services.gateway.store.redis_link import RedisLink
 _LOOKED_AT = 256  # documents that are read at once for a page
 _MOST_WAITING = 10_000  # names that are read to find the first one of each owner
 # KEYS of all scripts: document, pieces, marks, documents, unfinished, work. ARGV begins with the id and OWNER:ID.
-# The sets of an owner expire with its last document. PEXPIRE's GT would say so, but Redis has it only since 7.0.
+# The sets of an owner expire with its last document. PEXPIRE's option GT does the same, but only since Redis 7.0.
 _KEEP = """
 for i = 4, 5 do
   if redis.call('PTTL', KEYS[i]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[i], ARGV[3]) end

@@ -96,8 +96,8 @@ class SqliteFile:
         asked_s = time.monotonic()
 
         def run() -> T:
-            # Writes that came while one waited in vain for the lock fail with it. Otherwise each would wait after the
-            # other, and a hundred requests would hang for minutes.
+            # When a write waits in vain for the lock, the writes that came meanwhile fail, too. Otherwise they would
+            # wait one after the other, and a hundred requests would hang for minutes.
             if not reads and asked_s < self._locked_s:
                 raise sqlite3.OperationalError("database is locked")
             try:

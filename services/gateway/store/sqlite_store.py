@@ -141,8 +141,8 @@ class SqliteStore:
             pass
 
     def _make_room(self, db: sqlite3.Connection, owner: str, num_bytes: int) -> None:
-        """Delete ended responses until so many more bytes of the owner fit: its own, or those of owners that have more
-        than it will have. Raises ApiError 429 if they are too few; then nothing is deleted."""
+        """Delete ended responses until `num_bytes` more of the owner fit: responses of this owner, or of owners with
+        more bytes than this owner will have. Raises ApiError 429 if they are too few; then nothing is deleted."""
         usage: dict[str, int] = dict(db.execute("SELECT owner, num_bytes FROM usage").fetchall())
         usage[owner] = usage.get(owner, 0) + num_bytes
         excess = sum(usage.values()) - self._max_bytes

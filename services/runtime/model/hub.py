@@ -86,7 +86,8 @@ def _fetch(name: str, patterns: Sequence[str], ignore: Sequence[str], revision: 
 
 
 def _why_silent(name: str) -> Exception | None:
-    """None if the hub has the model. snapshot_download() asks too, but it would wait forever for an answer."""
+    """Why the hub cannot be asked; None if it has the model. snapshot_download() asks the hub, too, but would wait
+    forever for an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
