@@ -1,7 +1,7 @@
 """The real scheduler and cache cores with toy workers, under seeded interleavings and faults: the invariants of
 docs/design.md.
 
-The toy worker notices every wrong block; here the clients check that each got exactly the tokens of an undisturbed run.
+The toy worker notices every wrong block. These tests check that each request gets the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
