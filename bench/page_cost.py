@@ -3,9 +3,9 @@ and open, in turns, in one run.
 
     python -m bench.page_cost [--turns 40] [--seconds 3]        (results in bench/results/page_cost.json)
 
-The page runs in headless Chromium on the same machine, at the lowest priority. `closed`: its live view is left, which
-ends its stream. `stream` is without the page: a client that only reads the stream, which is what a page on another
-machine costs the services.
+The page runs in headless Chromium on the same machine, at the lowest priority. `page`: the page shows its live view.
+`closed`: the page shows another view, so it reads no stream. `stream`: the page is `closed`, and another client only
+reads the stream, which is what a page on another machine costs the services.
 
 All services are busy in this run, so CPU time per token bounds their throughput. The machine's pace changes by more
 than the page costs. So the turns are short and many, each is compared with the one beside it, and the result has its
@@ -36,7 +36,8 @@ from tests.support.chromium import BINARY, open_browser, open_page
 from tests.support.stack import Stack
 
 RESULT = Path(__file__).parent / "results" / "page_cost.json"
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 200
+# The outputs have different lengths. Otherwise the streams would end together, and only some turns would have prefills.
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, (100, 300)
 WARM_S, SETTLE_S = 6.0, 1.0
 Viewer = Literal["closed", "stream", "page"]
 
@@ -143,7 +144,7 @@ def load(url: str) -> Iterator[None]:
         str(STREAMS),
         str(10**9),
         str(PROMPT_TOKENS),
-        str(OUTPUT_TOKENS),
+        *map(str, OUTPUT_TOKENS),
     ]
     with running(client):
         yield

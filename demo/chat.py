@@ -94,7 +94,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and, for each, how much predicting it counts."""
+    """Token ids, and for each the weight of its prediction in the loss."""
 
     ids: list[int]
     weights: list[float]

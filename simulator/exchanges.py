@@ -11,8 +11,8 @@ from paceline.v1.worker_pb2 import StepPlan
 
 
 def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response: CacheServiceLinkResponse) -> None:
-    """Raises AssertionError. Only blocks may run short: any other refusal is a mistake of the scheduler, and would
-    leak."""
+    """Raises AssertionError if the cache refuses an operation for another reason than a lack of blocks. Such a refusal
+    is a mistake of the scheduler, and would leak sequences or blocks."""
     cache.check_invariants()
     for op, result in zip(request.ops, response.results, strict=True):
         kind, refused = op.WhichOneof("op"), result.HasField("error")

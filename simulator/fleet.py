@@ -69,7 +69,7 @@ class WorkerSpec:
 
 
 def sampled_tokens(numbers: Ints, positions: Ints, lengths: Ints) -> npt.NDArray[np.int32]:
-    """What the requests with these numbers generate at each output position: EOS at the end of its length.
+    """What the requests with these numbers generate at these output positions. The last token of a request is EOS.
     Deterministic, so that a client knows what it must get; hardly ever the same for two requests."""
     tokens = 1 + (numbers * 2_654_435_761 + positions * 40_503 + 12_345) % (VOCAB - 1)
     return np.where(positions == lengths - 1, EOS, tokens).astype(np.int32)

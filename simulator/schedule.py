@@ -86,7 +86,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class PartySizes:
-    """Sizes of the parties. Any of them may differ in everything except the model and the block size."""
+    """Sizes of the parties, drawn from the seed. All workers have the same sizes."""
 
     block_size: int
     num_blocks: int
@@ -199,7 +199,7 @@ def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A schedule that still fails, and that passes without any single one of its requests and faults."""
+    """A smaller schedule that still fails. If any one of its requests or faults is removed, it passes."""
     smaller = True
     while smaller:
         smaller = False

@@ -266,8 +266,8 @@ class ToyWorker:
             del self.grammars[number]
 
     def _filled(self) -> dict[int, int]:
-        """How many positions of each block are written already, by the tables. (A new sequence may rely on what other
-        sequences write in this step.)"""
+        """How many positions of each block are written already, according to the tables. (A new sequence may rely on
+        what other sequences write in this step.)"""
         filled: dict[int, int] = {}
         for sequence in self.slots.values():
             for i, block in enumerate(sequence.table):

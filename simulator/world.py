@@ -193,7 +193,7 @@ class World:
         self._later(for_s, lambda: self._start(party.name))
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """What has to happen before the run can end."""
+        """Run the action after this delay. The run does not end before the action has run."""
         self._pending += 1
 
         def happen() -> None:

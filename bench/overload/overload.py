@@ -2,8 +2,8 @@
 
 The real services on this machine serve the demo model. Each kind of clients runs in a process of its own
 (bench.overload.clients). The cases:
-- `peak`: as many requests at once as the slots and half of the queue hold. Another process takes the CPU time
-  that the clients of `10x` take in addition, so that both cases leave the server equal cores.
+- `peak`: as many requests at once as the slots and half of the queue hold. Another process burns as much CPU time as
+  the clients of `10x` use more than those of `peak`, so that the server has the same CPU time left in both cases.
 - `10x`, in turns with `peak`: clients send ten times the request rate that the peak has just served. They do not retry.
 - `10x, come back`: ten times as many clients as slots and queue positions. Each retries after its retry-after time.
 - normal clients beside readers that do not read, request heads that come byte by byte, connections that send nothing,
@@ -229,8 +229,8 @@ class Measurement:
         self.rest()
 
     def peak(self, flood_cores: float) -> dict[str, Any]:
-        """The peak, beside a process that takes the CPU time that the clients of `10x` take in addition: clients are no
-        part of the server, but share its cores."""
+        """The peak, beside a process that burns the CPU time that the clients of `10x` use more than those of `peak`.
+        Clients are no part of the server, but share its cores."""
         with Role(self.stack, "burn", flood_cores):
             row = self.row("peak", "closed", SLOTS + QUEUE // 2, TURN_SECONDS)
         row["burnt_cores"] = flood_cores

@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
         yield open_case(workload, fast)
         yield saturated_case(workload, fast)
     yield open_case("conversations", small)
-    # Arrivals last about 3 s. If a fleet changes, the rate is that of the fleet that lasts longest.
+    # Arrivals last about 3 s. The capacity of a fleet that changes is about its mean over this time.
     for workload in ("shared-prompt", "zipf"):
         yield open_case(workload, Fleet("a fourth joins after 1 s", (*three, one.altered(joins_s=1.0)), 3.6))
         yield open_case(workload, Fleet("one of four dies after 1 s", (one.altered(dies_s=1.0), *three), 3.2))

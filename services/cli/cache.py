@@ -93,7 +93,8 @@ def main(argv: list[str]) -> int:
 
 
 def _find_namespace(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
-    """Replace the salt by the name of the namespace of tenant and salt, which only the scheduler can make."""
+    """Replace the salt by the name of the cache namespace for this tenant and salt. Only the scheduler can compute the
+    name."""
     request = GetCacheNamespaceRequest(tenant=arguments.tenant, cache_salt=arguments.salt)
     arguments.salt = AdminServiceStub(channel).GetCacheNamespace(request, timeout=TIMEOUT_S).cache_salt
 

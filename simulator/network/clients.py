@@ -1,4 +1,4 @@
-"""The clients of a simulated Paceline: they ask, read, lose patience or their gateway, and come back for the rest.
+"""The clients of a simulated Paceline: they ask, read, leave or lose their gateway, and come back for the rest.
 
 A client comes back to the other gateway as real clients do (docs/resuming.md). The Python gRPC client brings the tokens
 that it has, and the answer continues after them. An HTTP client brings its idempotency key. If a copy of its request

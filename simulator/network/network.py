@@ -112,7 +112,7 @@ class Party:
         raise NotImplementedError
 
     def closed(self, connection: SimulatedConnection) -> None:
-        """The connection is over, or was never established. Not called at the end that closed it."""
+        """The connection is over, or was never established. Not called for the party that closed it."""
         raise NotImplementedError
 
 

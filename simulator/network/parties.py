@@ -210,7 +210,7 @@ class CacheParty(Party):
         self._leader_term = 0
 
     def drain(self) -> None:
-        """A link never ends by itself."""
+        """Close the link after LAST_CALLS_S, because a link never ends by itself."""
         self.leaving = True
         self.after(LAST_CALLS_S, self._end)
 

@@ -36,7 +36,7 @@ def check_ports(settings: UpSettings) -> list[Check]:
     if all(check.status is not CheckStatus.FAILS for check in checks):
         try:
             Ports(settings)
-        except CannotServe as error:  # two flags with one port, or the port of some /metrics
+        except CannotServe as error:  # two flags name the same port, or a port for /metrics cannot be used
             checks.append(Check("ports", CheckStatus.FAILS, "not all free", str(error)))
     return checks
 

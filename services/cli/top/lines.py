@@ -237,7 +237,8 @@ def condensed(cells: str, limit: int) -> tuple[str, int]:
 
 
 def step_s(worker: dict[str, Any]) -> float | None:
-    """The fitted time of a step in which all its running sequences decode, without attention. None: not known yet."""
+    """The fitted time of a step in which all running sequences of the worker decode, without attention. None: not known
+    yet."""
     fitted: float = worker["base_s"] + worker["row_s"] * worker["num_running"]
     return fitted or None
 

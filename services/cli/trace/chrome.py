@@ -86,7 +86,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         event["ts"] = round(event["ts"] - start, 1)
         if "dur" in event:
             event["dur"] = round(event["dur"], 1)
-    # sort() is stable: of events of the same moment, an outer beginning stays before the inner one.
+    # sort() is stable: if two spans begin at the same moment, the outer span's event stays before the inner span's.
     made.events.sort(key=lambda event: event["ts"])
     return {
         "traceEvents": [*made.names, *made.events],

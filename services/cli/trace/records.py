@@ -16,7 +16,8 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class SchedulerRecords:
-    """Of one scheduler process, with the clocks of the services beyond it. None: its offset is not known."""
+    """The records of one scheduler process, with the clocks of its cache and workers. A clock is None if its offset is
+    not known."""
 
     epoch: int
     clock: ClockOffset

@@ -31,7 +31,7 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
 
     @described(answer=LiveSnapshot, event=LiveSnapshot, query=_STREAM, errors=(400, 401, 403, 429, 503))
     async def live(request: Request) -> Response:
-        """What the scheduler and its workers do now, or a stream of it, twice a second. With API keys only for an admin
+        """What the scheduler and its workers do now, or a stream of it, once a second. With API keys only for an admin
         key, since it names all tenants."""
         check_admin(caller_of(request), "the live view names all tenants")
         streamed = request.query_params.get("stream", "false")

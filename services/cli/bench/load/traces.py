@@ -50,7 +50,8 @@ def read_trace(path: Path, seed: int) -> TraceFile:
 
 
 def scaled(sessions: Iterator[TimedSession], scale: float, max_tokens: int) -> Iterator[TimedSession]:
-    """With all lengths times `scale` (at least 1), without sessions that grow beyond `max_tokens` (0: all)."""
+    """The sessions with all lengths multiplied by `scale`; a length stays at least 1. Leaves out each session with a
+    request that then has more than `max_tokens` (prompt and output; 0: no limit)."""
     for at_s, session in sessions:
         turns = tuple(
             replace(

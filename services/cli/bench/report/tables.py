@@ -81,7 +81,8 @@ def _cached_share(summary: StageSummary) -> str:
 
 
 def _table(first: str, *titles: str) -> Table:
-    """Two tables of these columns fit into 80 characters each, but not one of both."""
+    """A table with these columns. A report has two tables, because one table with all columns is wider than 80
+    characters."""
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for title in titles:
