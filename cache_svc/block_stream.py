@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BlockStreams:
-    """The watchers of one core's blocks. All watchers of an interval share its snapshots."""
+    """The watchers of one core's blocks. All watchers share the snapshots."""
 
     def __init__(self, core: CacheCore, exchanged_s: Callable[[], float]) -> None:
         """`exchanged_s`: returns the time of the core's last exchange, on the clock of time.perf_counter()."""
@@ -49,7 +49,9 @@ class BlockStreams:
                 grpc.StatusCode.INVALID_ARGUMENT, f"interval_ms: must be between {least} and {most}, or 0"
             )
         if self._num_watchers >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_WATCHERS} watchers, which is the limit"
+            )
         self._num_watchers += 1
         try:
             while not self._closed.is_set():

@@ -64,7 +64,9 @@ class EventStreams:
         if self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
         if len(self._streams) >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_WATCHERS} watchers, which is the limit"
+            )
         task = asyncio.current_task()
         assert task is not None  # a handler runs in a task
         stream = _Stream(task)

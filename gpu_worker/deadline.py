@@ -101,7 +101,7 @@ class Pace:
         return self.hang_s + TIMES_SLOWEST * expected_s
 
     def took(self, num_prefill: int, found: float, seconds: float) -> None:
-        """A step has ended, with `num_prefill` prompt tokens behind `found` found tokens."""
+        """A step has ended, with `num_prefill` prompt tokens after `found` found tokens."""
         self._num_alike += 1
         if num_prefill < FEW_TOKENS:
             self._short.add(seconds, found)

@@ -235,7 +235,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self, request: EmbedRequest, context: grpc.aio.ServicerContext[EmbedRequest, EmbedResponse]
     ) -> EmbedResponse:
         """Not served by a scheduler."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed is the gateway's; a scheduler serves Generate")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only a gateway serves Embed; a scheduler serves Generate")
         return EmbedResponse()
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────

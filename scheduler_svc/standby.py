@@ -36,8 +36,8 @@ def open_election(settings: SchedulerSettings) -> Election:
     from scheduler_svc.etcd import Etcd
 
     host = socket.gethostname() if settings.host in EVERY_ADDRESS else settings.host
-    # An endpoint that does not answer leaves time to ask the next.
     tls = open_tls(settings.etcd_tls_dir or settings.tls_dir, settings.section) if "https://" in settings.etcd else None
+    # The timeout is short, so that there is time to ask the next endpoint if one does not answer.
     etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4, tls=tls)
     offered_secret = b"" if settings.cache_secret_file else new_secret()
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s, offered_secret=offered_secret)

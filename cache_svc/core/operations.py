@@ -171,7 +171,7 @@ class Operations:
             self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
-        self.counters.refused_claims += len(refused)
+        self.counters.refused_restores += len(refused)
         for position, error in sorted(refused.items()):
             sequence_id = restored[position].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)
@@ -249,7 +249,7 @@ class Operations:
         if num_planned > op.num_new_tokens > 0:
             raise OpError(
                 Code.INVALID_ARGUMENT,
-                f"num_planned_tokens: {num_planned}, with blocks for {op.num_new_tokens} new tokens",
+                f"num_planned_tokens: {num_planned} is more than num_new_tokens, {op.num_new_tokens}",
             )
         host_blocks = array("i")
         if op.fork_of:

@@ -93,5 +93,5 @@ def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     headless = ", ".join(known.replace("ForCausalLM", "Model") for known in ARCHITECTURES)
     raise ModelError(
         f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}, and for embeddings {headless} "
-        "(no encoders with attention to both sides, such as BERT)"
+        "(not encoders with bidirectional attention, such as BERT)"
     )

@@ -166,7 +166,7 @@ def _served_dtype(dtype: str, config: DecoderConfig, device: torch.device) -> to
     if dtype not in SERVED_DTYPES:
         raise ModelError(f"checkpoint dtype {dtype} is not supported; supported: {', '.join(SERVED_DTYPES)}")
     if device.type == "cpu" and dtype == "bfloat16" and not multiplies_bfloat16():
-        _log.warning("this CPU has no products of bfloat16: --dtype float32 is faster")
+        _log.warning("this CPU has no instructions to multiply bfloat16 matrices: --dtype float32 is faster")
     return SERVED_DTYPES[dtype]
 
 

@@ -82,9 +82,9 @@ def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) ->
     """`source` returns each tensor of expected_tensors() in the type and on the device to serve with. `pack`: for the
     matrices; without it they are [in, out]."""
     embedding = source("model.embed_tokens.weight")
-    # Before the layers: while it is packed, it is there twice.
+    # Before the layers, because the head is in memory twice while it is packed.
     if config.tie_embeddings:
-        head = embedding.t()  # a packed copy would be a second one
+        head = embedding.t()  # packing would make a second copy
     else:
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
     layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.runtime.model.grammars import LIMITS, one_line
 
-NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
+NO_TOKENIZER = "grammar: this worker does not support structured outputs, because its model has no usable tokenizer"
 _NICE = 19  # the model's thread is more urgent
 
 

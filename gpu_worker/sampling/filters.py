@@ -99,8 +99,8 @@ def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
 
     values: float32 [rows, vocab], no NaN. weights: whole_weights(). shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    # Both find the same tokens. Sorting is slow on a CPU, so it first tests whether a sort is necessary. On a GPU, such
-    # a test would make the host wait.
+    # Both functions find the same tokens. A sort is slow on a CPU, so beyond_by_sorting first tests whether a sort is
+    # necessary. On a GPU, such a test would make the host wait.
     find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
     return find(values, weights, wanted)
 

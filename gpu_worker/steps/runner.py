@@ -90,7 +90,7 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unnoted:
+class _UnrecordedStep:
     sampled: SampledSlots
     drawn: Drawn
     done: DeviceEvent
@@ -134,7 +134,7 @@ class ModelRunner:
         self._clock = _Clock()
         self._rows: StepRows | None = None  # of the last launched step
         self._is_whole = True  # whether every plan so far was executed completely
-        self._unnoted: deque[_Unnoted] = deque()  # steps that are not in the history yet
+        self._unrecorded: deque[_UnrecordedStep] = deque()  # steps that are not in the history yet
 
     @property
     def limits(self) -> SlotLimits:
@@ -170,7 +170,7 @@ class ModelRunner:
         self._slots.reset()
         self._logits_processors.reset()
         self._grammars.reset(grammars or PreparedGrammars())
-        self._unnoted.clear()
+        self._unrecorded.clear()
         self._is_whole = True
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
@@ -183,13 +183,13 @@ class ModelRunner:
 
     def _note(self) -> None:
         """Note the oldest step that is not in the history. The step must be done."""
-        step = self._unnoted.popleft()
+        step = self._unrecorded.popleft()
         self._slots.history.note(step.sampled, _token_ids(step.drawn))
 
     def _note_all(self) -> None:
         """Wait for the launched steps, and note them all."""
-        while self._unnoted:
-            self._unnoted[0].done.wait()
+        while self._unrecorded:
+            self._unrecorded[0].done.wait()
             self._note()
 
     def request_ids(self) -> list[str]:
@@ -237,7 +237,7 @@ class ModelRunner:
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
         started_us = _now_us()
-        while self._unnoted and self._unnoted[0].done.is_passed():
+        while self._unrecorded and self._unrecorded[0].done.is_passed():
             self._note()
         self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
@@ -263,7 +263,7 @@ class ModelRunner:
         done = DeviceEvent(self._device, blocking=True)
         done.record()
         if drawn is not None:
-            self._unnoted.append(_Unnoted(sampled, drawn, done))
+            self._unrecorded.append(_UnrecordedStep(sampled, drawn, done))
         self._is_whole = True
         return LaunchedStep(plan.step, stats, started_us, drawn, prompts, pooled, done, self._clock)
 

@@ -264,7 +264,7 @@ class SchedulerCore:
             raise ProtocolError(f"a heartbeat after step {heartbeat.step}, which has no result")
         if not worker.registration.heartbeats:
             return  # a worker of an older version does not report its progress
-        if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
+        if stall := worker.progress.find_stall(heartbeat, oldest, self.config.stall_s):
             self._outbox.lost_workers.append((worker_id, stall))
             # If the plan has not arrived, the link is to blame.
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
@@ -436,7 +436,7 @@ class SchedulerCore:
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
         credit = queue_credit(self.queue.online, self.config)
-        if (not credit) != self._status.told_full:  # at once: gateways refuse requests while the queue is full
+        if (not credit) != self._status.announced_full:  # at once: gateways refuse requests while the queue is full
             self._status.announce(self.limits)
         for session in self.sessions.values():
             session.queue_credit = credit

@@ -24,8 +24,8 @@ class StatusReport:
     _sessions: Mapping[str, Session]
     _queue: WaitingQueue  # of online requests: when it is full, gateways refuse new ones
     _cache: CacheLink
-    _told: SchedulerStatus | None = field(default=None, init=False)
-    told_full: bool = field(default=False, init=False)
+    _announced: SchedulerStatus | None = field(default=None, init=False)
+    announced_full: bool = field(default=False, init=False)
 
     @property
     def has_worker(self) -> bool:
@@ -35,9 +35,9 @@ class StatusReport:
     def announce(self, limits: Limits | None) -> None:
         """Tell the sessions if the status has changed."""
         status = self.now(limits)
-        self.told_full = status.full
-        if status != self._told:
-            self._told = status
+        self.announced_full = status.full
+        if status != self._announced:
+            self._announced = status
             for session in self._sessions.values():
                 session.status = status
 

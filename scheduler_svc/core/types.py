@@ -37,8 +37,8 @@ class SchedulerConfig:
     tenant_max_queued_tokens: int = 0
     waiting_timeout_s: float = 0.0  # until a request first runs; 0: no limit
     running_timeout_s: float = 0.0  # from its first run to its end, not counting time without a worker
-    conversation_ttl_s: float = 300.0  # that an idle conversation keeps its blocks and its queue position
-    no_worker_timeout_s: float = 30.0  # that a request waits while no worker is attached; 0: no limit
+    conversation_ttl_s: float = 300.0  # how long an idle conversation keeps its blocks and queue position
+    no_worker_timeout_s: float = 30.0  # how long a request waits while no worker is attached; 0: no limit
     allow_mixed_dtypes: bool = False  # workers of one model may use different data types; tokens may then differ
     # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.
     stuck_decisions: int = 40

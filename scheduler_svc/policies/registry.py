@@ -26,7 +26,7 @@ GROUP = "paceline.policies"
 DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
     "batch": {"shares_in_step": (True, False)},
-    "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
+    "preemption": {"requeue": ("arrival", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
 KINDS: dict[str, type] = get_type_hints(Policies)  # order, capacity, batch, preemption, placement
 
@@ -173,4 +173,4 @@ def _checked(name: str, annotation: Any, value: object) -> object:
     except (TypeError, ValueError) as error:  # a date in YAML, for example
         raise PolicyError(f"options.{name}: {reprlib.repr(value)} is no JSON: {error}") from error
     except PydanticUserError:
-        raise PolicyError(f"options.{name}: its type, {annotation!r}, is none that can be checked") from None
+        raise PolicyError(f"options.{name}: its type, {annotation!r}, cannot be checked") from None

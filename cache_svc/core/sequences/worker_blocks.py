@@ -218,7 +218,7 @@ class WorkerBlocks:
             raise OpError(
                 Code.FAILED_PRECONDITION,
                 f"sequence {subscription.sequence_id} cannot fork sequence {parent.sequence_id}, "
-                f"which has not computed the first {num_shared} tokens of it on worker {self.worker_id}",
+                f"which has not computed the same first {num_shared} tokens on worker {self.worker_id}",
             )
         _check_written(parent)
         num_whole, rest = divmod(num_shared, self.tree.block_size)
@@ -249,8 +249,8 @@ class WorkerBlocks:
         return node, depth
 
     def written(self, sequence: Sequence) -> None:
-        """The step is sent that computes the planned tokens of the sequence, or of the sequences with which it shares
-        them."""
+        """The step that computes the planned tokens is sent. The tokens are the sequence's own, or shared with other
+        sequences."""
         sequence.unwritten = False
         node = sequence.node
         while node.parent is not None and (residency := node.residencies[self.index]).unwritten:
@@ -280,7 +280,7 @@ class WorkerBlocks:
                     child = tree.split(child, reached)
                 residency = child.residencies.get(self.index)
                 if residency is not None and (residency.unwritten or sequence.alone):
-                    break  # the other sequence may be taken out of the step; then it holds nothing
+                    break  # unwritten: if the other sequence is taken out of the step, the block gets no content
                 if residency is None:
                     device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
                     if not sequence.unwritten:

@@ -202,7 +202,7 @@ class Watcher:
     def take(self) -> pb.WatchEventsResponse | None:
         """Returns the next message, or None if there is none now. Raises Behind."""
         if self.is_behind:
-            raise Behind(f"event {self.number} is not kept any more: the log keeps the last {self._log.kept}")
+            raise Behind(f"event {self.number} is not kept any more: the log keeps the last {self._log.kept} events")
         event = next(self._snapshot, None)
         if event is None and self.number <= self._log.last:
             event = self._log.event(self.number)

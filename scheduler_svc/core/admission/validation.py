@@ -91,7 +91,7 @@ def check_submission(request: Request, submission: Submission) -> bool:
     if (slo_s := submission.ttft_slo_s) < 0:
         raise invalid("ttft_slo_s", f"{slo_s} is negative; 0 means no goal")
     if not 0 <= (min_slo_s := submission.min_slo_s) < math.inf:  # NaN would break the order
-        raise invalid("min_slo_s", f"{min_slo_s} is no time; 0 means none")
+        raise invalid("min_slo_s", f"{min_slo_s} is not a finite number of at least 0; 0 means none")
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
@@ -111,7 +111,7 @@ def _check_pooling(request: Request, submission: Submission) -> None:
 
 def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
     if len(ranges) > MAX_RETENTION_RANGES:
-        raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
+        raise invalid("cache_retention", f"has {len(ranges)} ranges; at most {MAX_RETENTION_RANGES} are possible")
     for one in ranges:
         if one.priority > MAX_RETENTION:
             raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
@@ -132,11 +132,11 @@ def _check_sizes(request: Request) -> None:
     texts = {"request_id": request.request_id, **{name: getattr(request.metadata, name) for name in _TEXTS}}
     for name, text in texts.items():
         if (count := len(text)) > MAX_CHARS:
-            raise invalid(name, f"has {count} characters, {MAX_CHARS} are possible")
+            raise invalid(name, f"has {count} characters; at most {MAX_CHARS} are possible")
     if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
-        raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
+        raise invalid("grammar", f"has {count} characters; at most {MAX_GRAMMAR_CHARS} are possible")
     if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
+        raise invalid("stop_token_ids", f"has {count} tokens; at most {MAX_STOP_TOKEN_IDS} are possible")
 
 
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
@@ -184,7 +184,7 @@ def _check_kind(request: Request, model: ModelInfo) -> None:
         raise invalid("model", f"{model.name} is an embedding model, which generates no text")
     if not pooling:
         raise invalid("model", f"{model.name} generates text and makes no embeddings")
-    raise invalid("pooling", f"{model.name} pools otherwise")
+    raise invalid("pooling", f"{model.name} uses another pooling")
 
 
 def new_request(session_id: str, submission: Submission, now_s: float) -> Request:

@@ -87,7 +87,7 @@ class Timeouts:
         for request in self._queue.online.hopeless(now_s):
             left_s = request.metadata.deadline_s - now_s
             late = f"deadline_s: {left_s:.1f} s are left, which is too little"
-            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
+            yield request, late if left_s < math.inf else "queue: the order policy gave up the request"
         if (limit_s := self._config.waiting_timeout_s) > 0:
             # Offline requests wait for as long as online ones keep the workers busy: only a deadline ends them.
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue.online)

@@ -53,7 +53,7 @@ class PreemptionPolicy(ABC):
     """Decides which sequences are preempted when running sequences need more blocks than there are."""
 
     # The queue position of a preempted request: by its arrival, before all others, or behind all others.
-    requeue: Literal["seniority", "front", "back"] = "seniority"
+    requeue: Literal["arrival", "front", "back"] = "arrival"
     # Whether a preempted request computes its tokens again, or keeps its blocks in host memory (if there is room and
     # its prompt was computed). "auto": swap if it is one of several samples of a prompt, together with all of them that
     # run (vLLM V0).

@@ -125,11 +125,11 @@ class Step(StepView):
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
         if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
-            raise PolicyError(f"{request}: {num_tokens} tokens of {uncached} uncached ones; or considered before")
+            raise PolicyError(f"{request}: considered before, or {num_tokens} tokens of {uncached} uncached ones")
         if self._num_free_slots <= 0:
             return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
         if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
-            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
+            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it; at most {MAX_PLAN_BYTES} are possible"
             return self.reject(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
@@ -161,7 +161,7 @@ class Step(StepView):
         num_new_tokens = considered.num_new_tokens if considered else 0
         if considered is None or not 1 <= num_tokens <= num_new_tokens or own.arrival_index in self._placed:
             raise PolicyError(
-                f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or placed before"
+                f"{request}: placed before, or {num_tokens} tokens with blocks reserved for {num_new_tokens}"
             )
         same = num_tokens == considered.num_tokens
         self._place(considered if same else considered._replace(num_tokens=num_tokens))

@@ -287,9 +287,9 @@ class StepView:
         return len(self._growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
-        """Whether another request is just computing the first block of this request that is not on the device, or
-        copying it there. The other request runs, was admitted before in this step, or is one of `others`. Then it pays
-        to wait (TensorRT-LLM's prefix-aware scheduling)."""
+        """Whether another request is just computing a block that this request needs next, or copying it to the device:
+        this request's first block that is not on the device. The other request runs, was admitted before in this step,
+        or is one of `others`. Then it pays to wait (TensorRT-LLM's prefix-aware scheduling)."""
         depth = self._device_tokens(request._request.match_on(self._worker.id))
         wanted = depth + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:

@@ -115,7 +115,7 @@ class Decider:
             if slots <= 0 and blocks <= 0 and request.metadata.lora not in loras:
                 continue
             slots, blocks = slots - 1, blocks - int(batch.slots.capacity[slot]) // worker.block_size
-            self.life.preempt(request, "seniority", "recompute", "preempted for online requests")
+            self.life.preempt(request, "arrival", "recompute", "preempted for online requests")
         worker.yielded, worker.knows_cache = True, False
         return True
 

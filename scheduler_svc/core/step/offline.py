@@ -23,7 +23,7 @@ from scheduler_svc.core.workers.state import WorkerState
 # Share of the pool that stays free when an offline request is admitted beside others. Without it, each block that an
 # online sequence grows by would preempt an offline one. The default preset uses the same share for preempted requests.
 RESERVE = 0.05
-# The online request exceeds a limit of its own, so it does not wait for anything that an offline request could take.
+# An online request rejected for one of these reasons is at a limit of its own: offline requests do not take its room.
 OWN_LIMITS = ("tenant", "lora")
 
 

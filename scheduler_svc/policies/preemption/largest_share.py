@@ -30,7 +30,7 @@ class LargestShare(PreemptionPolicy):
 
     def __init__(
         self,
-        requeue: Literal["seniority", "front", "back"] = "seniority",
+        requeue: Literal["arrival", "front", "back"] = "arrival",
         mode: Mode = "recompute",
         tenant_weights: dict[str, PositiveAmount] | None = None,
     ) -> None:

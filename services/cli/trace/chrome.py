@@ -16,7 +16,7 @@ from services.cli.trace.records import Record, SchedulerRecords, Trace
 
 Event = dict[str, Any]
 GATEWAY = 1
-_TOLD, _WRITTEN, _REQUESTS = 1, 2, 3
+_MESSAGES, _WRITTEN, _REQUESTS = 1, 2, 3
 _CORE, _EXCHANGES, _STEPS = 1, 2, 3
 _COMPUTE, _LINK = 1, 2
 _FIRST_PID = 10
@@ -105,10 +105,12 @@ def _metadata(name: str, pid: int, tid: int, args: Event) -> Event:
 
 def _gateway(made: _Events, trace: Trace) -> None:
     made.process(
-        GATEWAY, "gateway", {_TOLD: "messages of the scheduler", _WRITTEN: "tokens to clients", _REQUESTS: "requests"}
+        GATEWAY,
+        "gateway",
+        {_MESSAGES: "messages of the scheduler", _WRITTEN: "tokens to clients", _REQUESTS: "requests"},
     )
-    for one in trace.told:
-        made.slice(GATEWAY, _TOLD, "read", one["received_us"], one["ended_us"], {"news": one["num_tokens"]})
+    for one in trace.messages:
+        made.slice(GATEWAY, _MESSAGES, "read", one["received_us"], one["ended_us"], {"news": one["num_tokens"]})
     for one in trace.written:
         made.slice(GATEWAY, _WRITTEN, "tokens", one["began_us"], one["ended_us"], {"tokens": one["num_tokens"]})
     for one in trace.requests:

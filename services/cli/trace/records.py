@@ -33,7 +33,7 @@ class Trace:
     """Everything that was recorded."""
 
     schedulers: list[SchedulerRecords]
-    told: list[Record]
+    messages: list[Record]
     written: list[Record]
     requests: list[Record]
     num_missed: int
@@ -48,7 +48,7 @@ def read_records(records: list[Record]) -> Trace:
     of_gateway = [record["gateway"] for record in records]
     return Trace(
         schedulers=[_scheduler(epoch, parts) for epoch, parts in by_epoch.items()],
-        told=[one for part in of_gateway for one in part["told"]],
+        messages=[one for part in of_gateway for one in part["messages"]],
         written=[one for part in of_gateway for one in part["written"]],
         requests=[one for part in of_gateway for one in part["requests"]],
         num_missed=sum(part["num_missed"] for parts in by_epoch.values() for part in parts),

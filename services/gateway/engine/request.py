@@ -362,8 +362,9 @@ def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
     if count * (sampling.ByteSize() + _BIAS_BYTES * len(sampling.logit_bias)) > _MAX_COPIED_BYTES:
         raise invalid(
             "n",
-            f"n: {count} sequences for all prompts are too many with so large a logit_bias, list of bad_words or "
-            "allowed_token_ids, or grammar, of which each sequence has a copy; send several requests",
+            f"n: all prompts together ask for {count} sequences. Each gets a copy of logit_bias, bad_words, "
+            f"allowed_token_ids and the grammar, and all copies may take at most {_MAX_COPIED_BYTES >> 20} MiB; "
+            "send several requests",
         )
 
 
@@ -376,7 +377,8 @@ def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int
     if best_of < n:
         raise invalid("best_of", f"best_of must be at least n ({n}), not {best_of}")
     if best_of > n and stream:
-        raise invalid("best_of", "which samples are the best is known in the end only: stream needs best_of equal to n")
+        message = f"best_of must be n ({n}) with stream, because the best samples are known only at the end"
+        raise invalid("best_of", message)
     return n, best_of
 
 

@@ -333,7 +333,7 @@ class SchedulerSession:
                 received_us = now_us() if self.trace.recording else 0
                 self._wake(touched := core.receive(response))
                 if received_us and touched:
-                    self.trace.told(received_us, len(touched))
+                    self.trace.message(received_us, len(touched))
                 if core.model is not None:
                     self._model_told.set()
                 # The core knows what to send now: submissions after the opening, acknowledgements.

@@ -125,7 +125,7 @@ def decode_json(body: bytes) -> Any:
         return _decode(body)
     except orjson.JSONDecodeError as error:
         name = _field_without_number(body)
-        where = "" if name is None else f"{name} has a number that JSON does not have (NaN, or infinite): "
+        where = "" if name is None else f"{name} contains NaN or an infinite number, which JSON does not allow; "
         raise invalid(name, f"{where}the body is not valid JSON: {error}", code="invalid_json") from None
 
 

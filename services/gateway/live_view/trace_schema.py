@@ -60,7 +60,7 @@ class SchedulerTrace(BaseModel):
     num_missed: int
 
 
-class ToldTrace(BaseModel):
+class MessageTrace(BaseModel):
     """A message of the scheduler with tokens or endings."""
 
     received_us: int
@@ -94,10 +94,10 @@ class EndedTrace(BaseModel):
 
 
 class GatewayTrace(BaseModel):
-    """What the gateway noted until `at_us`."""
+    """What the gateway recorded until `at_us`."""
 
     at_us: int
-    told: list[ToldTrace]
+    messages: list[MessageTrace]
     written: list[WrittenTrace]
     requests: list[EndedTrace]
 

@@ -1,4 +1,4 @@
-"""Records of what all services do, for a trace: the scheduler's LiveViewService.Trace, and what the gateway noted."""
+"""The records of a trace: those of the scheduler (LiveViewService.Trace), and those of the gateway itself."""
 
 from __future__ import annotations
 

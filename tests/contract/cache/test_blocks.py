@@ -109,7 +109,7 @@ async def test_wrong_intervals_and_too_many_watchers_are_refused(
     call = watch(cache)
     await shown(call)
     code, message = await ended(watch(cache))
-    assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1 watchers are here already")
+    assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 1 watchers, which is the limit")
     call.cancel()
 
 

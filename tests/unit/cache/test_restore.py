@@ -219,7 +219,7 @@ BAD_ENTRIES = {
     "a negative block": (d.restored(3, A[:8], 8, [1, -1]), Code.INVALID_ARGUMENT, "block -1 is not"),
     "a block twice": (d.restored(3, A[:8], 8, [1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
     "a short table": (d.restored(3, A[:8], 5, [1]), Code.INVALID_ARGUMENT, "1 blocks of 4 tokens, where 5"),
-    "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5, of 4 tokens"),
+    "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5 is more than the 4 tokens"),
     "crossed ranges": (CROSSED, Code.INVALID_ARGUMENT, "retention.start"),
     "a known one": (d.restored(1, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 1 is known already"),
     "a swapped one": (d.restored(2, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 2 is known already"),
@@ -229,8 +229,12 @@ BAD_ENTRIES = {
     "another namespace": (OTHER_SALT, Code.FAILED_PRECONDITION, "another namespace"),
     "another place": (d.restored(3, A[4:9], 5, [3, 1]), Code.FAILED_PRECONDITION, "at another place"),
     "behind its end": (d.restored(3, [*A, 1], 17, [1, 2, 4, 9, 5]), Code.FAILED_PRECONDITION, "at another place"),
-    "a begun block": (d.restored(3, A[:12], 12, [5, 3, 9]), Code.FAILED_PRECONDITION, "so it is private"),
-    "not computed by this": (d.restored(3, A[:9], 7, [5, 3, 1]), Code.FAILED_PRECONDITION, "not all computed by this"),
+    "a begun block": (d.restored(3, A[:12], 12, [5, 3, 9]), Code.FAILED_PRECONDITION, "so the block is private"),
+    "not computed by this": (
+        d.restored(3, A[:9], 7, [5, 3, 1]),
+        Code.FAILED_PRECONDITION,
+        "this sequence has not computed",
+    ),
     "both kinds": (d.restored(3, A[:4], 4, [1], host=[1]), Code.INVALID_ARGUMENT, "block_table: not empty"),
     "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens have 2"),
     "no such host block": (d.restored(3, A[:4], 4, host=[5]), Code.INVALID_ARGUMENT, "block 5 is not within 1..4"),
@@ -256,7 +260,7 @@ def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> No
     assert (table(link, 1), table(link, 4)) == ([5, 3, 9], [5, 3, 10])
     assert (link.pools[0], link.host_pools[0]) == ((12, 0, 4, 0), (2, 2))
     counters = link.core.counters
-    assert (counters.restored_sequences, counters.refused_claims, counters.refused_ops) == (3, 1, 0)
+    assert (counters.restored_sequences, counters.refused_restores, counters.refused_ops) == (3, 1, 0)
     link.free(1, 2, 4, 7, 8)
     assert (link.pools[0][2], link.host_pools[0][1]) == (0, 0)
 

@@ -27,7 +27,7 @@ def step(number: int, sent_us: int, **other: Any) -> dict[str, Any]:
 
 def record(epoch: int = 7, at_us: int = 0, **scheduler: Any) -> dict[str, Any]:
     return {
-        "gateway": {"at_us": at_us, "told": [], "written": [], "requests": []},
+        "gateway": {"at_us": at_us, "messages": [], "written": [], "requests": []},
         "scheduler": {
             "asked_us": at_us, "received_us": at_us + 50 + SCHEDULER_US, "sent_us": at_us + 60 + SCHEDULER_US,
             "got_us": at_us + 110, "epoch": epoch, "steps": [], "exchanges": [], "runs": [], "num_missed": 0,
