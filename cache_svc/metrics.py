@@ -56,11 +56,7 @@ class CacheCollector(Collector):
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker gave up all its pins for a request.", counters.pins_given_up),
             ("restored_sequences", "Sequences registered again after a restart.", counters.restored_sequences),
-            (
-                "refused_restores",
-                "Sequences that contradicted others and were not restored.",
-                counters.refused_restores,
-            ),
+            ("refused_claims", "Sequences that contradicted others and were not restored.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             (
                 "evicted_host_blocks",
@@ -75,7 +71,7 @@ class CacheCollector(Collector):
             ("copied_blocks", "Blocks of which the beginning was reused, by copying it.", counters.copied_blocks),
             ("copied_host_blocks", "Of these, blocks of host memory.", counters.copied_host_blocks),
             ("demoted_blocks", "Evicted blocks that were copied to host memory.", counters.demoted_blocks),
-            ("demoted_partial_blocks", "Of these, partial blocks.", counters.demoted_partial_blocks),
+            ("demoted_tails", "Of these, partial blocks.", counters.demoted_tails),
             ("promoted_blocks", "Blocks reused from host memory, copied back.", counters.promoted_blocks),
             ("prefix_query_tokens", "Tokens of admitted sequences.", counters.prefix_query_tokens),
             ("prefix_hit_tokens", "Tokens of admitted sequences with reused KV.", counters.prefix_hit_tokens),

@@ -35,7 +35,7 @@ class LeaderRecord:
 class Etcd:
     """Asks the endpoints in turn: the next one after a failure.
 
-    `key`: the leader's key is KEY/leader, and lives as long as the leader's lease. The epoch of the latest leader is at
+    `key`: the leader's key is KEY/master, and lives as long as the leader's lease. The epoch of the latest leader is at
     KEY/epoch, for ever, and so is the schedulers' cache secret at KEY/cache-secret. `timeout_s`: limit of one request.
     `tls`: for https endpoints; None: the system's CAs, and no certificate. Renewed certificates are used from the next
     request on.
@@ -43,7 +43,7 @@ class Etcd:
 
     def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float, tls: TlsFiles | None = None) -> None:
         self._endpoints = list(endpoints)
-        self._leader_key, self._epoch_key = _encode(f"{key}/leader"), _encode(f"{key}/epoch")
+        self._leader_key, self._epoch_key = _encode(f"{key}/master"), _encode(f"{key}/epoch")
         self._secret_key = _encode(f"{key}/cache-secret")
         self._timeout_s = timeout_s
         self._tls = tls

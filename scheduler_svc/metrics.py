@@ -30,7 +30,7 @@ class SchedulerMetrics(Collector):
         core, election = self._server.core, self._server.election
         counters, workers = core.counters, list(core.workers.values())
         gauges = (
-            ("is_leader", "1: leader, 0: standby", election is None or election.epoch > 0),
+            ("is_master", "1: leader, 0: standby", election is None or election.epoch > 0),
             ("epoch", "This leader's epoch, higher than all earlier ones; 0 on a standby", core.epoch),
             ("num_workers", "Workers attached", len(workers)),
         )
@@ -38,9 +38,9 @@ class SchedulerMetrics(Collector):
         totals = (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of failed steps that were retried", counters.retried),
-            ("poisoned_requests", "Requests failed because they make steps fail", counters.poisoned),
+            ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that survived a cache loss", counters.restored),
-            ("refused_restores", "Restore entries that a new cache refused", counters.refused_restores),
+            ("refused_claims", "Restore entries that a new cache refused", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),
             ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
             ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),

@@ -116,7 +116,7 @@ class CacheCore(Operations):
     def _report_demotions(self, worker: WorkerBlocks, response: pb.CacheServiceLinkResponse) -> None:
         moves = worker.host.moves
         self.counters.demoted_blocks += len(moves)
-        self.counters.demoted_partial_blocks += worker.host.moved_partial_blocks
+        self.counters.demoted_tails += worker.host.moved_partial_blocks
         response.demotions.add(
             worker=worker.worker_id,
             device_blocks=pack_int32(array("i", moves.values())),

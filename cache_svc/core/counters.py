@@ -21,7 +21,7 @@ class CacheCounters:
     prefix_hit_tokens: int = 0
     # Copied from the device to the host at their eviction, and back for a later sequence.
     demoted_blocks: int = 0
-    demoted_partial_blocks: int = 0  # partial blocks among the demoted blocks
+    demoted_tails: int = 0  # partial blocks among the demoted blocks
     promoted_blocks: int = 0
     forked_sequences: int = 0
     sharing_sequences: int = 0  # sequences that share blocks which the same step computes for others
@@ -32,4 +32,4 @@ class CacheCounters:
     refused_ops: int = 0
     pins_given_up: int = 0  # how often a worker gave up all its pins
     restored_sequences: int = 0
-    refused_restores: int = 0  # restore entries that were refused
+    refused_claims: int = 0  # restore entries that were refused

@@ -171,7 +171,7 @@ class Operations:
             self._let_go([one.sequence_id for one in known])
         self._touched[op.worker] = worker
         self.counters.restored_sequences += len(sequences) + len(swapped)
-        self.counters.refused_restores += len(refused)
+        self.counters.refused_claims += len(refused)
         for position, error in sorted(refused.items()):
             sequence_id = restored[position].sequence
             result.restore.refused.add(sequence=sequence_id, code=error.code, message=error.message)

@@ -96,7 +96,7 @@ DASHBOARDS = (
                         "short",
                         [
                             ("max(paceline_scheduler_num_workers)", "workers"),
-                            ("sum(paceline_scheduler_is_leader)", "leading schedulers"),
+                            ("sum(paceline_scheduler_is_master)", "leading schedulers"),
                             ("sum(paceline_gateway_scheduler_ready)", "ready gateways"),
                         ],
                     ),
@@ -160,7 +160,7 @@ DASHBOARDS = (
                         [
                             (_rate("paceline_scheduler_step_failures_total"), "failed steps"),
                             (_rate("paceline_scheduler_retried_rows_total"), "retried rows"),
-                            (_rate("paceline_scheduler_poisoned_requests_total"), "poisoned requests"),
+                            (_rate("paceline_scheduler_quarantined_requests_total"), "poisoned requests"),
                             (_rate("paceline_scheduler_policy_errors_total"), "steps with a failed policy"),
                         ],
                     ),
@@ -170,7 +170,7 @@ DASHBOARDS = (
                         "ops",
                         [
                             (_rate("paceline_scheduler_restored_requests_total"), "requests"),
-                            (_rate("paceline_scheduler_refused_restores_total"), "refused entries"),
+                            (_rate("paceline_scheduler_refused_claims_total"), "refused entries"),
                         ],
                     ),
                 ],

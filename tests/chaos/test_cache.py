@@ -58,7 +58,7 @@ async def test_running_requests_continue_with_their_kv(stack: Stack, caching: st
     assert await serving == right
     assert stack.metric(REQUEUED) == 0
     assert stack.metric(RESTORED) == 2 * len(right)
-    assert stack.metric("paceline_cache_refused_restores_total", "cache") == 0
+    assert stack.metric("paceline_cache_refused_claims_total", "cache") == 0
     # Some prompts may hit the cache the second time, and no running request was prefilled again.
     assert (stack.metric(PREFILLED, "worker-1") or 0) <= 2 * prefilled
     await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_requests_running", 0)

@@ -63,7 +63,7 @@ async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack
         [error] = failed.errors
         assert why in error, fault
         assert what in error, fault
-    assert stack.metric("paceline_scheduler_poisoned_requests_total") == 3
+    assert stack.metric("paceline_scheduler_quarantined_requests_total") == 3
     # One failure of all requests together, and two of each poisoned request alone. A slow machine adds failures: there
     # a slow step may be taken for hung.
     assert (stack.metric("paceline_scheduler_step_failures_total") or 0) >= 7

@@ -20,7 +20,7 @@ import pytest
 from scheduler_svc.standby import LOST_STATUS
 from tests.support import load
 from tests.support.etcd import needs_etcd
-from tests.support.pair import EPOCH, IS_LEADER, SCHEDULERS, Pair
+from tests.support.pair import EPOCH, IS_MASTER, SCHEDULERS, Pair
 
 VOCAB, NUM_WORKERS = 900, 2
 # A stream of many tokens lasts longer than a leader continues without etcd (4.2 s).
@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 async def elected(pair: Pair, name: str) -> None:
-    await asyncio.to_thread(pair.wait_metric, IS_LEADER, 1, of=name)
+    await asyncio.to_thread(pair.wait_metric, IS_MASTER, 1, of=name)
 
 
 async def killed(pair: Pair, leader: str, standby: str) -> None:
@@ -95,7 +95,7 @@ async def etcd_killed(pair: Pair, leader: str, standby: str) -> None:
     pair.etcd.stop()
     assert await pair.ended(leader) == LOST_STATUS
     await asyncio.sleep(2)
-    assert pair.metric(IS_LEADER, standby) == 0
+    assert pair.metric(IS_MASTER, standby) == 0
     await asyncio.to_thread(pair.etcd.start)
     began_s = time.monotonic()
     await elected(pair, standby)
@@ -159,7 +159,7 @@ async def play_all(pair: Pair, faults: list[Fault], num_tokens: int) -> None:
         for i, fault in enumerate(faults):
             if i:
                 await asyncio.to_thread(pair.start, standby)
-                await asyncio.to_thread(pair.wait_metric, IS_LEADER, 0, of=standby)
+                await asyncio.to_thread(pair.wait_metric, IS_MASTER, 0, of=standby)
             await play(leader, standby, fault)
             leader, standby = standby, leader
 
@@ -198,7 +198,7 @@ async def test_a_short_absence_of_etcd_is_not_noticed(pair: Pair) -> None:
     assert not [got.errors for got in await serving if got.errors]
     await asyncio.sleep(5)  # a lease's time
     assert pair.metric(EPOCH) == epoch
-    assert pair.metric(IS_LEADER, "scheduler-2") == 0
+    assert pair.metric(IS_MASTER, "scheduler-2") == 0
 
 
 @pytest.mark.skipif("PACELINE_CHAOS" not in os.environ, reason="run by make chaos")
@@ -215,7 +215,7 @@ async def test_one_of_three_members_of_etcd_may_die(pair: Pair) -> None:
         assert not [got.errors for got in await serving if got.errors]
         await asyncio.sleep(6)  # a lease's time, and a second
         assert pair.metric(EPOCH) == epoch
-        assert pair.metric(IS_LEADER, "scheduler-2") == 0
+        assert pair.metric(IS_MASTER, "scheduler-2") == 0
         await play(*SCHEDULERS, killed)
 
 

@@ -285,7 +285,7 @@ class Checks:
 
         expected = sum(len(self.stack.containers(service)) for service in HEALTH_PORTS)
         waited_s = wait_until("Prometheus sees all", lambda: num_series('up{job="paceline"} == 1') == expected, 60)
-        assert num_series("paceline_scheduler_is_leader == 1") == 1
+        assert num_series("paceline_scheduler_is_master == 1") == 1
         firing = num_series('ALERTS{alertstate="firing"}')
         assert not firing, f"{firing} alerts fire"
         return f"{expected} targets after {waited_s:.1f} s"
@@ -339,7 +339,7 @@ class Checks:
 
 
 def _is_leader(scheduler: str) -> bool:
-    return metric(scheduler, SCHEDULER_METRICS_PORT, "paceline_scheduler_is_leader") == 1
+    return metric(scheduler, SCHEDULER_METRICS_PORT, "paceline_scheduler_is_master") == 1
 
 
 def _difference(text: str, reference: str) -> str:

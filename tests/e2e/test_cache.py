@@ -76,6 +76,6 @@ async def test_tokens_are_those_that_come_without_a_cache(bare: Stack, tiny: Sta
     assert (tiny.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) > 0
     for happened in ("copied", "evicted", "demoted", "promoted", "swapped_out", "swapped_in", "evicted_host"):
         assert (tiny.metric(f"paceline_cache_{happened}_blocks_total", "cache") or 0) > 10, happened
-    for happened in ("sharing_sequences", "demoted_partial_blocks", "copied_host_blocks"):
+    for happened in ("sharing_sequences", "demoted_tails", "copied_host_blocks"):
         assert (tiny.metric(f"paceline_cache_{happened}_total", "cache") or 0) > 0, happened
     assert (bare.metric("paceline_cache_prefix_hit_tokens_total", "cache") or 0) == 0

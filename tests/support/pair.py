@@ -11,7 +11,7 @@ from tests.support.proxy import Proxy
 from tests.support.stack import Stack
 
 SCHEDULERS = ("scheduler", "scheduler-2")
-IS_LEADER, EPOCH = "paceline_scheduler_is_leader", "paceline_scheduler_epoch"
+IS_MASTER, EPOCH = "paceline_scheduler_is_master", "paceline_scheduler_epoch"
 
 
 @dataclass
@@ -53,12 +53,12 @@ class Pair(Stack):
             self.start(name)
         self._wait(lambda: (self.metric("paceline_worker_kv_blocks", "worker-1") or 0) > 0, "model loaded")
         self.start("scheduler")
-        self.wait_metric(IS_LEADER, 1)
+        self.wait_metric(IS_MASTER, 1)
         self.scheduler_module = "services.cli"
         self.start("scheduler-2")
         self.wait_ready()
         self.wait_metric("paceline_scheduler_num_workers", workers)
-        self.wait_metric(IS_LEADER, 0, of="scheduler-2")
+        self.wait_metric(IS_MASTER, 0, of="scheduler-2")
         return self
 
     async def ended(self, name: str) -> int:

@@ -180,7 +180,7 @@ async def test_a_scheduler_stands_by_until_there_is_no_leader(etcd: Etcd, proces
     async with running(settings) as addresses, open_channel(f"127.0.0.1:{settings.port}") as channel:
         await until_health(channel, "", SERVING)
         assert [await health(channel, name) for name in (INFERENCE, WORKER)] == [NOT_SERVING, NOT_SERVING]
-        await until_metric(addresses, "is_leader", 0)
+        await until_metric(addresses, "is_master", 0)
         assert await metric(addresses, "epoch") == 0
         while "elsewhere:50051" not in await refusal(channel):  # noqa: ASYNC110 - until it has asked etcd
             await asyncio.sleep(0.02)
@@ -195,7 +195,7 @@ async def test_a_scheduler_stands_by_until_there_is_no_leader(etcd: Etcd, proces
         await etcd.revoke(lease)
         await until_health(channel, WORKER, SERVING)
         assert (await etcd.read_leader()).address == f"127.0.0.1:{settings.port}"
-        await until_metric(addresses, "is_leader", 1)
+        await until_metric(addresses, "is_master", 1)
         # Later epochs are higher, independent of the time of day.
         assert await metric(addresses, "epoch") == 2**50 + 1
         session = untyped(inference_pb2_grpc.InferenceServiceStub(channel)).Session()

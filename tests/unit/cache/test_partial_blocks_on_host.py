@@ -31,7 +31,7 @@ def test_a_partial_block_is_demoted_and_comes_back() -> None:
     cached, table, pairs = admitted(cache, 1, A[:9])
     assert (cached, pairs) == (6, [(table[0], 1), (table[1], 2)])
     counters = cache.core.counters
-    assert (counters.demoted_partial_blocks, counters.copied_blocks, counters.copied_host_blocks) == (1, 1, 1)
+    assert (counters.demoted_tails, counters.copied_blocks, counters.copied_host_blocks) == (1, 1, 1)
     cache.free(1)
     assert admitted(cache, 2, A[:5])[0] == 4  # on the device now
 
@@ -51,7 +51,7 @@ def test_a_match_may_end_within_a_whole_host_block() -> None:
     cache.free(1)
     assert admitted(cache, 2, [*A[:3], 5])[0] == 3
     counters = cache.core.counters
-    assert (counters.demoted_partial_blocks, counters.copied_blocks, counters.copied_host_blocks) == (0, 2, 2)
+    assert (counters.demoted_tails, counters.copied_blocks, counters.copied_host_blocks) == (0, 2, 2)
 
 
 def test_a_beginning_outlives_the_block_that_it_was_copied_from() -> None:

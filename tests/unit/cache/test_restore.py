@@ -260,7 +260,7 @@ def test_a_bad_entry_is_refused_by_itself(name: str, prefix_caching: bool) -> No
     assert (table(link, 1), table(link, 4)) == ([5, 3, 9], [5, 3, 10])
     assert (link.pools[0], link.host_pools[0]) == ((12, 0, 4, 0), (2, 2))
     counters = link.core.counters
-    assert (counters.restored_sequences, counters.refused_restores, counters.refused_ops) == (3, 1, 0)
+    assert (counters.restored_sequences, counters.refused_claims, counters.refused_ops) == (3, 1, 0)
     link.free(1, 2, 4, 7, 8)
     assert (link.pools[0][2], link.host_pools[0][1]) == (0, 0)
 

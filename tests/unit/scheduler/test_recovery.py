@@ -421,5 +421,5 @@ def test_a_wrong_kept_sequence_does_no_harm() -> None:
         if request is not None:
             system.from_cache.append(system.cache.exchange(request))
             system.move("answer", None)
-    assert (system.cache.counters.restored_sequences, system.cache.counters.refused_restores) == (1, 4)
+    assert (system.cache.counters.restored_sequences, system.cache.counters.refused_claims) == (1, 4)
     system.assert_at_rest()
