@@ -80,7 +80,7 @@ def test_blocks_may_be_shared_as_far_as_tokens_agree() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_the_shared_one_of_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
+def test_the_shared_block_among_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
     entries = [
         d.restored(1, A, 16, [1, 2, 3, 4]),  # blocks 3 and 4 are not shared
         d.restored(2, [*A, 5], 16, [1, 2, 13, 14, 15]),  # shares all but the last
@@ -267,7 +267,7 @@ def test_a_position_in_the_tree_cannot_have_two_shared_blocks(prefix_caching: bo
     first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
     second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4, 5)]
     link = Driver()
-    # Without prefix caching these would be two families; one that has a block of each makes them one.
+    # Without prefix caching these would be two families. An entry with a block of each family joins the two.
     both = [d.restored(6, A[:9], 9, [1, 7, 9]), d.restored(5, A[:9], 9, [2, 7, 8])]
     entries = [*first, *second[:2], *both]
     refused = refusals(link, *entries, prefix_caching=prefix_caching)
@@ -310,8 +310,8 @@ def test_a_restore_is_possible_only_right_after_the_worker_was_added() -> None:
 
 
 @pytest.mark.parametrize("host", [None, []])
-def test_a_worker_is_restored_once_whether_or_not_that_took_blocks(host: list[int] | None) -> None:
-    """A sequence of which nothing is computed may have none: on the device, or swapped out."""
+def test_a_worker_is_restored_only_once_even_if_the_restore_took_no_blocks(host: list[int] | None) -> None:
+    """A sequence without computed tokens may have no blocks, on the device or swapped out."""
     link = make(d.restored(1, A, 0, host=host))
     with pytest.raises(Refused) as refused:
         link.one(d.restore_op(0, [d.restored(2, A, 4, [1])]))

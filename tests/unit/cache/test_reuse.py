@@ -42,7 +42,7 @@ def test_a_match_ends_where_the_tokens_differ_and_the_beginning_of_the_block_is_
     assert cache.probe(A) == {0: (16, 4)}
 
 
-def test_whole_blocks_only_if_the_worker_does_not_ask_for_more() -> None:
+def test_without_partial_reuse_only_whole_blocks_are_reused() -> None:
     cache = link(partial_reuse=False)
     cache.run(1, A)
     assert cache.match(2, [*A[:6], 7, 7, 7]) == {0: (4, 0)}

@@ -284,7 +284,7 @@ def test_fuzz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(1500):
         values = copy.deepcopy(scenario())
         for _ in range(rng.choice([1, 1, 1, 2])):
-            _spoil(values, rng)
+            _mutate(values, rng)
         path = tmp_path / "scenario.json"
         path.write_text(json.dumps(values))
         status = run(path, "--json")
@@ -299,7 +299,7 @@ def test_fuzz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 300 < refusals < 1450
 
 
-def _spoil(values: Any, rng: random.Random) -> None:
+def _mutate(values: Any, rng: random.Random) -> None:
     """Change, drop or add something, somewhere."""
     where = values
     while True:

@@ -97,7 +97,7 @@ def test_an_error_event_repeats_the_last_sequence_number() -> None:
     }
     [event] = writer.error("service_unavailable", "later", after=7)
     assert json.loads(event.decode().split("data: ")[1])["sequence_number"] == 7, (
-        "the client has more than this gateway"
+        "the client has events from another gateway"
     )
 
 

@@ -180,7 +180,7 @@ def test_keys_of_a_terminal(typed: str, keys: list[str]) -> None:
     assert parse_keys(typed) == keys
 
 
-def test_bars_are_empty_or_full_only_if_they_are() -> None:
+def test_a_bar_is_shown_empty_or_full_only_if_its_value_is() -> None:
     assert [bars.bar(part, 100, 4) for part in (0, 1, 50, 99, 100, 120)] == [
         "░░░░", "█░░░", "██░░", "███░", "████", "████"
     ]  # fmt: skip
