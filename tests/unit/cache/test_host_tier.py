@@ -179,7 +179,7 @@ def test_a_host_without_room_keeps_nothing() -> None:
     assert tiers(cache, A) == (0, 0)
 
 
-def test_as_much_of_the_beginning_is_kept_as_there_is_room_for() -> None:
+def test_the_host_keeps_as_many_first_blocks_as_it_has_room_for() -> None:
     cache = link(num_host=3)
     cache.run(1, A)
     cache.start(2, FILL)
@@ -246,9 +246,9 @@ def test_retention_continues_in_host_memory() -> None:
     cache.admit(1, 0)
     cache.commit(1, [], 16)  # B goes to the host
     cache.free(1)
-    cache.run(3, C)  # and now A, which takes two of B's
+    cache.run(3, C)  # A goes to the host too, and takes two of B's host blocks
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 16), (0, 8))
-    cache.run(4, FILL[:16])  # C takes the other two, and then two of A's
+    cache.run(4, FILL[:16])  # C takes B's other two, and then two of A's
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 8), (0, 0), (0, 16))
     cache.run(5, D)  # FILL takes the blocks of C, which was used later than A
     assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))

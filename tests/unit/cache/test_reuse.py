@@ -209,7 +209,7 @@ ONE, TWO, THREE = [1] * 4, [2] * 4, [3] * 4
         ("priority", [True, True, False]),
     ],
 )
-def test_strategies(eviction: str, kept: list[bool]) -> None:
+def test_each_strategy_evicts_by_its_rule(eviction: str, kept: list[bool]) -> None:
     cache = link(num_blocks=4, eviction=eviction, partial_reuse=False)
     for sequence, (prompt, priority) in enumerate(((ONE, 2.0), (TWO, 1.0), (THREE, 0.0))):
         stored(cache, sequence, prompt, priority=priority)

@@ -265,7 +265,7 @@ def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "paceline scenario: the following arguments are required: file (see --help)\n"
 
 
-def test_a_policy_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_fails_gets_one_error_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = scenario(preset={"capacity": "tests.support.hostile:Raises"})
     line = refused(tmp_path, capsys, json.dumps(broken))
     assert "a policy failed: ZeroDivisionError: division by zero (hostile.py:" in line

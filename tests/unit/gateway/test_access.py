@@ -68,7 +68,7 @@ def test_a_keys_tenant_is_the_requests_tenant() -> None:
     assert (refused.value.status, refused.value.param, refused.value.code) == (403, "tenant", "tenant_not_allowed")
 
 
-def test_a_key_for_any_tenant() -> None:
+def test_a_key_for_any_tenant_lets_the_request_name_its_tenant() -> None:
     key = make(any_tenant=True)
     assert [permitted(key), permitted(key, "other"), permitted(key, user="u")] == ["acme", "other", "u"]
 

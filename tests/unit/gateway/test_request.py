@@ -47,7 +47,7 @@ def make_job(
     )
 
 
-def test_defaults(builder: RequestBuilder) -> None:
+def test_a_request_without_fields_gets_the_defaults(builder: RequestBuilder) -> None:
     sampling = make_job(builder).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (97, 0, False)
@@ -563,7 +563,7 @@ def test_the_schedulers_codes_become_http_and_grpc() -> None:
     assert (unknown.status, unknown.type, unknown.grpc_code.name) == (500, "InternalServerError", "INTERNAL")
 
 
-def test_model_folders(tmp_path: Path) -> None:
+def test_a_model_folder_is_found_or_what_it_lacks_is_named(tmp_path: Path) -> None:
     assert resolve_folder(str(CHECKPOINT)) == CHECKPOINT.resolve()
     with pytest.raises(NoSuchModel, match="not a hub name"):
         resolve_folder(str(tmp_path / "nowhere"))

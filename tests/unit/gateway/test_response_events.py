@@ -67,7 +67,7 @@ def test_all_kinds_of_items_in_a_row() -> None:
     assert {item["status"] for item in added} == {"in_progress"}
 
 
-def test_how_a_response_ends() -> None:
+def test_a_response_ends_as_its_outcome_says() -> None:
     cut = events_of([OutputPiece("name", "f", call_id="c"), OutputPiece("arguments", '{"a')], CUT)[-1]
     assert (cut["type"], cut["response"]["incomplete_details"]) == (
         "response.incomplete",

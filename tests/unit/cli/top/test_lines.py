@@ -140,7 +140,7 @@ def test_services_are_shown_if_the_gateway_knows_them() -> None:
     assert "services" not in shown(full(Lines(SNAPSHOT, 160), SERVER), 160)
 
 
-def test_without_a_scheduler_it_says_so() -> None:
+def test_without_a_scheduler_the_screen_says_so() -> None:
     snapshot = {**SNAPSHOT, "scheduler": None}
     for lines in (full(Lines(snapshot, 80), SERVER), fitted(Lines(snapshot, 80), SERVER, 24)):
         assert "no scheduler" in shown(lines, 80)
