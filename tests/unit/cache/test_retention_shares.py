@@ -63,7 +63,7 @@ def test_requests_that_retain_everything_do_not_reduce_another_tenants_cache_hit
     assert retained_blocks(cache, "greedy") == 24
 
 
-def test_the_tenants_own_oldest_blocks_fall_back() -> None:
+def test_the_tenants_own_oldest_blocks_fall_back_to_the_default_priority() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 4))
     stored(cache, 2, prompt(2, 4))

@@ -22,7 +22,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_cas_key_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_the_key_of_the_ca_may_lie_elsewhere(tmp_path: Path) -> None:
     folder, key = tmp_path / "set", tmp_path / "private" / "key.pem"
     make_set(folder, ca_key=key, lifetime=DAY)
     assert not list(folder.rglob("ca-key.pem"))

@@ -336,7 +336,7 @@ def test_a_table_has_a_line_per_check_and_a_status(capsys: pytest.CaptureFixture
     assert err == ""
 
 
-def test_without_torch_it_says_how_to_install_it(
+def test_without_torch_doctor_says_how_to_install_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gpu_worker.inspection", None)

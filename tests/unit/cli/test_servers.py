@@ -161,7 +161,7 @@ def test_a_user_without_a_home_has_no_state_files(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_no_server_is_one_line(
+def test_without_a_server_a_command_prints_one_error_line(
     closed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(servers.DEFAULT_ADDRESSES, "scheduler", closed)
@@ -212,7 +212,7 @@ def test_an_http_server_is_no_scheduler(capsys: pytest.CaptureFixture[str]) -> N
     assert said == f"paceline policy: {address} does not speak gRPC, so it is no scheduler"
 
 
-def test_a_server_that_does_not_answer_is_one_line(
+def test_a_server_that_does_not_answer_gets_one_error_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "TIMEOUT_S", 0.2)

@@ -175,7 +175,7 @@ class Shaped(FirstComeFirstServed):
         self.pair, self.names = pair, names
 
 
-def test_types_that_json_lacks_are_lists() -> None:
+def test_an_option_of_a_type_that_json_lacks_is_given_as_a_list() -> None:
     order = build(choose("", {"order": own("Shaped")}, {"pair": [3, 4], "names": ["a"]})).order
     assert isinstance(order, Shaped)
     assert (order.pair, order.names) == ((3, 4), frozenset({"a"}))

@@ -609,7 +609,7 @@ def test_kv_of_a_failed_row_is_not_reused(system: LocalSystem, client: Client) -
     system.assert_at_rest()
 
 
-def test_sessions_learn_the_free_queue_places_and_the_number_of_counted_submissions(
+def test_sessions_learn_the_free_queue_positions_and_the_number_of_counted_submissions(
     system: LocalSystem, client: Client
 ) -> None:
     def told(client: Client) -> tuple[int, int]:

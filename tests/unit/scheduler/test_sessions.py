@@ -55,7 +55,7 @@ class Reader:
     limits=st.tuples(st.integers(1, 12), st.integers(1, 6)),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
+def test_a_late_reader_gets_all_output(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
     """Even handles want log probabilities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "MAX_SCORES", limits[0])

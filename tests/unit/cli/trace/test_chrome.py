@@ -104,7 +104,7 @@ def test_a_request_shows_its_phases() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "x"])
-def test_a_wrong_time_is_one_line(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_time_gets_one_error_line(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["out.json", f"--seconds={seconds}"])
     assert end.value.code == 2
