@@ -104,15 +104,20 @@ class TorchAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slot_mapping = metadata.slot_mapping
-        if self._by_row:
-            metadata = metadata.by_row(self._block_size)
-        self._plans = {window: self._plan_window(metadata, window) for window in set(self._windows)}
+        self._plan_sequences(metadata.by_row(self._block_size) if self._by_row else metadata)
 
-    def _plan_window(self, metadata: AttentionMetadata, window: int) -> WindowPlan:
-        row_counts = np.diff(metadata.qo_indptr)
-        groups = tuple(self._decode_groups(metadata, np.flatnonzero(row_counts == 1), window))
-        chunks = tuple(self._chunk(metadata, int(i), window) for i in np.flatnonzero(row_counts > 1))
-        return WindowPlan(groups, chunks)
+    def _plan_sequences(self, metadata: AttentionMetadata) -> None:
+        decodes = np.flatnonzero(np.diff(metadata.qo_indptr) == 1)
+        self._plans = {
+            window: WindowPlan(
+                tuple(self._decode_groups(metadata, decodes, window)), tuple(self._chunks(metadata, window))
+            )
+            for window in set(self._windows)
+        }
+
+    def _chunks(self, metadata: AttentionMetadata, window: int) -> Iterator[ChunkPlan]:
+        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > 1).tolist():
+            yield self._chunk(metadata, i, window)
 
     def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:
         kv_lens = metadata.kv_lens(self._block_size)[sequences].astype(np.int64)
