@@ -1,4 +1,4 @@
-"""A request's key, as the request's other checks see it."""
+"""The owner of a request: its API key, and the tenant and priority that the key permits."""
 
 from __future__ import annotations
 

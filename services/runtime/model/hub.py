@@ -16,7 +16,7 @@ _PATIENCE_S = 10.0
 
 
 class NoSuchModel(Exception):
-    """The folder does not exist, and the hub does not have the model. The message is one line."""
+    """The model's files cannot be found or fetched, or are GGUF. The message is one line."""
 
 
 def local_folder(model: str) -> Path | None:
