@@ -68,7 +68,7 @@ class TlsListener:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._num_told = 0
-        self._num_failed, self._noted_s = 0, -_LOG_EVERY_S  # handshakes since the last log line, and its time
+        self._num_failed, self._noted_s = 0, -_LOG_EVERY_S  # failures since the last log line, and its time
         self._resuming: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._loop.add_reader(sock.fileno(), self._accept)

@@ -151,7 +151,7 @@ class SchedulerView(BaseModel):
 class ServiceShown(BaseModel):
     """A service that this gateway knows. `num_restarts`: restarts of the service that the gateway has seen since the
     gateway's start; null if the gateway cannot see them. `up_s`: how long the service has been up, as far as the
-    gateway knows; null while the service is down."""
+    gateway knows; null while the service is not up, or if the gateway does not know."""
 
     kind: Literal["gateway", "scheduler", "cache", "worker"]
     name: str
@@ -171,8 +171,9 @@ class LiveSnapshot(BaseModel):
 
 
 class TimelineSpan(BaseModel):
-    """One reason, from `from_s` to `to_s` after the request's arrival. `behind`: the request that it waited for.
-    `worker`: the one that it waited for or ran on; null for several."""
+    """One reason, from `from_s` to `to_s` after the request's arrival. `behind`: the waiting request
+    before it in the queue; null if there was none, and if the caller may not see other requests. `worker`: the worker
+    that it waited for or ran on; null for several workers or none."""
 
     reason: str
     detail: str
