@@ -1,7 +1,7 @@
 """GET and POST /v1/policies: the scheduler's policies, as `paceline policy` shows and changes them.
 
-The scheduler decides whether the caller may do this. The gateway passes on the caller's key, and adds no rights of its
-own.
+Both the gateway and the scheduler check whether the caller may do this. The gateway passes on the caller's key, and
+adds no rights of its own.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class Percentiles(BaseModel):
 
 
 class GatewayFigures(BaseModel):
-    """The figures of this gateway. Rates and percentiles are those of the last `window_s` seconds; counts are since the
-    gateway's start."""
+    """The figures of this gateway. Rates and percentiles are those of the last `window_s` seconds. `prompt_tokens` and
+    `generation_tokens` are counts since the gateway's start."""
 
     ready: bool
     draining: bool
@@ -37,7 +37,7 @@ class GatewayFigures(BaseModel):
 
 
 class LoadShown(BaseModel):
-    """Online requests, on all workers."""
+    """The load by online requests, over all workers. The last three fields are counts since the scheduler's start."""
 
     num_running: int
     num_waiting: int
@@ -122,7 +122,8 @@ class SequenceShown(BaseModel):
 
 
 class SchedulerView(BaseModel):
-    """The scheduler. Counts are since its start, and `core_s` is the CPU time of its core."""
+    """The scheduler. `num_finished` to `num_failures` are counts since its start. `core_s` is the CPU time of its
+    core."""
 
     at_s: float
     epoch: int
