@@ -153,8 +153,8 @@ class TlsListener:
             self._num_failed, self._noted_s = 0, self._loop.time()
 
     def _keep_open(self, sock: socket.socket) -> int | None:
-        """A second file descriptor of the socket, which stays open when a failed handshake closes the first. None at the
-        limit _MAX_TOLD, or without a free descriptor."""
+        """A second file descriptor of the socket, which stays open when a failed handshake closes the first. None at
+        the limit _MAX_TOLD, or without a free descriptor."""
         if self._num_told >= _MAX_TOLD:
             return None
         try:
