@@ -28,7 +28,9 @@ class Reader:
     def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
         self._sock, self._transport = sock, transport
         self._is_tls = transport.get_extra_info("sslcontext") is not None
-        self._taken: int | None = None  # bytes read at the last check; None: no data waited
+        # At the last check: the acknowledged bytes or, if the system does not report them, minus the unsent bytes.
+        # None: no data waited.
+        self._taken: int | None = None
         self._idle_looks = 0
 
     @property

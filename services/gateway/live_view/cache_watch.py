@@ -41,7 +41,7 @@ class CacheWatch:
         return bool(self.target) and not self._is_older
 
     async def run(self) -> None:
-        """Read snapshots until cancelled."""
+        """Read snapshots until cancelled. Returns at once without a target."""
         self._first.clear()
         loop = asyncio.get_running_loop()
         try:

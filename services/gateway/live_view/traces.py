@@ -91,7 +91,7 @@ class RunningTrace:
         while True:
             call: Any = None
             try:
-                # Without an iterator, because read() and write() are missing in the stubs.
+                # Called without an iterator of requests, for read() and write(). The cast: the type stubs lack both.
                 call = cast(Any, live_pb2_grpc.LiveViewServiceStub(self._gateway.session.channel)).Trace()
                 while True:
                     asked_us = now_us()
