@@ -7,8 +7,8 @@ from collections import deque
 from services.gateway.live_view.schema import GatewayFigures, Percentiles
 from services.gateway.openai.gateway import Gateway
 
-# Percentiles and rates are over this many snapshots. There is one per second, so the last 10 span 9 s.
-WINDOW = 10
+# Percentiles and rates are over this many snapshots. There is one per second, so the last 11 span 10 s.
+WINDOW = 11
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
