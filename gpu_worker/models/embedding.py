@@ -36,7 +36,7 @@ class EmbeddingConfig:
 
     pooling: PoolingKind
     normalize: bool
-    # The longest input in tokens, if the files give one below the model's.
+    # The longest input in tokens, if the files give one. It may exceed the model's limit.
     max_tokens: int | None = None
     # The sizes to which a vector may be cut; None: none, empty: any.
     matryoshka: tuple[int, ...] | None = None

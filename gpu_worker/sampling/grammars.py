@@ -159,8 +159,9 @@ class Grammars:
 
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
         """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
-        longer than a step may, more rows are blamed: first those that were blamed before, then those that cost the
-        most. So many rows delay other sequences for a few steps only, even if each row keeps its own limit."""
+        longer than a step may, more rows that take longer than SHARE_S are blamed: first those that were blamed before,
+        then those that cost the most. So rows that each keep their own limit, but are many, delay other sequences for a
+        few steps only."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s
