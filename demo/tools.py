@@ -108,7 +108,7 @@ def _sum_tool(rng: random.Random) -> tuple[Tool, str, tuple[str, str]]:
 def tool_chat(
     rng: random.Random, draw_pair: Callable[[Callable[[], str]], str]
 ) -> tuple[list[Tool], list[tuple[str, str]]]:
-    """Functions, and a chat with a question, its call and the answer from its result, as (role, text).
+    """Functions, and a chat as (role, text): a question, the calls, their results, and the answer.
 
     `draw_pair` draws an (attribute, key) pair of the wanted side of the split."""
     attribute, key = draw_pair(lambda: _pair(rng)).split(" ", 1)
