@@ -49,7 +49,7 @@ class Inspection:
     host_bytes: int  # memory of the host for a start with the smallest useful pool, at its peak
     available: AvailableMemory | None  # on the host
     wanted_pool_bytes: int  # of KV blocks on a CPU; 0 on a GPU
-    pool_bytes: int  # what fits of it
+    pool_bytes: int  # the part of wanted_pool_bytes that fits
     no_flashinfer: str  # on a GPU: why FlashInfer cannot serve the model; empty if it can
 
 

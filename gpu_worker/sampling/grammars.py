@@ -1,9 +1,9 @@
 """The tokens that the grammars of requests allow, slot by slot, with matchers of llguidance
 (https://github.com/guidance-ai/llguidance).
 
-A matcher runs on the host, and needs the tokens of its sequence. So a row with a grammar waits before its next token is
-sampled, until the last token has left the device. By then the forward pass is queued. What a matcher allows depends
-only on the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
+A matcher runs on the host, and needs the tokens of its sequence. So before a row with a grammar samples its next token,
+the host waits until it has the last token. By then the forward pass is queued. What a matcher allows depends only on
+the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
 
 from __future__ import annotations
 
