@@ -42,7 +42,7 @@ _TEXTS = (
     "trace_id",
     *(name for name, field in METADATA.items() if field.kind is str),
 )
-_KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
+_KEPT = tuple(name for name in METADATA if name != "deadline_s")  # seconds from now in a submission, a time in a request
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is float)
 _HEX_DIGITS = set("0123456789abcdef")
 MAX_GRAMMAR_CHARS = 2**16
