@@ -1,7 +1,7 @@
 """Logits processors: penalties, bias, bans and lists of allowed tokens, for the slots that ask for them.
 
-They need all tokens of a sequence before its next token is sampled, and the last token may not have reached the host
-yet. So their state is on the device, and `record` adds each sampled token there.
+Penalties and bad words need all tokens of a sequence before its next token is sampled, and the last token may not have
+reached the host yet. So their state is on the device, and `record` adds each sampled token there.
 
 - A slot with penalties has a dense row of counts: 4 bytes per token of the vocabulary (0.5 MiB at 128k). A penalty
   reads the row's logits anyway, so reading as many counts is cheap, and recording a token is one addition. A buffer of

@@ -42,7 +42,8 @@ _TEXTS = (
     "trace_id",
     *(name for name, field in METADATA.items() if field.kind is str),
 )
-_KEPT = tuple(name for name in METADATA if name != "deadline_s")  # seconds from now in a submission, a time in a request
+# A submission has its deadline in seconds from now. A request has it as a time of the scheduler's clock.
+_KEPT = tuple(name for name in METADATA if name != "deadline_s")
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is float)
 _HEX_DIGITS = set("0123456789abcdef")
 MAX_GRAMMAR_CHARS = 2**16
