@@ -91,7 +91,8 @@ def build_worker(
 
 
 def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
-    """The flashinfer module; None: use plain torch."""
+    """The flashinfer module. None: the layers run on the compiled kernels for CPUs or on plain torch. Raises ModelError
+    if the settings ask for flashinfer, and it cannot be used."""
     if settings.deterministic and settings.attention_backend == "flashinfer":
         raise ModelError("deterministic: attention_backend flashinfer is not supported; use torch")
     is_cpu = settings.attention_backend == "auto" and device.type == "cpu"

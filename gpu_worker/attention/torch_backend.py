@@ -144,8 +144,8 @@ class TorchAttention:
             yield DecodeGroup(rows, self._gather(ids), self._mask(hidden)[:, None, None])
 
     def _split(self, order: Int64s, widths: Int64s) -> Iterator[Int64s]:
-        """Cut sequences, widest first, into groups. Each group fits GROUP_BYTES, and pads less than a new group
-        costs."""
+        """Cut sequences, widest first, into groups. A group fits GROUP_BYTES, or has one sequence. A new group begins
+        where it saves more padding than it costs; with `by_row`, wherever a sequence would be padded."""
         start = 0
         while start < len(order):
             widest = int(widths[start])
@@ -183,7 +183,8 @@ class TorchAttention:
             yield Tile(slice(top, bottom), slice(low - first_key, high - first_key), self._mask(hidden))
 
     def _gather(self, ids: npt.NDArray[np.integer]) -> Gather:
-        """ids: [sequences, width]. All gathers of a step use the same scratch memory, one after the other."""
+        """ids: [sequences, width]. The gathers of a step use the scratch memory one after the other. A gather that does
+        not fit makes larger scratch memory for itself and the later ones."""
         elements = ids.size * self._block_elements
         if self._scratch.shape[1] < elements:
             self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)

@@ -167,7 +167,8 @@ class Kernels:
         arrays are int32. `window` 0: none.
     norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
-        num_queries, eps): norms (queries', keys') and rotates the first num_heads heads, in place.
+        num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
+        the weight norms[0] for the first num_queries heads, and norms[1] for the other heads.
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     """
 

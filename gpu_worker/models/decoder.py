@@ -29,7 +29,7 @@ class Decoder:
         """Hidden states [wanted rows, hidden size], for logits() or final(). Attention must be planned for all rows.
 
         tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all. After its attention, the last
-        layer computes only these: of a prompt, no other row of that layer is read again.
+        layer computes only these rows, because nothing reads the other rows of that layer.
         """
         angles = self._ops.angles(positions)
         hidden = self._weights.embedding.index_select(0, tokens)

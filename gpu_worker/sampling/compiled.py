@@ -53,7 +53,7 @@ class PreparedGrammars:
         return ""
 
     def get(self, grammar: str) -> Compiled | None:
-        """The compiled grammar. None if the scheduler has not asked for it."""
+        """The compiled grammar. None: it was not prepared, its compilation failed, or it was forgotten."""
         found = self._by_text.get(grammar)
         return None if found is None else found[1]
 

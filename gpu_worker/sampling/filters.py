@@ -6,9 +6,9 @@ differs with the number of rows, and for a running sum it may differ each time. 
 (`whole_weights`), which are equal in any order: the same logits keep the same tokens on every device and in every
 batch.
 
-FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used. They first round to float32 probabilities, in which
-different logits may be equal. And top_p_renorm_probs is reproducible only with is_deterministic, which costs part of
-its advantage. `beyond_by_radix` is also a radix search. It finds the exact threshold, with torch's own kernels."""
+FlashInfer's top_p_renorm_probs is not used. It reads float32 probabilities, in which different logits may be equal. And
+it is reproducible only with is_deterministic, which costs part of its advantage. `beyond_by_radix` finds the exact
+threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.)"""
 
 from __future__ import annotations
 

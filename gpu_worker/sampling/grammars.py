@@ -1,9 +1,9 @@
 """The tokens that the grammars of requests allow, slot by slot, with matchers of llguidance
 (https://github.com/guidance-ai/llguidance).
 
-A matcher runs on the host, and needs the tokens of its sequence. So a row with a grammar waits before its next token is
-sampled, until the last token has left the device. By then the forward pass is queued. What a matcher allows depends
-only on the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
+A matcher runs on the host, and needs the tokens of its sequence. So before a row with a grammar samples its next token,
+the host waits until it has the last token. By then the forward pass is queued. What a matcher allows depends only on
+the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
 
 from __future__ import annotations
 
@@ -159,8 +159,9 @@ class Grammars:
 
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
         """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
-        longer than a step may, more rows are blamed: first those that were blamed before, then those that cost the
-        most. So many rows delay other sequences for a few steps only, even if each row keeps its own limit."""
+        longer than a step may, more rows that take longer than SHARE_S are blamed: first those that were blamed before,
+        then those that cost the most. So rows that each keep their own limit, but are many, delay other sequences for a
+        few steps only."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s

@@ -1,5 +1,5 @@
-"""From logits to tokens. A step that no row needs costs nothing: an all-greedy batch is one max. The host never waits
-for the device: it decides by the requests' parameters (`SamplingRows`), never by a result on the device.
+"""From logits to tokens. An operation that no row needs costs nothing: an all-greedy batch is one max. The host never
+waits for the device: it decides by the requests' parameters (`SamplingRows`), never by a result on the device.
 
 The order is that of vLLM V1 (its Sampler's documentation). The definitions are those of transformers' processors:
 

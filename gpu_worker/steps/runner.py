@@ -164,7 +164,8 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def reset(self, grammars: PreparedGrammars | None = None) -> None:
-        """The link has ended: forget every sequence. The pool stays, but its contents are not valid any more.
+        """A new link begins: forget every sequence. The pool keeps its contents: sequences of the new link may begin
+        with KV that kept() has reported.
 
         `grammars`: the grammars that the next link's sequences may use."""
         self._slots.reset()

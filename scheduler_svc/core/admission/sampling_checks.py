@@ -1,4 +1,5 @@
-"""Limits of sampling parameters. Every token id in them is checked here, before it can reach a worker's kernels.
+"""Limits of sampling parameters. Their token ids are checked here, before they can reach a worker's kernels. (For
+stop_token_ids, validation.py does that.)
 
 Parameters that change the logits are checked together: few requests have any of them.
 """
@@ -19,7 +20,7 @@ MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # tokens of one bad word; the worker has the same limit
-# Parameters travel with every sequence that a plan places, and count against the plan's bytes (steps.py).
+# Parameters travel with every sequence that a plan places, and count against MAX_PLAN_BYTES (core/workers/steps.py).
 MAX_BAD_WORDS_TOKENS = 4096  # of all bad words together
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192
