@@ -90,7 +90,7 @@ IGNORED_TYPES: dict[str, type] = {
     "user_profile_id": str,
 }
 _JSON_TYPES: dict[type, str] = {bool: "boolean", dict: "object", int: "integer", str: "string"}
-# The same for objects inside a request, by their paths.
+# Refused fields of messages, and ignored fields of all objects inside a request, by their paths.
 REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
 IGNORED_INSIDE: dict[str, str] = {
     "messages.refusal": "says why the assistant refused; no template shows it",
