@@ -145,7 +145,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. For a beam search: the best hypothesis, and all hypotheses. `logprobs`: see Piece."""
+    """A whole answer. After a beam search, the text and the tokens are those of the best hypothesis. `logprobs`: see
+    Piece."""
 
     text: str
     token_ids: list[int]

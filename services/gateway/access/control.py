@@ -24,7 +24,7 @@ _LOG_EVERY_S = 10.0
 
 
 class AccessControl:
-    """Without keys every caller is ANYONE. A call costs one SHA-256 of its key, and nothing per token."""
+    """Without keys every caller is ANYONE. Finding a caller costs one SHA-256 of the key; a token costs nothing."""
 
     def __init__(
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic

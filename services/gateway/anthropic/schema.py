@@ -268,7 +268,7 @@ def _describe_unserved(schema: dict[str, Any]) -> None:
 
 
 class MessagesRequest(BaseModel):
-    """POST /v1/messages; without `max_tokens` POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages, and of POST /v1/messages/count_tokens, which needs no `max_tokens`."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", hide_input_in_errors=True, json_schema_extra=_describe_unserved
@@ -340,7 +340,7 @@ def read_request(body: Any, max_model_len: int) -> MessagesRequest:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Turns of one role that follow each other are one turn, as Anthropic has it; many templates refuse two."""
+    """Turns of one role that follow each other become one turn, as at Anthropic. Many templates refuse such turns."""
     merged: list[Message] = []
     for _, same_role in groupby(messages, key=lambda message: message.role):
         first, *more = same_role

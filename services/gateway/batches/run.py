@@ -44,7 +44,9 @@ _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 _HELD_BYTES = 32 * 2**20
 _UNKNOWN_ID = ""  # custom_id of a line that this gateway cannot parse; results are in the order of the lines
 _WRITTEN = 256  # results of lines that were not run, in one write
-_CHECKED_BYTES = 2**20  # of results, between two checks of the owner's limit: Redis reads all documents for a check
+# Bytes of results between two checks of the owner's limit. With Redis, a check asks for the size of each document of
+# the owner.
+_CHECKED_BYTES = 2**20
 _EVENTS: dict[Unrun, Event] = {
     "": "run",
     "batch_expired": "expire",

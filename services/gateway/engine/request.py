@@ -62,8 +62,8 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    token_bytes: Callable[[int], bytes]  # one token alone
-    shown_bytes: Callable[[int], bytes]  # one token in the text
+    token_bytes: Callable[[int], bytes]  # the bytes of a token
+    shown_bytes: Callable[[int], bytes]  # what a token adds to the text: nothing if it is a hidden special token
     new_detokenizer: Callable[[], Detokenizer]  # for output after the prompt
     arrival_s: float
     include_stop: bool = False  # whether the text contains the stop string or token

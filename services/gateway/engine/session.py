@@ -45,7 +45,8 @@ def _away() -> ApiError:
 class SchedulerSession:
     """Submits requests to the scheduler and wakes their consumers.
 
-    All submissions and cancellations of one event-loop turn travel in one message. A broken stream is reopened after
+    All submissions and cancellations of one event-loop turn travel in one message, or in several if the submissions
+    take more than 4 MiB. A broken stream is reopened after
     50 ms to 1 s (±20 %), and all unfinished requests are submitted again.
     """
 
