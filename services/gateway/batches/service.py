@@ -165,8 +165,8 @@ class Batches:
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
-        """Take one batch of each owner. An owner without a run goes first. If more than _MOST_OWNERS
-        owners wait, only those with the longest wait are considered."""
+        """Take one batch of each owner. An owner without a run goes first. If more than _MOST_OWNERS owners
+        wait, those that have waited longest go first."""
         if not self.gateway.ready:
             return
         for name in [name for name, (run, _) in self._runs.items() if run.is_idle]:

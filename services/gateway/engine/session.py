@@ -46,8 +46,8 @@ class SchedulerSession:
     """Submits requests to the scheduler and wakes their consumers.
 
     All submissions and cancellations of one event-loop turn travel in one message, or in several if the submissions
-    take more than 4 MiB. A broken stream is reopened after
-    50 ms to 1 s (±20 %), and all unfinished requests are submitted again.
+    take more than 4 MiB. A broken stream is reopened after 50 ms to 1 s (±20 %), and all unfinished requests are
+    submitted again.
     """
 
     def __init__(

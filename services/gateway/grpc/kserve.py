@@ -27,8 +27,8 @@ _log = get_logger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
-# At most so many streams are open at once, and not more than the largest bodies that fit into the memory for bodies.
-# Nothing else limits the memory of the messages that streams receive.
+# At most so many streams are open at once, and fewer if the memory limit for bodies holds fewer bodies of the largest
+# size. Nothing else limits the memory of the messages that streams receive.
 MAX_STREAMS = 256
 # Requests of one stream that run at once. Of further messages, one is read and waits; the others wait unread.
 MAX_STREAMED = 64
