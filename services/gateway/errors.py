@@ -1,4 +1,4 @@
-"""The error type of both APIs: an HTTP status with the error fields of OpenAI and vLLM, and a gRPC status code."""
+"""The error type of the HTTP and gRPC APIs: an HTTP status, error fields of OpenAI and vLLM, and a gRPC status code."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def _phrase(status: int) -> str:
 
 
 def is_final(code: int) -> bool:
-    """Whether a request that ended with this google.rpc.Code would fail again, because of itself or an internal
-    error."""
+    """Whether this google.rpc.Code of an Ending stands for an internal error (HTTP status 500). Such a request must not
+    run again for a retry: it may have caused the error."""
     return code not in _HTTP_STATUS
 
 

@@ -17,14 +17,14 @@ _log = get_logger(__name__)
 # Balancers and orchestrators ask these without a key. The answers say nothing about requests or tenants.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 METRICS_PATH = "/metrics"
-# The page is static files: it shows nothing, and asks for a key itself.
+# The web page consists of static files without data of the server. The page itself asks the user for a key.
 PAGE_PATH, ASSETS_PATH = "/", "/assets"
-# At most one log line in this time, however many calls have a wrong key.
+# At most one log line in this time, however many calls have no valid key.
 _LOG_EVERY_S = 10.0
 
 
 class AccessControl:
-    """Without keys every caller is ANYONE. A call costs one SHA-256 of its key, and nothing per token."""
+    """Without keys every caller is ANYONE. Finding a caller costs one SHA-256 of the key; a token costs nothing."""
 
     def __init__(
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic

@@ -73,7 +73,7 @@ class InputCheck:
 
 
 async def parse_line(gateway: Gateway, line: Line) -> BatchLine:
-    """The request of a line. Raises ApiError 400."""
+    """The request of a line. Raises ApiError 400, and 503 if the process that parses large lines has died."""
     if line.text is None:
         message = f"the line is larger than {gateway.max_body_bytes} bytes (--max-body-bytes)"
         raise invalid(None, message, code="line_too_large")

@@ -81,7 +81,8 @@ def embedding_job(
 
 
 async def vector_of(generation: Generation, info: common_pb2.EmbeddingInfo, dimensions: int | None = None) -> Vector:
-    """Wait for the vector of an embedding_job(), and cut it to `dimensions`. Raises what Generation.next raises."""
+    """Wait for the vector of an embedding_job(), and cut it to `dimensions`. Raises what Generation.next raises, and
+    ApiError 500 for a vector of another size."""
     while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
         await generation.next()
     vector = np.frombuffer(generation.run.live.embedding, "<f4")

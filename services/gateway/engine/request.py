@@ -1,4 +1,4 @@
-"""Checks and completes what a client asks for. Both APIs make their jobs for the scheduler here."""
+"""Checks and completes what a client asks for. All APIs that generate text make their jobs for the scheduler here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_SAMPLES = 64  # per prompt
-# The scheduler's limits. They apply here too, because submissions of several requests share one message.
+# The scheduler's limits. The gateway checks them too, because submissions of several requests share one message.
 MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -62,8 +62,8 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    token_bytes: Callable[[int], bytes]  # one token alone
-    shown_bytes: Callable[[int], bytes]  # one token in the text
+    token_bytes: Callable[[int], bytes]  # the bytes of a token
+    shown_bytes: Callable[[int], bytes]  # what a token adds to the text: nothing if it is a hidden special token
     new_detokenizer: Callable[[], Detokenizer]  # for output after the prompt
     arrival_s: float
     include_stop: bool = False  # whether the text contains the stop string or token
