@@ -126,7 +126,7 @@ class WayToEtcd:
     time has failed, and the next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
-        self.link: SimulatedConnection | None = None  # at least dialled
+        self.link: SimulatedConnection | None = None  # dialled, and not necessarily connected yet
         self._party = party
         self._etcd = etcd
         self._timeout_s = timeout_s

@@ -154,7 +154,7 @@ class SimulatedConnection:
         self.silent = True
 
     def fall_silent(self) -> None:
-        """From now on no message passes in either direction, not even pings."""
+        """From now on no message passes in either direction, not even pings. After KEEPALIVE_S, both ends notice."""
         self.silent = True
         self.network.after(KEEPALIVE_S, self.cut)
 
