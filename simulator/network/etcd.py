@@ -122,8 +122,8 @@ class EtcdParty(Party):
 
 
 class WayToEtcd:
-    """The connection of one party to etcd; the party passes on what comes by `link`. A question without an answer in
-    time has failed, and the next one goes by another connection."""
+    """The connection of one party to etcd. The party calls `connected`, `received` and `closed` for the events of
+    `link`. A question without an answer in time has failed, and the next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
         self.link: SimulatedConnection | None = None  # dialled, and not necessarily connected yet

@@ -262,8 +262,8 @@ class CacheParty(Party):
 
 
 class WorkerParty(Party):
-    """A worker. Steps run one after the other, each in its time, for the link by which they came. A leaving worker asks
-    to be released; `on_released` is called when it is."""
+    """A worker. Steps run one after the other, and each takes some time. A result goes only to the link by which its
+    plan came. A leaving worker asks to be released; `on_released` is called when it is."""
 
     def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
