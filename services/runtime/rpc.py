@@ -293,7 +293,7 @@ def _watched(
     behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None, gate: MessageGate | None = None
 ) -> Any:
     """The same behaviour, with metrics, and with errors as status codes. `decode`: decodes the bytes of a single
-    request; None for a stream, whose messages gRPC decodes. `gate`: reads the single request, if gRPC does not."""
+    request; None for a stream: gRPC decodes its messages. `gate`: reads the single request, if gRPC does not."""
 
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()
