@@ -178,7 +178,8 @@ def _random_fault(rng: random.Random, num_workers: int) -> Fault:
 
 
 def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
-    """A fault by which the leader mostly loses its lease; and more faults, about the moment at which it comes back."""
+    """A fault by which the leader usually loses its lease; sometimes a fault of etcd; and more faults, at about the
+    moment at which the leader comes back."""
     at_s, for_s = rng.uniform(0.2, 0.7), rng.uniform(2.5, 6.0)
 
     def fault(at_s: float, kind: FaultKind, target: str, for_s: float) -> Fault:

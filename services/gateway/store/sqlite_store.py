@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, full, too_large
 from services.gateway.store.sqlite_file import SqliteFile, marks
 
-# Deleted at a time, so that other gateways' writes come between.
+# Responses that one transaction deletes. Between two transactions, other gateways can write.
 _BATCH = 256
 _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
 
 
 class SqliteStore:
     """Stores responses in SQLite. `ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all
-    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. So no owner's
-    responses displace those of another owner within an equal share."""
+    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. A new response
+    displaces only responses of its own owner, and of owners that have more bytes than its owner."""
 
     def __init__(
         self, file: SqliteFile, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time

@@ -59,8 +59,8 @@ class GatewayMetrics(Collector):
         self.registry.register(self)
 
     def tokens(self, num_tokens: int, waited_s: float, *, first: bool) -> None:
-        """`num_tokens` output tokens arrived together, `waited_s` after the request (`first`) or after the last
-        ones."""
+        """`num_tokens` output tokens of a sequence arrived together, `waited_s` after the request (`first`) or after
+        the sequence's previous tokens."""
         self.generation_tokens += num_tokens
         if self._trace.recording:
             self._trace.tokens(num_tokens)

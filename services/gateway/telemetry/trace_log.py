@@ -14,7 +14,7 @@ _TOGETHER_US = 500
 
 
 def now_us() -> int:
-    """The gateway's clock of a trace."""
+    """The time of a trace's items, in microseconds on this machine's monotonic clock."""
     return time.monotonic_ns() // 1000
 
 
@@ -62,7 +62,7 @@ class GatewayTraceLog:
         self._written: deque[Written] = deque(maxlen=MAX_KEPT)
         self._ended: deque[Ended] = deque(maxlen=MAX_KEPT)
 
-    # To be called only while `recording`:
+    # `message`, `tokens` and `ended` are called only while `recording`.
 
     def message(self, received_us: int, num_tokens: int) -> None:
         self._messages.append(SchedulerMessage(received_us, now_us(), num_tokens))
