@@ -10,8 +10,9 @@ A cached prefix is worth the prefill time that it saves, once. So one request al
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
 that would not be the best one otherwise. When this sum reaches the cost of a second copy, the next request makes the
 copy. So the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
-On a worker without rows half of the sum is enough, and the cost at most three times that of such a rule. Each request
-adds at least 1/20 of a copy to the sum, so that no worker stays without a prefix that all share.
+If that copy goes to a worker without rows, half of the copy's cost is enough, and the total cost is at most three times
+that of such a rule. Each request adds at least 1/20 of a copy's cost to the sum, so that no worker stays without a
+prefix that all requests share.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class PredictedTime(PlacementPolicy):
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
         self._choices: dict[int, PlacementChoice] = {}  # of the round, by arrival index
-        self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # by bound requests
-        self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
+        self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # the sums; bound requests only
+        self._round_lost_s: dict[PrefixKey, float] = {}  # the sums with the requests that the round has placed
         self._bindings = itertools.count(1)
         self._last_binding: dict[int, int] = {}  # by worker
         self._patience_s = 1.0  # of the round
@@ -88,7 +89,7 @@ class PredictedTime(PlacementPolicy):
         self._round_lost_s.clear()
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
-        """The worker with the lowest cost, or the next best one if it makes a copy that pays."""
+        """The worker with the lowest cost. If a copy pays: the worker that would be the best if all had the prefix."""
         if len(workers) == 1:
             return workers[0]
         expected = self._expected_tokens(request)
@@ -123,7 +124,7 @@ class PredictedTime(PlacementPolicy):
         return chosen
 
     def bound(self, request: RequestView, worker_id: int) -> str:
-        """Add the lost time to the prefix's sum. Returns the predictions."""
+        """Add the lost time to the prefix's sum; a copy sets the sum to 0. Returns the predictions."""
         self._last_binding[worker_id] = next(self._bindings)
         if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
             del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]
