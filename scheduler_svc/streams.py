@@ -70,8 +70,8 @@ async def keep(
     watch: Watch, outgoing: Outgoing[M], heartbeat: Callable[[], M] | None, give_up: Callable[[str], None]
 ) -> None:
     """Send heartbeats to a peer until the peer is silent for too long. Then call `give_up` at once, and close the
-    stream. If the peer does not read, the stream ends when it reads again, or with the connection. `heartbeat`: None for
-    a peer that does not read heartbeats."""
+    stream. If the peer does not read, the stream ends when it reads again, or with the connection. `heartbeat`: None
+    for a peer that does not read heartbeats."""
 
     def send() -> None:
         if heartbeat is not None:
