@@ -155,5 +155,5 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         if election:
-            server.election = None  # calls that are still open may end after the election
+            server.election = None  # open calls may end after the election: its end is no lost lease
             await election.close()

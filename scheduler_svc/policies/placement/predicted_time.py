@@ -8,11 +8,11 @@ The cost of a worker, in seconds summed over requests:
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
-that would not be the best one otherwise. When this sum reaches the cost of a second copy, the next request makes the
-copy. So the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
-If that copy goes to a worker without rows, half of the copy's cost is enough, and the total cost is at most three times
-that of such a rule. Each request adds at least 1/20 of a copy's cost to the sum, so that no worker stays without a
-prefix that all requests share.
+that would not be the best one otherwise. When the loss of the next request would bring this sum to the cost of a second
+copy, that request makes the copy instead. So the cost is at most twice that of a rule that knows the future (ski
+rental: Karlin et al., Algorithmica 1988). If the copy goes to a worker without rows, half of the copy's cost is enough,
+and the total cost is at most three times that of such a rule. Each request adds at least 1/20 of a copy's cost to the
+sum, so that no worker stays without a prefix that all requests share.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SAME = 0.02
 # A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
 # would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
 # slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
-# (docs/placement-comparison.md).
+# (in the simulated cases of docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
 # With 1/50, workers stayed without the prefix for too long: 99th percentiles of TTFT were up to twice as long.
 LEAST_LOST = 1 / 20
 # Part of a copy's cost that the sum must reach if the copying worker has no rows: there the copy delays no other
 # request. With 1, such workers did nothing for longer: the average imbalance was 2.1 % above the best rule's, not 1.7 %
-# (docs/placement-comparison.md).
+# (in the simulated cases of docs/placement-comparison.md).
 IDLE_COPY = 1 / 2
 LEAST_STEP_S = 1e-6
 GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended

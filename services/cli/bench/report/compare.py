@@ -41,7 +41,7 @@ class ComparedFigure(NamedTuple):
 
 
 class ComparedStage(NamedTuple):
-    """The stages of two runs with the same load, or at the same position."""
+    """One stage of each run: with the same load, or the only stage of both."""
 
     a: StageReport
     b: StageReport
