@@ -1,4 +1,4 @@
-"""A scheduler that is not the leader (yet, or any more): it refuses calls, and ends."""
+"""A scheduler that is not the leader. A standby refuses calls until it leads. A former leader ends its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ else:
 
 log = get_logger(__name__)
 
-# Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
+# Another scheduler may lead. The supervisor should start this one again, as a standby: EX_TEMPFAIL of sysexits.h.
 LOST_STATUS = 75
 EVERY_ADDRESS = {"0.0.0.0", "::"}
 

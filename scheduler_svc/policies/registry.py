@@ -1,6 +1,6 @@
 """Makes policies from names and options. A policy is built in, found by an entry point of the group
-`paceline.policies`, or named as "module:Class" where a name may import a module: on the scheduler's command line and in
-scenario files, but not in an RPC."""
+`paceline.policies`, or named as "module:Class". Such a name imports a module. It is allowed in the scheduler's own
+settings (flag, environment, file) and in scenario files. An RPC may only repeat a name that is in these settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose(
     base: PolicySet | None = None,
 ) -> PolicySet:
     """A preset (else `base`, else the default preset), with other policies and options on top. If a policy of `base` is
-    replaced, its options are dropped. Raises PolicyError."""
+    replaced, options of `base` that none of the chosen policies has are dropped. Raises PolicyError."""
     if preset and preset not in PRESETS:
         raise PolicyError(f"preset: {preset!r} is none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else base or PRESETS[DEFAULT]

@@ -33,7 +33,7 @@ TLS_ENV = "PACELINE_TLS_DIR"
 
 
 class NoAddress(Exception):
-    """No server, or several servers, fit the command. The message is one line."""
+    """No server, or several servers, fit the command, or an address is malformed. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ NVIDIA_SMI_S = 20.0
 # The first GPUs with bfloat16 matmul (Ampere).
 BF16_CAPABILITY = (8, 0)
 FLASHINFER = "flashinfer-python"
-# Packages with compiled kernels. FlashInfer uses them only if their version is its own.
+# Packages with compiled kernels. FlashInfer cannot be imported if their version differs from its own.
 KERNEL_PACKAGES = ("flashinfer-cubin", "flashinfer-jit-cache")
 INSTALL_GPU = "pip install -e '.[gpu]'"
 
@@ -98,7 +98,8 @@ def flashinfer_versions() -> dict[str, str]:
 
 
 def needed_flashinfer() -> str:
-    """The least version that Paceline's own metadata names; 0 if they are not installed."""
+    """The least version of FlashInfer that Paceline's installed metadata require; "0" if they are not installed or name
+    none."""
     try:
         requirements = importlib.metadata.requires("paceline") or []
     except importlib.metadata.PackageNotFoundError:

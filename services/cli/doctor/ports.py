@@ -27,7 +27,8 @@ def check_access(settings: UpSettings) -> Check:
 
 
 def check_ports(settings: UpSettings) -> list[Check]:
-    """One check for each port that has a flag, and one more if they do not fit together."""
+    """One check for each port of _OWN_PORTS. If none fails, but two ports are equal or a port for /metrics cannot be
+    used: one more check, which fails."""
     host, _ = safe_host(settings.host, has_keys=bool(settings.keys_file), insecure=settings.insecure)
     checks = []
     for name in _OWN_PORTS:

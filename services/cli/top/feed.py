@@ -14,7 +14,7 @@ PATH = "/v1/live?stream=true"
 # The server sends one snapshot per second.
 SILENCE_S = 5.0
 RETRY_S = 1.0
-# Snapshots of which the tokens per second are kept: 30 s.
+# The tokens per second of this many last snapshots are kept: 30 s.
 NUM_RATES = 30
 # The second snapshot of a stream is the first with rates and percentiles over a whole second.
 FIRST_WITH_RATES = 2

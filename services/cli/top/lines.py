@@ -107,7 +107,7 @@ class Lines:
         return lines
 
     def workers(self) -> list[Text]:
-        """The title, a line for each worker, and what is known of the chosen one."""
+        """The title and a line for each worker."""
         name = 16 if self.width >= 100 else 10
         size = max(min((self.width - name - 52) // 2, MAX_BAR), 4)
         head = f"  {'worker':<{name}} {'slots':<{size + 8}} {'blocks':<{size + 12}} plans  step"

@@ -96,7 +96,8 @@ def fitted(lines: Lines, status: ServerState, height: int) -> list[Text]:
 
 
 def scrolled(table: Sequence[Text], room: int, choice: Choice | None) -> list[Text]:
-    """At most `room` lines of the table with its title, among them the chosen one."""
+    """The table, cut to `room` lines if it has more (3 at least: title, one row, number of hidden rows). The chosen row
+    stays visible."""
     if len(table) <= room:
         return list(table)
     title, *rows = table

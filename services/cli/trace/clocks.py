@@ -58,7 +58,7 @@ SAME_CLOCK = ClockOffset(0.0, 0.0)
 
 
 def estimate(trips: Iterable[RoundTrip]) -> ClockOffset | None:
-    """None without a round trip. The error is at most half of the least delay.
+    """None if no round trip has a delay of 0 or more. The error is at most half of the least delay.
 
     Round trips are taken by their delays, the least first. A round trip that contradicts those before it shows that a
     clock has drifted meanwhile, and is left out. With the others, no message arrives before it was sent.

@@ -40,7 +40,7 @@ class ChartLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """A chart as inline SVG."""
+    """The content of a chart. draw() makes the SVG."""
 
     title: str
     x_label: str
