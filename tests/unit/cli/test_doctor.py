@@ -19,6 +19,7 @@ from services.cli.doctor.main import DoctorSettings
 from services.cli.main import main
 from services.cli.servers import announced
 from services.cli.up.holder import holder_of
+from services.runtime.keys.source import KEYS_ENV
 from services.runtime.memory.available import GIB, AvailableMemory
 from services.runtime.settings import load_settings
 from tests.support.ports import free_port
@@ -220,6 +221,16 @@ def test_a_default_port_in_use_is_no_failure(busy: int) -> None:
     check = ports._check_port("port", "127.0.0.1", busy, False)
     assert check.status is CheckStatus.NOTE
     assert "`up` takes a free port instead" in check.advice
+
+
+def test_with_keys_of_the_environment_the_port_is_checked_at_the_chosen_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without keys the server listens on the loopback address only."""
+    elsewhere = ("--host", "192.0.2.1", "--port", "0")
+    assert port_check(*elsewhere).status is CheckStatus.OK
+    monkeypatch.setenv(KEYS_ENV, "a-key-of-32-characters-0123456789")
+    assert port_check(*elsewhere).status is CheckStatus.FAILS
 
 
 def test_an_address_of_another_machine_and_a_port_given_twice_fail() -> None:
