@@ -18,7 +18,8 @@ from services.runtime.tls.files import TlsFiles
 
 
 class EtcdError(Exception):
-    """No endpoint answered in time, or one refused. The message is one line."""
+    """The endpoint that was asked gave no answer in time, refused, or sent something else than etcd's answer. The
+    message is one line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,6 @@ class LeaseClock:
 
 
 def next_epoch(last: int, wall_ms: int) -> int:
-    """Higher than the last epoch that etcd knows. It follows the time of day, so it is also higher than the epochs of
-    an etcd that lost its data."""
+    """An epoch above `last`, the last one that etcd knows. It is at least the wall-clock time `wall_ms` (Unix time in
+    milliseconds), so it is also above the epochs of an etcd that lost its data."""
     return max(last + 1, wall_ms)

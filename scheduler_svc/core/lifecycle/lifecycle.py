@@ -194,7 +194,8 @@ class Lifecycle:
             self.enqueue(request)
 
     def _lose_blocks(self, worker: WorkerState, request: Request, why: str = "") -> None:
-        """The worker has lost the request's blocks. A parked beam ends; any other request can wait again."""
+        """The request's blocks on the worker are lost: with the worker, or because a new cache refuses them. A parked
+        beam ends. The caller may enqueue any other request again."""
         self.holdings.release(request, lost=worker)
         request.advance(Event.LOSE)
         if request.phase is not Phase.ENDED:

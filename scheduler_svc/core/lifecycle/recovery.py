@@ -37,7 +37,7 @@ from scheduler_svc.core.workers.state import WorkerState
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, sequences: Iterator[int]) -> RestoreOp:
     """The operation that makes a worker's kept sequences cached prefixes. The worker kept them from an earlier link,
     for example to a scheduler that is gone. A request that ran on this worker and is submitted again then finds all its
-    tokens in the cache."""
+    tokens in the cache. Sequences beyond MAX_EXCHANGE_BYTES are left out."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:

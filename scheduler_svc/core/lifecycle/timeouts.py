@@ -57,8 +57,9 @@ class Timeouts:
                 yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
 
     def _without_worker(self, now_s: float, limit_s: float) -> Iterator[tuple[Request, str]]:
-        """Waiting requests that fit no attached worker: none is attached, or a larger one has left. Looks at the queue
-        only while the attached workers can hold less than earlier workers could."""
+        """Waiting requests that fit no attached worker: none is attached, or a worker with a larger pool, or with
+        adapters, has left or drains. If workers are attached, looks at the queue only while they can hold less than
+        earlier workers could: a smaller largest pool, or no adapters."""
         if (since_s := self._no_worker_since_s) is not None:
             message = f"no worker is attached: waited for one for {limit_s:g} s"
             waiting = self._queue if limit_s <= now_s - since_s else ()

@@ -24,7 +24,7 @@ class OrderPolicy(ABC):
 
     @abstractmethod
     def add(self, request: RequestView) -> None:
-        """Add a waiting request: a new one, or one that was preempted or swapped out."""
+        """Add a waiting request: a new one, or one that ran before and waits again."""
 
     @abstractmethod
     def remove(self, request: RequestView) -> None:
@@ -55,7 +55,8 @@ class OrderPolicy(ABC):
         """The request was removed because it runs now. `has_run` is False if it runs for the first time."""
 
     def stopped(self, request: RequestView) -> None:  # noqa: B027
-        """The request runs no more: it has ended, or `add` follows before `ordered` is called again."""
+        """The request runs no more. It has ended, it is a parked beam, or `add` follows before `ordered` is called
+        again."""
 
 
 class KeyedOrder(OrderPolicy):

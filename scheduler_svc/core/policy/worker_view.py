@@ -128,7 +128,7 @@ class WorkerView:
     # ── a request's prefix ───────────────────────────────────────────────────────────────────────────────────────────
 
     def matched_tokens(self, request: RequestView) -> int:
-        """Tokens of the request that the worker has in its cache, or swapped out."""
+        """Tokens of the request that the worker has: in its cache, swapped out, or in the parent that it forks from."""
         return request._request.match_on(self._worker.id).num_tokens
 
     def cached_tokens(self, request: RequestView) -> int:

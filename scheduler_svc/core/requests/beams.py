@@ -88,7 +88,7 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     max_new_tokens: int
-    min_new_tokens: int = 0  # below this number, eos and stop tokens end nothing
+    min_new_tokens: int = 0  # a beam of at most this many tokens cannot end with an eos or stop token
     eos_token_ids: Collection[int] = ()
     stop_token_ids: Collection[int] = ()
     live: Sequence[SearchBeam] = field(init=False, default=(PROMPT,))  # best first; empty when the search is over

@@ -58,7 +58,7 @@ class Emitter:
 
     @staticmethod
     def _has_lost(worker: WorkerState, decision: Decision) -> bool:
-        """Whether a sequence that the step computes tokens for has ended since the step was scheduled."""
+        """Whether a sequence that the step computes prompt tokens for has ended since the step was scheduled."""
         generation = worker.batch.slots.generation
         ended = any(admission.request.phase is Phase.ENDED for admission in decision.admissions)
         return ended or any(generation[slot] != gen for slot, gen, _ in decision.chunks)

@@ -93,7 +93,8 @@ class Batch:
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of the running sequences: what a step attends to that runs all of them."""
+        """Known tokens of the running sequences, without those that have their last token in flight: what a step that
+        runs all others attends to."""
         rows = self.slots.decode_rows()
         tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.paused.values())
         return tokens + sum(prefill.num_tokens for prefill in self.prefills.values())

@@ -6,8 +6,8 @@ fit, for want of blocks or slots, pauses the last running sequence behind it and
 from that sequence on. So a new request of higher priority preempts running ones of lower priority, and the first
 request always runs.
 
-Under an order that ranks only waiting requests (fair, lpm), running sequences come first, by queue position: no waiting
-request preempts them.
+Under an order that ranks only waiting requests (fair, lpm, dfs-weight, hrrn), running sequences come first, by queue
+position: no waiting request preempts them.
 
 If all running sequences fit and no waiting request is more urgent (the usual case), the pass skips the running ones.
 """
