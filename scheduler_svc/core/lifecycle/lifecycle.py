@@ -30,7 +30,8 @@ from scheduler_svc.core.workers.step_time import OutputLength
 
 
 class Lifecycle:
-    """Applies the events of phases.py to requests, with all that counts or holds them."""
+    """Applies the events of phases.py to requests. Updates the queue, budgets, counters, timeline and holdings with
+    each event."""
 
     def __init__(
         self,

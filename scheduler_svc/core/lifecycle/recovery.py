@@ -90,7 +90,7 @@ class Recovery:
         return ops
 
     def begin(self) -> None:
-        """Begin a link to an empty cache: first the workers, then their running sequences."""
+        """Begin a link to an empty cache: first the workers, then their running, parked and swapped-out sequences."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
             if holders := {request.held.sequence: request for request in self._holders(worker)}:

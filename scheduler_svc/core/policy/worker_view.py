@@ -82,7 +82,7 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that are free or only cached."""
+        """Blocks that are free, only cached, or held by offline sequences (which yield)."""
         if self._free_blocks is None:
             self._free_blocks = self._worker.free_blocks
         return self._free_blocks

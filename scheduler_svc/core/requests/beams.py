@@ -7,8 +7,8 @@ The differences are on purpose:
   rounding.
 - Equal sums keep the order of the beams and, within a beam, of the worker's list. Of equal scores, the earlier ending
   comes first (there: as `torch.topk` orders them).
-- If the vocabulary has too few tokens to fill the width, beams and hypotheses are missing (there: impossible ones with
-  a sum of about -1e9 fill up).
+- If the vocabulary has too few tokens to fill the width, there are fewer beams and hypotheses (there: impossible ones
+  with a sum of about -1e9 take the empty places).
 - A width of 1 is a search too (there: `generate` turns it into greedy decoding). With early_stopping "never" and a
   positive length penalty it can find something better than the first end of sequence.
 """

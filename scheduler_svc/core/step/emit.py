@@ -101,7 +101,7 @@ class Emitter:
         request = admission.request
         granted = admit_result(response, index)
         if granted is None or request.phase is Phase.ENDED:
-            return  # the caller requeues the request, or frees its blocks
+            return  # the caller requeues a refused request; an ended one has freed its sequence already
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.batch.start(request, self.publisher.index_of(request), block_table, num_cached_tokens)
         request.advance(Event.GRANT)

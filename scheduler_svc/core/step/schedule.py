@@ -226,7 +226,8 @@ class StepScheduler:
         takes: Callable[[Request], bool | None],
         at_limit: dict[str, int],
     ) -> Iterator[Request]:
-        """The requests that the worker could run now. `takes`: as of _taker(). Fills `at_limit`."""
+        """The requests that the worker could run now. `takes`: a function that _taker() made, or one like it.
+        Fills `at_limit`."""
         limited = self._budgets.online.limits_tenants
         for request in ordered:
             if request.matches is None:

@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
-# Growths that are noted before they go into the block tables, all at once: noting one costs almost nothing.
+# After this many noted growths, all of them go into the block tables at once. Noting one costs almost nothing.
 NOTED_GROWTHS = 256
 
 
