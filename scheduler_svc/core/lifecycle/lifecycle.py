@@ -83,7 +83,8 @@ class Lifecycle:
             self.holdings.ask_match(request)
 
     def ask_all_matches(self) -> None:
-        """Give all waiting requests new names at the cache, which may know them under old ones."""
+        """Give the waiting requests, except swapped-out ones, new names at the cache, which may know them under old
+        ones."""
         for request in self.queue:
             if not request.held.swapped_on:
                 self.holdings.release(request)

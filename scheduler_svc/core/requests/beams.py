@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 MAX_WIDTH = 64
-MAX_LENGTH_PENALTY = 10.0  # either side of zero; more would overflow length ** penalty
+MAX_LENGTH_PENALTY = 10.0  # either side of zero; far larger ones would overflow length ** penalty
 
 EarlyStopping = Literal["never"] | bool
 Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best first
