@@ -46,7 +46,7 @@ class LiveView(LiveViewServiceServicer):
     """The servicer. A call of Watch makes the core note its steps."""
 
     def __init__(self, core: SchedulerCore, admin: Admin, core_s: Callable[[], float]) -> None:
-        """`core_s` returns the CPU time of the core."""
+        """`core_s` returns the seconds that were spent in the core."""
         self._core, self._admin, self._core_s = core, admin, core_s
 
     async def Watch(self, request: WatchRequest, context: Context) -> AsyncIterator[WatchResponse]:

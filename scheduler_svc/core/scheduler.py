@@ -222,7 +222,8 @@ class SchedulerCore:
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register_worker(self, registration: WorkerRegistration) -> int:
-        """Attach a worker. Returns its id. Raises Rejection if the worker does not match the attached ones."""
+        """Attach a worker. Returns its id. Raises Rejection if a size of the worker is out of range, or if the worker
+        does not match the attached workers or the live requests."""
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)

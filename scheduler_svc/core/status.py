@@ -58,9 +58,9 @@ class StatusReport:
         return status
 
     def load(self, budgets: Budgets, counters: SchedulerCounters, now_s: float) -> SchedulerLoad:
-        """The load of all workers by online requests. `waiting_s` is the time until the present queue is empty, by the
-        rate at which tokens have left the queue; before a rate was measured, the time that the oldest request has
-        waited."""
+        """The load of all workers. Running and waiting requests are online ones; blocks and counters include offline
+        requests. `waiting_s` is the time until the present queue is empty, by the rate at which tokens have left the
+        queue; before a rate was measured, the time that the oldest request has waited."""
         workers = self._workers.values()
         num_blocks = sum(worker.num_blocks for worker in workers)
         return SchedulerLoad(

@@ -64,7 +64,7 @@ class Absence:
 @dataclass(frozen=True, slots=True)
 class _Blame:
     was_alone: bool  # it was the only row
-    absence: Absence | None  # the worker's return withdraws the blame
+    absence: Absence | None  # the worker's return withdraws the blame; None: the blame is never withdrawn
 
 
 @dataclass(slots=True)

@@ -123,7 +123,8 @@ class BeamGroups:
                 self._run_beams(group, group.search, group.members)
 
     def release_parents(self, admitted: Iterable[Request]) -> None:
-        """These members have forked, or will run without a fork. A parent that no member needs any more is freed."""
+        """These requests have forked from their parents, or will run without a fork. A parked parent that no member
+        needs any more is freed."""
         for member in admitted:
             parent, member.family.parent = member.family.parent, None
             if member.family.group is None or parent is None or parent.phase is not Phase.PARKED:

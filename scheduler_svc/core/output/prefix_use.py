@@ -58,7 +58,7 @@ class PrefixUse(NamedTuple):
         left = self.num_tokens - self.num_cached_tokens
         if self.needs_whole_prompt:
             return (
-                [Missed("whole_prompt", left, "the request asks for the log probabilities of its prompt")]
+                [Missed("whole_prompt", left, "the request asks for prompt log probabilities or mean pooling")]
                 if left
                 else []
             )

@@ -1,4 +1,4 @@
-"""Sessions: the way of tokens and endings to a gateway, one message a step, within the reader's credit."""
+"""Sessions bring tokens and endings to a gateway: one message for each step, as long as the reader has credit."""
 
 from __future__ import annotations
 

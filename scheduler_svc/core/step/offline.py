@@ -3,8 +3,8 @@
 A step is scheduled in two parts. First the policies in force schedule the online requests, and see the worker as if it
 ran no offline request: the slots, blocks and adapters of offline sequences count as free. If the online part takes any
 of them, offline sequences are preempted (Decider._yield), and the step is scheduled again. Then the default policies
-schedule offline requests with the rest of the step's tokens, slots and blocks. So the policies in force decide
-everything about online requests, whether there are offline requests or not.
+(for capacity: LeftoverCapacity) schedule offline requests with the rest of the step's tokens, slots and blocks. So the
+policies in force decide everything about online requests, whether there are offline requests or not.
 """
 
 from __future__ import annotations
