@@ -250,8 +250,8 @@ class WorkerBlocks:
         return node, depth
 
     def written(self, sequence: Sequence) -> None:
-        """The step that computes the planned tokens is sent. The tokens are the sequence's own, or shared with other
-        sequences."""
+        """The step that computes the planned tokens is sent. The sequence has planned these tokens itself, or it shares
+        those of another sequence."""
         sequence.unwritten = False
         node = sequence.node
         while node.parent is not None and (residency := node.residencies[self.index]).unwritten:

@@ -119,7 +119,7 @@ class BlockResidency:
 
 
 class EvictionBucket(OrderedDict[BlockResidency, None]):
-    """Unused residencies that the eviction strategy ranks equal, least recently used first.
+    """Unused residencies of equal retention that the eviction strategy ranks equal, least recently used first.
 
     An OrderedDict is a linked list in C. A plain dict finds its oldest key by scanning over all deleted ones before it.
     """
