@@ -30,8 +30,8 @@ ABORTS = {"fcfs": 100, "priority": 30}
 REPEATS = 5
 
 COUNTED = {
-    "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up; garbage collector frozen and "
-    "off in both; wall time of one thread, so time that other processes take shows first in p99",
+    "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up (except abort); garbage "
+    "collector frozen and off in both; wall time of one thread, so time that other processes take shows first in p99",
     "us": "time of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
     "with_wire_us": "the same, and every message of the two services serialised and parsed",
     "decode": "from a step's result to the next plan; peer: schedule + update_from_output",
