@@ -82,8 +82,9 @@ class PageLoad(NamedTuple):
 
 
 def summary(found: dict[Viewer, list[PageLoad]]) -> dict[str, Any]:
-    """Costs compare with the measurement of the same turn without a viewer: their mean and its standard error.
-    `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per second fall."""
+    """Compares each measurement with a viewer with that of the same turn without one. Reports the mean of the relative
+    costs, and its standard error. `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per
+    second fall."""
     closed = found["closed"]
     result: dict[str, Any] = {"cost": {}, "throughput_cost": {}}
     for viewer, own in found.items():
@@ -106,7 +107,7 @@ def with_error(numbers: list[float]) -> dict[str, float]:
 
 
 def measure(stack: Stack, seconds: float) -> PageLoad:
-    """Over this time. Tokens are from the gateway's own counter."""
+    """Measures for this time. Tokens are from the gateway's own counter."""
     first, first_cpu_s, began_s = generated(stack.url), cpu_s(stack), time.perf_counter()
     time.sleep(seconds)
     tokens, used_s = generated(stack.url) - first, cpu_s(stack) - first_cpu_s

@@ -13,7 +13,7 @@ from paceline.v1 import cache_pb2 as pb
 from services.runtime.logs import get_logger
 
 MAX_WATCHERS = 64
-# After this many messages of a long snapshot, other tasks of the event loop get time.
+# After each PAUSE_EVERY messages, other tasks of the event loop get time: a snapshot may have many messages.
 PAUSE_EVERY = 32
 PAUSE_S = 0.001
 

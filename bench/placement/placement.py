@@ -1,8 +1,8 @@
 """Which worker a request goes to: every placement policy on the same workloads and fleets, in simulation.
 
 The real scheduler and cache cores run on a virtual clock with simulated workers (simulator/cluster.py). Each workload
-runs twice for each fleet: open (Poisson arrivals at 80 % of the fleet's capacity) and saturated (a closed loop without
-pauses). Further runs have few clients, an uneven fleet, a worker that joins and one that dies.
+runs twice for each fleet of equal workers: open (Poisson arrivals at 80 % of the fleet's capacity) and saturated (a
+closed loop without pauses). Further runs have few clients, an uneven fleet, a worker that joins and one that dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Keeps the last block of an ended sequence even if it is not full, so that reuse loses no tokens to the block size.
+"""Keeps the last block of a sequence that leaves the device, even if it is not full. So reuse loses no tokens to the
+block size.
 
 A partial block (tree.nodes.PartialBlock) is evictable like any other block. `PrefixTree.nearest` finds it, and it is
 reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. Its last

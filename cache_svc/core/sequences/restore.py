@@ -10,9 +10,9 @@ and the other sequences keep theirs as private duplicates (Sequence.duplicates).
     C  [ e f | g ]    C keeps e, f and g as duplicates of a, b and c.
 
 So nothing is stored before all entries are known. The steps are: check each entry against those before it; make the
-nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the nodes and
-count their users. Without prefix caching only shared blocks (of forks) are stored, in a private tree for each family of
-forks, as WorkerBlocks.fork does.
+missing nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the
+nodes and count their users. Without prefix caching only shared blocks (of forks) are stored, in a private tree for each
+family of forks, as WorkerBlocks.fork does.
 """
 
 from __future__ import annotations
