@@ -130,7 +130,7 @@ class Step(StepView):
             raise PolicyError(f"{request}: considered before, or {num_tokens} tokens of {uncached} uncached ones")
         if self._num_free_slots <= 0:
             return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
-        if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
+        if self._budgeted.num_bytes and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
             detail = f"{self._budgeted.num_bytes} bytes of sequences are in it; at most {MAX_PLAN_BYTES} are possible"
             return self.reject(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:

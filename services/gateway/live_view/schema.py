@@ -122,8 +122,8 @@ class SequenceShown(BaseModel):
 
 
 class SchedulerView(BaseModel):
-    """The scheduler. `num_finished` to `num_failures` are counts since its start. `core_s` is the CPU time of its
-    core."""
+    """The scheduler. `num_finished` to `num_failures` are counts since its start. `core_s` is the time that events
+    and steps have taken in its core since then."""
 
     at_s: float
     epoch: int

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.live_pb2 import TracedRun
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerServiceLinkResponse
 from scheduler_svc.core.step import trace_log
 from scheduler_svc.core.step.trace_log import TraceLog
 from simulator.system import LocalSystem
@@ -87,3 +87,11 @@ def test_a_run_is_noted_with_all_its_fields_and_kept_until_the_last_reader_leave
             event="tick", began_us=1_000_000, applied_us=2_000_000, ended_us=3_000_000, num_plans=4, num_exchanges=5
         )
         assert runs == [expected]
+
+
+def test_only_a_message_with_a_plan_asks_the_worker_for_its_times() -> None:
+    log, plan, other = TraceLog(), WorkerServiceLinkResponse(plan=StepPlan(step=1)), WorkerServiceLinkResponse()
+    log.plan_sent(plan)
+    log.plan_sent(other)
+    assert plan.plan.traced
+    assert not other.HasField("plan")
