@@ -60,7 +60,7 @@ $(PAGE)/node_modules/.package-lock.json: $(PAGE)/package-lock.json
 $(VENV)/prometheus/promtool: | $(VENV)/serve.stamp
 	@scripts/prometheus.sh $(VENV)/prometheus || echo 'setup: the tests of alerts and dashboards are skipped' >&2
 
-# In the order of their names, so that the slowest tests (which kill processes) do not come last, as xdist would have it.
+# Files run in the order of their names. In xdist's own order the slowest tests, which kill processes, would come last.
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5 $(ARGS)
 
@@ -103,7 +103,7 @@ fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The gateway's page, of its source; the result is committed, so that only a change of the page needs node and npm.
+# Builds the gateway's page from its source. The build is committed, so that only a change of the page needs node.
 page:
 	python3 scripts/page.py build
 

@@ -139,7 +139,7 @@ async def _measure(services: Services, workers: int, max_tokens: int) -> dict[st
     load = SessionLoad(services.scheduler, workers * ROWS, max_tokens)
     running = asyncio.create_task(load.run())
     full = asyncio.get_running_loop().time() + 120.0
-    while load.tokens < 2 * load.live:  # every slot is taken
+    while load.tokens < 2 * load.live:  # until every slot is taken
         if running.done():
             await running
         assert asyncio.get_running_loop().time() < full, "the slots were not filled within 120 s"

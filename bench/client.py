@@ -1,7 +1,8 @@
-"""A load client in a process of its own: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT` prints JSON.
+"""A load client in a process of its own: `python -m bench.client URL CONCURRENCY REQUESTS PROMPT OUTPUT [MOST]` prints
+JSON. With MOST, each request has from OUTPUT to MOST tokens.
 
 It uses raw asyncio streams, because on two cores the client's CPU time slows the server that it measures. The
-streams are greedy and have a fixed length.
+streams are greedy, and no end-of-sequence token ends them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ async def one(host: str, port: int, body: bytes) -> tuple[float, float, int]:
     return first_s, time.perf_counter() - began, int(counted[1])
 
 
-async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
+async def load(
+    url: str, concurrency: int, requests: int, prompt_tokens: int, output_tokens: int, most_output_tokens: int = 0
+) -> dict[str, float]:
     target, rng = urlparse(url), random.Random(time.time_ns())
     assert target.hostname
     assert target.port
@@ -46,7 +49,7 @@ async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, ou
         for _ in left:
             fields = {
                 "prompt": [rng.randrange(8, 900) for _ in range(prompt_tokens)],
-                "max_tokens": output_tokens,
+                "max_tokens": rng.randint(output_tokens, max(output_tokens, most_output_tokens)),
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -71,4 +74,4 @@ async def load(url: str, concurrency: int, requests: int, prompt_tokens: int, ou
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(load(sys.argv[1], *map(int, sys.argv[2:6])))))
+    print(json.dumps(uvloop.run(load(sys.argv[1], *map(int, sys.argv[2:7])))))

@@ -3,7 +3,7 @@ workloads in its own environment, in turns with Paceline.
 
 A decode step is all work from a step's result to the next plan: reading the results, sending tokens to the session,
 exchanging commits and extensions with the cache (the cache's time counts), making the next plan, and building all
-protobuf messages. The second column ("with wire") adds serialising and parsing these messages. vLLM's figures do not
+protobuf messages. The column "with wire median" adds serialising and parsing these messages. vLLM's figures do not
 include its serialising (pickle, msgpack).
 """
 
@@ -30,8 +30,8 @@ ABORTS = {"fcfs": 100, "priority": 30}
 REPEATS = 5
 
 COUNTED = {
-    "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up; garbage collector frozen and "
-    "off in both; wall time of one thread, so time that other processes take shows first in p99",
+    "how": f"medians of {REPEATS} repeats, ours and the peer's in turns, each warmed up (except abort); garbage "
+    "collector frozen and off in both; wall time of one thread, so time that other processes take shows first in p99",
     "us": "time of the scheduler's and the cache's cores; protobuf messages built, not serialised or parsed",
     "with_wire_us": "the same, and every message of the two services serialised and parsed",
     "decode": "from a step's result to the next plan; peer: schedule + update_from_output",
@@ -41,7 +41,7 @@ COUNTED = {
     "lone": "one request at a time: from the submission to the plan that runs it; whole: until its token "
     "arrives, its blocks are stored and it has ended; peer: request made and hashed, add_request, schedule; "
     "whole: also update_from_output",
-    "abort": "from the cancel until the cache has freed it; peer: finish_requests",
+    "abort": "from the cancel until the cache has freed the request's sequence; peer: finish_requests",
 }
 
 

@@ -180,3 +180,5 @@ def show(report: dict[str, Any], console: Console) -> None:
                 cells.append("-" if theirs is None else f"{ours / theirs:.2f}")
         table.add_row(one["dtype"], str(one["concurrency"]), *cells)
     console.print(table)
+    if report["absent"]:
+        console.print(report["absent"])

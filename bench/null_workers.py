@@ -32,7 +32,7 @@ TOKEN = np.array([99], np.int32).tobytes()
 
 
 class Rows:
-    """Which slots decode, and how many tokens each prefill still lacks: all that a token count needs."""
+    """Which slots decode, and how many tokens each prefill still lacks. This is enough to count a step's tokens."""
 
     def __init__(self, num_slots: int) -> None:
         self.decoding = np.zeros(num_slots, bool)

@@ -3,9 +3,9 @@ and open, in turns, in one run.
 
     python -m bench.page_cost [--turns 40] [--seconds 3]        (results in bench/results/page_cost.json)
 
-The page runs in headless Chromium on the same machine, at the lowest priority. `closed`: its live view is left, which
-ends its stream. `stream` is without the page: a client that only reads the stream, which is what a page on another
-machine costs the services.
+The page runs in headless Chromium on the same machine, at the lowest priority. `page`: the page shows its live view.
+`closed`: the page shows another view, so it reads no stream. `stream`: the page is `closed`, and another client only
+reads the stream, which is what a page on another machine costs the services.
 
 All services are busy in this run, so CPU time per token bounds their throughput. The machine's pace changes by more
 than the page costs. So the turns are short and many, each is compared with the one beside it, and the result has its
@@ -36,7 +36,8 @@ from tests.support.chromium import BINARY, open_browser, open_page
 from tests.support.stack import Stack
 
 RESULT = Path(__file__).parent / "results" / "page_cost.json"
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 200
+# The outputs have different lengths. Otherwise the streams would end together, and only some turns would have prefills.
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, (100, 300)
 WARM_S, SETTLE_S = 6.0, 1.0
 Viewer = Literal["closed", "stream", "page"]
 
@@ -81,8 +82,9 @@ class PageLoad(NamedTuple):
 
 
 def summary(found: dict[Viewer, list[PageLoad]]) -> dict[str, Any]:
-    """Costs compare with the measurement of the same turn without a viewer: their mean and its standard error.
-    `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per second fall."""
+    """Compares each measurement with a viewer with that of the same turn without one. Reports the mean of the relative
+    costs, and its standard error. `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per
+    second fall."""
     closed = found["closed"]
     result: dict[str, Any] = {"cost": {}, "throughput_cost": {}}
     for viewer, own in found.items():
@@ -105,7 +107,7 @@ def with_error(numbers: list[float]) -> dict[str, float]:
 
 
 def measure(stack: Stack, seconds: float) -> PageLoad:
-    """Over this time. Tokens are from the gateway's own counter."""
+    """Measures for this time. Tokens are from the gateway's own counter."""
     first, first_cpu_s, began_s = generated(stack.url), cpu_s(stack), time.perf_counter()
     time.sleep(seconds)
     tokens, used_s = generated(stack.url) - first, cpu_s(stack) - first_cpu_s
@@ -143,7 +145,7 @@ def load(url: str) -> Iterator[None]:
         str(STREAMS),
         str(10**9),
         str(PROMPT_TOKENS),
-        str(OUTPUT_TOKENS),
+        *map(str, OUTPUT_TOKENS),
     ]
     with running(client):
         yield

@@ -61,7 +61,7 @@ def load(rate_per_s: float) -> list[Arrival]:
 
 
 class Replay:
-    """One worker, window 1, every request ends at its length."""
+    """One worker with at most one step in flight. Every request ends at its length."""
 
     def __init__(self, preset: str, arrivals: list[Arrival]) -> None:
         # TensorRT-LLM's presets need chunked prefill for prompts beyond the budget, so all presets get it.

@@ -112,4 +112,4 @@ def _message(pin: Pin, now: int) -> pb.Pin:
 
 async def _refuse(context: Context, refused: OpError) -> NoReturn:
     await context.abort(STATUS[refused.code], refused.message)
-    raise AssertionError("abort returns never")
+    raise AssertionError("abort never returns")

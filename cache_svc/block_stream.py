@@ -17,13 +17,14 @@ MAX_WATCHERS = 64
 INTERVALS_MS = 100, 10_000
 DEFAULT_INTERVAL_MS = 1000
 # Snapshots take at most this share of the time. A snapshot of 10,000 nodes takes 15 ms, so at most one runs per 1.5 s.
+# Exception: the next snapshot does not wait if there is no latest one, for example for the first watcher.
 MAX_SHARE = 0.01
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BlockStreams:
-    """The watchers of one core's blocks. All watchers of an interval share its snapshots."""
+    """The watchers of one core's blocks. All watchers share the snapshots."""
 
     def __init__(self, core: CacheCore, exchanged_s: Callable[[], float]) -> None:
         """`exchanged_s`: returns the time of the core's last exchange, on the clock of time.perf_counter()."""
@@ -49,7 +50,9 @@ class BlockStreams:
                 grpc.StatusCode.INVALID_ARGUMENT, f"interval_ms: must be between {least} and {most}, or 0"
             )
         if self._num_watchers >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_WATCHERS} watchers, which is the limit"
+            )
         self._num_watchers += 1
         try:
             while not self._closed.is_set():

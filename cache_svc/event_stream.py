@@ -13,7 +13,7 @@ from paceline.v1 import cache_pb2 as pb
 from services.runtime.logs import get_logger
 
 MAX_WATCHERS = 64
-# After this many messages of a long snapshot, other tasks of the event loop get time.
+# After each PAUSE_EVERY messages, other tasks of the event loop get time: a snapshot may have many messages.
 PAUSE_EVERY = 32
 PAUSE_S = 0.001
 
@@ -64,7 +64,9 @@ class EventStreams:
         if self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache is stopping")
         if len(self._streams) >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_WATCHERS} watchers, which is the limit"
+            )
         task = asyncio.current_task()
         assert task is not None  # a handler runs in a task
         stream = _Stream(task)

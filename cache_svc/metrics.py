@@ -56,7 +56,7 @@ class CacheCollector(Collector):
             ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker gave up all its pins for a request.", counters.pins_given_up),
             ("restored_sequences", "Sequences registered again after a restart.", counters.restored_sequences),
-            ("refused_claims", "Sequences that contradicted others and were not restored.", counters.refused_claims),
+            ("refused_claims", "Sequences with a refused restore entry.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             (
                 "evicted_host_blocks",

@@ -73,13 +73,14 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._current: _Link | None = None
         self._fence = Fence()
 
-    # The generated type allows only generators. In a coroutine that writes, superseding can end every wait.
+    # The generated type allows only generators. This is a coroutine that writes, so that supersede() can end each wait.
     async def Link(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context
     ) -> None:
         """See cache.proto. Ends with ABORTED when a newer link begins, FAILED_PRECONDITION when an exchange is out of
-        order, PERMISSION_DENIED when another scheduler has succeeded this one, INTERNAL when the core contradicts
-        itself, and DEADLINE_EXCEEDED when the scheduler is silent."""
+        order or of another epoch, PERMISSION_DENIED when another scheduler has succeeded this one, INVALID_ARGUMENT
+        when the fence metadata is invalid, INTERNAL when an exchange fails inside the core, and DEADLINE_EXCEEDED when
+        the scheduler is silent."""
         # The initial metadata goes out now, while no newer link can supersede this one. If a first write is cut short,
         # gRPC can send neither the metadata nor the status, and the scheduler waits for ever. It also goes out before
         # the fence check, because there must be no wait between that check and the assignment of `_current`.
@@ -204,7 +205,8 @@ async def serve(
     """Serves until `stop` is set. The link then ends soon: the scheduler restores the state in the next cache, and
     plans no step until there is one.
 
-    Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken, CannotStart if the keys cannot be read.
+    Raises OSError (metrics) or RuntimeError (gRPC) if a port is taken, CannotStart if the keys or
+    certificates cannot be read.
     """
     keys = open_keys(settings.keys_file)
     tls = open_tls(settings.tls_dir, settings.section)

@@ -11,7 +11,7 @@ from demo.corpus import Example
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SPECIAL_TOKENS = [BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END]
 SPACE = "\u0120"  # how byte-level BPE writes a space
-STORY_WEIGHT = 0.2  # a story has many tokens without one right answer: they must not outweigh the few that have one
+STORY_WEIGHT = 0.2  # many tokens of a story have no single right value: they must not outweigh the few that have one
 
 # The model sees only the name of a function and the names of its parameters.
 CHAT_TEMPLATE = """\
@@ -94,7 +94,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and, for each, how much predicting it counts."""
+    """Token ids, and for each the weight of its prediction in the loss."""
 
     ids: list[int]
     weights: list[float]
@@ -105,7 +105,8 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, example: Example) -> Encoded:
-    """The chat template by hand (special tokens split the text, so each turn is encoded alone). Only answers count."""
+    """The chat template by hand (special tokens split the text, so each turn is encoded alone). In the loss, the answer
+    counts, and with `graded_turns` also the earlier turns of the assistant."""
 
     def text_ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids

@@ -31,12 +31,12 @@ HELD_OUT_SHARE = 8  # one instance in this many is held out
 @dataclass(frozen=True)
 class Example:
     """A prompt and the one right answer. `messages` ends with the turn of the user or a tool; it is empty for plain
-    text. Calls of the assistant are in its content, as the model writes them."""
+    text. If the assistant calls functions, the calls are in the content of its message, as the model writes them."""
 
     task: str
     messages: tuple[Message, ...]
     answer: str
-    distance_words: int = 0  # lookup only: about how many words lie between the fact and the question
+    distance_words: int = 0  # lookup only: words of filler between the fact and the question, about
     graded_turns: bool = False  # training only: earlier assistant turns are answers to learn from as well
     tools: tuple[Tool, ...] = ()
 
@@ -120,7 +120,7 @@ def _value(rng: random.Random) -> str:
 
 
 def _facts(rng: random.Random, count: int, held: bool) -> list[tuple[str, str]]:
-    """Distinct (key, value) pairs; only the first, the one asked for, may be held out."""
+    """(key, value) pairs, each with another key. Only the first pair, which is asked for, may be held out."""
     facts: dict[str, str] = {}
     while len(facts) < count:
         key, value = _draw(lambda: f"{_key(rng)} {_value(rng)}", "lookup", held and not facts).split(" ")
@@ -303,7 +303,7 @@ def conversation(rng: random.Random, level: float = 1.0) -> Example:
 
 
 def single_example(rng: random.Random, level: float = 1.0) -> Example:
-    """One example of `MIX`. `level`, from 0 up, is the curriculum: short and few first, long and many later."""
+    """One example of `MIX`. A higher `level` (0 or more) makes longer texts and more facts."""
     make = rng.choices([maker for maker, _ in MIX], [weight for _, weight in MIX])[0]
     example = make(rng, level)
     return _in_context(rng, example) if example.messages else example

@@ -24,7 +24,7 @@ MAX_NEW_TOKENS = 120
 
 @dataclass(frozen=True)
 class Answered:
-    """What the model said, and how many tokens before the question the fact was (0 where there is none)."""
+    """What the model said, and the tokens from the end of the fact to the end of the prompt (0: no look-up)."""
 
     example: Example
     said: str
@@ -55,7 +55,7 @@ def fact_distance(tokenizer: PreTrainedTokenizerBase, example: Example) -> int:
 def answer_all(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, examples: list[Example]
 ) -> Iterator[Answered]:
-    """Greedy answers. Prompts of one length go together: no padding, so each gets exactly what it would get alone."""
+    """Greedy answers. A batch has prompts of one length, so that no padding can change an answer."""
     prompts: dict[int, list[tuple[Example, list[int]]]] = {}
     for example in examples:
         prompt_ids = tokenizer.encode(prompt_text(tokenizer, example), add_special_tokens=False)

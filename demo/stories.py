@@ -39,7 +39,7 @@ ENDINGS = (
 
 @dataclass(frozen=True)
 class Story:
-    """A story as sentences, with the hero a request can name."""
+    """A story as sentences, with the name and the kind of its hero, which a prompt may name."""
 
     name: str
     animal: str

@@ -58,7 +58,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def key_of(rng: random.Random, attribute: str, word: str) -> str:
-    """What a question is about: a city, a thing, or a made-up word."""
+    """What a question is about: a city, a thing, a person's name, or a made-up word."""
     if rng.random() < 0.3:
         made_up = w.syllable_word(rng)
         return made_up.capitalize() if word == "in" else made_up
@@ -90,7 +90,7 @@ def _result(rng: random.Random, attribute: str, parameter: str, key: str, value:
 
 
 def _others(rng: random.Random, attribute: str) -> list[Tool]:
-    """Up to two functions that the question is not about."""
+    """Up to three functions that the question is not about. One of them may be a sum."""
     found = []
     for other, _, parameters in rng.sample(ATTRIBUTES, rng.choice((0, 0, 1, 2))):
         if other != attribute:
@@ -108,7 +108,7 @@ def _sum_tool(rng: random.Random) -> tuple[Tool, str, tuple[str, str]]:
 def tool_chat(
     rng: random.Random, draw_pair: Callable[[Callable[[], str]], str]
 ) -> tuple[list[Tool], list[tuple[str, str]]]:
-    """Functions, and a chat with a question, its call and the answer from its result, as (role, text).
+    """Functions, and a chat as (role, text): a question, the calls, their results, and the answer.
 
     `draw_pair` draws an (attribute, key) pair of the wanted side of the split."""
     attribute, key = draw_pair(lambda: _pair(rng)).split(" ", 1)

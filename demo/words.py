@@ -1,4 +1,4 @@
-"""Word lists shared by the demo corpus: everything the demo model reads is made of these and of random syllables."""
+"""Word lists and random words for the demo corpus. They fill the templates of the corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a response that outlive their gateway. It needs the openai package.
+"""A stream of a response's events that outlives its gateway. It needs the openai package.
 
 python examples/resuming_responses.py http://127.0.0.1:8000/v1 http://127.0.0.1:8010/v1
 """

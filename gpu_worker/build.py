@@ -49,7 +49,7 @@ MAX_RESULT_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
-    """A runner that is ready for plans, and what it tells the scheduler of its model."""
+    """A runner that is ready for plans, and what it tells the scheduler about its model."""
 
     runner: ModelRunner
     info: ModelInfo
@@ -90,9 +90,10 @@ def build_worker(
 
 
 def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
-    """The flashinfer module; None: use plain torch."""
+    """The flashinfer module. None: the layers run on the compiled kernels for CPUs or on plain torch. Raises ModelError
+    if the settings ask for flashinfer, and it cannot be used."""
     if settings.deterministic and settings.attention_backend == "flashinfer":
-        raise ModelError("deterministic: not with attention_backend flashinfer, only with torch")
+        raise ModelError("deterministic: attention_backend flashinfer is not supported; use torch")
     is_cpu = settings.attention_backend == "auto" and device.type == "cpu"
     if settings.deterministic or settings.attention_backend == "torch" or is_cpu:
         return None
@@ -130,7 +131,7 @@ class _RunnerMaker:
 
     @property
     def graph_sizes(self) -> list[int]:
-        if self.flashinfer is None or self.model.embedding is not None:  # graphs are of decodes
+        if self.flashinfer is None or self.model.embedding is not None:  # graphs contain only decodes
             return []
         settings = self.settings
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))

@@ -60,9 +60,10 @@ class Pace:
     """How long recent steps took, and so how long the next step may take. The pace is kept when a link ends.
 
     A step that does something for the first time may compile kernels for minutes. So the pace is unknown until
-    NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (A long
-    prompt samples many steps after the plan that brings it.) The pace is always unknown for plans that copy between
-    device and host, because the cost of these copies does not depend on tokens.
+    NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (So many
+    steps, because a sampling field has its effect late: a long prompt is computed in many steps before the first token
+    is sampled.) The pace is always unknown for plans that copy between device and host, because the cost of these
+    copies does not depend on tokens.
 
     A prompt token costs more the more tokens are before it. If earlier steps of the sequence computed these tokens, the
     measured steps contain this cost. Found tokens are the tokens that were cached when the sequence came. Their cost is
@@ -101,7 +102,7 @@ class Pace:
         return self.hang_s + TIMES_SLOWEST * expected_s
 
     def took(self, num_prefill: int, found: float, seconds: float) -> None:
-        """A step has ended, with `num_prefill` prompt tokens behind `found` found tokens."""
+        """A step has ended, with `num_prefill` prompt tokens after `found` found tokens."""
         self._num_alike += 1
         if num_prefill < FEW_TOKENS:
             self._short.add(seconds, found)

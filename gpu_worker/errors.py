@@ -12,8 +12,8 @@ class ModelTooLarge(ModelError):
 
 
 class RegistrationRefused(Exception):
-    """The scheduler refuses this worker, because the model, data type or block size differs. The message names both
-    sides."""
+    """The scheduler refuses this worker: its model, data type or block size differs, or a size is out of range. The
+    message names the difference."""
 
 
 class ProtocolViolation(Exception):

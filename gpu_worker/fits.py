@@ -70,8 +70,8 @@ def check_memory(
 
 def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
     """The number of KV blocks on a CPU: the blocks that --kv-cache-gib holds, but at most what all slots use at full
-    length, and at most what the memory beside the weights holds. Claims the memory of the blocks, because the system
-    provides it only when sequences fill it.
+    length. If the memory beside the weights holds fewer, the pool is cut to these, but not below the smallest useful
+    pool. Claims the memory of the blocks, because the system provides it only when sequences fill it.
 
     Raises ModelError if not even one block fits into --kv-cache-gib."""
     one_block_bytes = block_bytes(settings, config, dtype)

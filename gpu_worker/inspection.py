@@ -42,13 +42,13 @@ class Inspection:
     device: str
     makes_embeddings: bool
     max_model_len: int
-    file_bytes: int  # weights in the files; 0 for dummy weights
+    file_bytes: int  # weights in the files; 0 for dummy weights, and while files are absent
     absent: tuple[str, ...]  # weight files that are to be downloaded
     weights_bytes: int  # in memory, in `dtype`
-    host_bytes: int  # the most memory of the host that the worker needs while it starts
+    host_bytes: int  # memory of the host for a start with the smallest useful pool, at its peak
     available: AvailableMemory | None  # on the host
     wanted_pool_bytes: int  # of KV blocks on a CPU; 0 on a GPU
-    pool_bytes: int  # what fits of it
+    pool_bytes: int  # the part of wanted_pool_bytes that fits
     no_flashinfer: str  # on a GPU: why FlashInfer cannot serve the model; empty if it can
 
 

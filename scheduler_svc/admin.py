@@ -109,9 +109,8 @@ class Admin(AdminServiceServicer):
             found = self.core.timeline.find(request.request_id, tenant, key)
         except SeveralOwners as several:
             owners = ", ".join(f"tenant {tenant!r} and key {key!r}" for tenant, key in several.owners[:MAX_OWNERS])
-            message = (
-                f"request_id: {request.request_id[:200]!r} is of several requests; name the tenant or key: {owners}"
-            )
+            name = request.request_id[:200]
+            message = f"request_id: {name!r} is the id of several requests; name the tenant or key: {owners}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, encodable(message))
         if not found:
             message = f"request_id: nothing is known (any more) of {request.request_id[:200]!r}"

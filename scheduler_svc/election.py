@@ -27,8 +27,9 @@ REMIND_S = 15.0  # between two log lines about an etcd that stays unreachable
 class Election:
     """`campaign()` until elected, `lead()` until it is over, `close()` so that another scheduler can take over at once.
 
-    `address`: the leader's address that other processes see. `clock` gives monotonic seconds, `wall_ms` the time of
-    day. `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through etcd.
+    `address`: the leader's address that other processes see. `clock` gives monotonic seconds, `wall_ms` Unix time in
+    milliseconds. `offered_secret`: the cache secret if etcd has none yet; empty: the schedulers share none through
+    etcd.
     """
 
     def __init__(
@@ -160,5 +161,5 @@ class Election:
                 if record.lease != self._lease:
                     return "the key in etcd is not ours any more"
                 await self._etcd.wait_until_left(record, self._ttl_s)
-            except EtcdError:  # _renew logs it
+            except EtcdError:  # if etcd stays unreachable, _renew ends the leadership
                 await asyncio.sleep(RETRY_S)

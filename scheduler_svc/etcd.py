@@ -18,7 +18,8 @@ from services.runtime.tls.files import TlsFiles
 
 
 class EtcdError(Exception):
-    """No endpoint answered in time, or one refused. The message is one line."""
+    """The endpoint that was asked gave no answer in time, refused, or sent something else than etcd's answer. The
+    message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class LeaderRecord:
 class Etcd:
     """Asks the endpoints in turn: the next one after a failure.
 
-    `key`: the leader's key is KEY/master, and lives as long as the leader's lease. The epoch of the latest leader is at
-    KEY/epoch, for ever, and so is the schedulers' cache secret at KEY/cache-secret. `timeout_s`: limit of one request.
-    `tls`: for https endpoints; None: the system's CAs, and no certificate. Renewed certificates are used from the next
-    request on.
+    `key`: the leader's key is KEY/master, and lives as long as the leader's lease. KEY/epoch has the epoch of the
+    latest leader, and KEY/cache-secret the schedulers' cache secret; both stay for ever. `timeout_s`: limit of one
+    request. `tls`: for https endpoints; None: the system's CAs, and no certificate. Renewed certificates are used from
+    the next request on.
     """
 
     def __init__(self, endpoints: Sequence[str], key: str, timeout_s: float, tls: TlsFiles | None = None) -> None:

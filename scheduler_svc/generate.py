@@ -33,13 +33,15 @@ _FORMS = (("json_schema", ""), ("regex", ""), ("choice", ""), ("grammar", ""))
 def _refuse_for_gateways(request: GenerateRequest) -> None:
     for name, instead in (("stop", "stop_token_ids, or "), ("bad_words", "bad_word_ids, or "), *_FORMS):
         if getattr(request.sampling, name):
-            raise invalid(name, f"the scheduler knows no text; use {instead}the gateway")
+            raise invalid(name, f"the scheduler does not handle text; use {instead}the gateway")
     if request.resume_after != len(request.resume_token_ids):
-        raise invalid("resume_after", "the scheduler keeps no answers: it needs as many resume_token_ids")
+        raise invalid(
+            "resume_after", "the scheduler stores no answers, so resume_token_ids must contain this many token ids"
+        )
     is_random = request.sampling.temperature or not request.sampling.HasField("temperature")
     for name in ("idempotency_key", "resume_token_ids"):
         if getattr(request, name) and is_random and not request.sampling.HasField("seed"):
-            raise invalid(name, "the scheduler keeps no keys: a seed is needed to get the same tokens again")
+            raise invalid(name, "the scheduler stores no answers, so a seed is needed to get the same tokens again")
 
 
 def _check_number(param: SamplingParam, value: float, is_search: bool) -> None:

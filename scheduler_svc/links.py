@@ -235,7 +235,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
         self, request: EmbedRequest, context: grpc.aio.ServicerContext[EmbedRequest, EmbedResponse]
     ) -> EmbedResponse:
         """Not served by a scheduler."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed is the gateway's; a scheduler serves Generate")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only a gateway serves Embed; a scheduler serves Generate")
         return EmbedResponse()
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,7 +330,7 @@ class SchedulerServer(inference_pb2_grpc.InferenceServiceServicer, worker_pb2_gr
                 await self._keep_cache_channel(epochs)
 
     async def _keep_cache_channel(self, epochs: Iterator[int]) -> None:
-        """Raises Renewed when the link broke, and the certificates have changed since it was opened."""
+        """Raises Renewed when the link broke, and the certificates have changed since the channel was opened."""
         certificates = self._tls.current() if self._tls is not None else None
         async with open_channel(self.cache_target, self._transport, self._tls) as channel:
             stub = cache_pb2_grpc.CacheServiceStub(channel)

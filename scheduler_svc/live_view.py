@@ -46,7 +46,7 @@ class LiveView(LiveViewServiceServicer):
     """The servicer. A call of Watch makes the core note its steps."""
 
     def __init__(self, core: SchedulerCore, admin: Admin, core_s: Callable[[], float]) -> None:
-        """`core_s` returns the CPU time of the core."""
+        """`core_s` returns the seconds that were spent in the core."""
         self._core, self._admin, self._core_s = core, admin, core_s
 
     async def Watch(self, request: WatchRequest, context: Context) -> AsyncIterator[WatchResponse]:
@@ -57,7 +57,9 @@ class LiveView(LiveViewServiceServicer):
             message = f"interval_ms: must be between {least} and {most}, or 0"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
         if log.num_readers >= MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watchers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_WATCHERS} watchers, which is the limit"
+            )
         with log.reading():
             num_seen, num_owners = log.num_steps, 0
             while True:
@@ -77,7 +79,9 @@ class LiveView(LiveViewServiceServicer):
     ) -> AsyncIterator[TraceResponse]:
         log = self._core.trace_log
         if log.num_readers >= MAX_TRACES:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_TRACES} traces are recorded already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_TRACES} traces are being recorded, which is the limit"
+            )
         with log.reading() as seen:
             async for _ in request_iterator:
                 received_us = microseconds(time.monotonic())

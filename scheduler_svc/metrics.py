@@ -42,8 +42,8 @@ class SchedulerMetrics(Collector):
             ("restored_requests", "Requests that survived a cache loss", counters.restored),
             ("refused_claims", "Restore entries that a new cache refused", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),
-            ("policy_errors", "Steps that fell back to the default policies", counters.policy_errors),
-            ("core_seconds", "Processor time spent in the scheduler's core", self._server.core_seconds),
+            ("policy_errors", "Errors of policies", counters.policy_errors),
+            ("core_seconds", "Time spent in the scheduler's core", self._server.core_seconds),
         )
         yield from _families(CounterMetricFamily, totals, {})
         model = {"model_name": self._server.model_name}
@@ -51,10 +51,10 @@ class SchedulerMetrics(Collector):
         available = sum(w.available_blocks for w in workers)
         load = core.load(time.monotonic())
         gauges_of_model = (
-            ("num_requests_waiting", "Requests in the queue", len(core.queue.online)),
-            ("num_tokens_waiting", "Known tokens of the requests in the queue", core.queue.online.num_tokens),
+            ("num_requests_waiting", "Requests in the queue, without offline ones", len(core.queue.online)),
+            ("num_tokens_waiting", "Known tokens of waiting online requests", core.queue.online.num_tokens),
             ("work_waiting_seconds", "Time until the present queue is empty", load.waiting_s),
-            ("num_requests_running", "Requests that hold a slot", load.num_running),
+            ("num_requests_running", "Requests that hold a slot, without offline ones", load.num_running),
             ("num_offline_requests_waiting", "Offline requests in their queue", len(core.queue.offline)),
             ("num_offline_tokens_waiting", "Known tokens of waiting offline requests", core.queue.offline.num_tokens),
             (
@@ -72,7 +72,7 @@ class SchedulerMetrics(Collector):
         yield finished
         totals_of_model = (
             ("requests_accepted", "Requests that entered the queue", counters.accepted),
-            ("requests_rejected", "Requests refused at validation", counters.rejected),
+            ("requests_rejected", "Requests refused at submission", counters.rejected),
             ("generated_tokens", "Tokens delivered to sessions", counters.tokens),
             ("preemptions", "Requests that were preempted", counters.preempted),
             ("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out),

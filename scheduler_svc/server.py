@@ -1,4 +1,4 @@
-"""The scheduler as a service: settings become a core, and gRPC servers around it."""
+"""The scheduler as a service: makes a core from the settings, and serves it over gRPC."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ADMIN_METHODS = ("/paceline.v1.AdminService/",)
-# Without keys these methods are open. With keys, clients use a gateway, which checks their quotas.
+# Without keys these methods are open. With keys they need an admin key: clients use a gateway, which checks quotas.
 KEYED_METHODS = ("/paceline.v1.InferenceService/Generate", "/paceline.v1.InferenceService/Embed")
 
 
 def _cache_secret(settings: SchedulerSettings) -> bytes:
-    """The secret from the settings; empty if etcd will provide it. Raises CannotStart."""
+    """The secret in the settings' file. Without a file: empty if etcd will provide it, else the scheduler's own. Raises
+    CannotStart."""
     if settings.cache_secret_file:
         return read_secret(Path(settings.cache_secret_file))
     return b"" if settings.etcd else own_secret()
@@ -85,7 +86,8 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
 async def serve(
     settings: SchedulerSettings, stop: asyncio.Event, *, on_ready: Callable[[Addresses], None] | None = None
 ) -> None:
-    """Run the scheduler until `stop` is set. Raises CannotStart if the policies or the keys cannot be used."""
+    """Run the scheduler until `stop` is set. Raises CannotStart if the policies, the keys, the certificates, the cache
+    secret or the tracing cannot be used."""
     keys = open_keys(settings.keys_file)
     overrides = {kind: getattr(settings, kind) for kind in KINDS}
     try:
@@ -153,5 +155,5 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         if election:
-            server.election = None  # calls that are still open may end after the election
+            server.election = None  # open calls may end after the election: its end is no lost lease
             await election.close()

@@ -70,13 +70,17 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     preemption: str = Field("", description="preemption policy on top of the preset")
     placement: str = Field("", description="placement policy on top of the preset")
     policy_options: dict[str, Any] = Field(default_factory=dict, description="options of the policies, as JSON")
-    max_num_seqs: int = Field(0, ge=0, description="running requests per worker; 0: as many as the worker allows")
+    max_num_seqs: int = Field(0, ge=0, description="running sequences per worker; 0: as many as the worker allows")
     tenant_max_running_tokens: int = Field(
         0, ge=0, description="tokens that the running requests of one tenant may grow to; 0: any number"
     )
     tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
-    waiting_timeout_s: float = Field(0, ge=0, description="seconds after which a waiting request fails; 0: never")
-    running_timeout_s: float = Field(0, ge=0, description="seconds after which a running request fails; 0: never")
+    waiting_timeout_s: float = Field(
+        0, ge=0, description="seconds after which a request that has never run fails; 0: never"
+    )
+    running_timeout_s: float = Field(
+        0, ge=0, description="seconds from its first run after which a request fails; 0: never"
+    )
     no_worker_timeout_s: float = Field(
         30.0,
         ge=0,

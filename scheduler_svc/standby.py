@@ -1,4 +1,4 @@
-"""A scheduler that is not the leader (yet, or any more): it refuses calls, and ends."""
+"""A scheduler that is not the leader. A standby refuses calls until it leads. A former leader ends its process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ else:
 
 log = get_logger(__name__)
 
-# Another scheduler leads, and the supervisor should start this one again as a standby: EX_TEMPFAIL of sysexits.h.
+# Another scheduler may lead. The supervisor should start this one again, as a standby: EX_TEMPFAIL of sysexits.h.
 LOST_STATUS = 75
 EVERY_ADDRESS = {"0.0.0.0", "::"}
 
@@ -36,8 +36,8 @@ def open_election(settings: SchedulerSettings) -> Election:
     from scheduler_svc.etcd import Etcd
 
     host = socket.gethostname() if settings.host in EVERY_ADDRESS else settings.host
-    # An endpoint that does not answer leaves time to ask the next.
     tls = open_tls(settings.etcd_tls_dir or settings.tls_dir, settings.section) if "https://" in settings.etcd else None
+    # The timeout is short, so that there is time to ask the next endpoint if one does not answer.
     etcd = Etcd(settings.etcd.split(","), settings.etcd_key, timeout_s=settings.etcd_ttl_s / 4, tls=tls)
     offered_secret = b"" if settings.cache_secret_file else new_secret()
     return Election(etcd, f"{host}:{settings.port}", settings.etcd_ttl_s, offered_secret=offered_secret)

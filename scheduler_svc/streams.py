@@ -44,7 +44,8 @@ async def stream(
     read: Callable[[], Coroutine[Any, Any, None]],
     beside: Coroutine[Any, Any, None],
 ) -> AsyncIterator[M]:
-    """Yield outgoing messages while `read` takes incoming ones. Ends when `read` ends or `outgoing` is closed."""
+    """Yield outgoing messages while `read` takes incoming ones. Ends when `read` ends or `outgoing` is closed. `beside`
+    runs until then."""
 
     async def read_then_close() -> None:
         try:
@@ -68,8 +69,9 @@ async def stream(
 async def keep(
     watch: Watch, outgoing: Outgoing[M], heartbeat: Callable[[], M] | None, give_up: Callable[[str], None]
 ) -> None:
-    """Send heartbeats to a peer (None: it does not read them) until the peer is silent for too long; then give it up.
-    What the peer ran is given up at once. Its stream ends when the peer reads again, or with its connection."""
+    """Send heartbeats to a peer until the peer is silent for too long. Then call `give_up` at once, and close the
+    stream. If the peer does not read, the stream ends when it reads again, or with the connection. `heartbeat`: None
+    for a peer that does not read heartbeats."""
 
     def send() -> None:
         if heartbeat is not None:

@@ -1,4 +1,4 @@
-"""Makes the spans of traced requests at their end, from what their timeline has: a step costs nothing for them."""
+"""Makes the spans of a traced request when it ends, from its timeline and its chunks. A step makes no spans."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def _repository_path(link: str, page: str) -> str:
 
 
 def site_uri(path: str) -> str:
-    """Where the site's sources have a file or folder of the repository. MkDocs makes pages of names with .md."""
+    """The path in the site of a file or folder of the repository. MkDocs makes a page only of a name that ends with
+    .md."""
     if path.startswith(DOCS):
         return path.removeprefix(DOCS)
     return path if path.endswith(".md") else f"{path}.md"

@@ -2,7 +2,7 @@
 # FlashInfer's Python side, to be imported without a GPU: the contract tests bind the worker's calls against its real
 # signatures, and compile its planner (four headers) for the host. 63 MiB to fetch, most of it CUDA sources of no use
 # here; 82 MiB of Python and tvm-ffi stay on disk.
-# All of it is in a folder of its own, so that no worker on a CPU finds it, and pip gets no wish for CUDA packages.
+# All of it is in a folder of its own, so that no worker on a CPU finds it, and pip does not ask for CUDA packages.
 #   flashinfer_api.sh [FOLDER]   (default: .venv/flashinfer-api)
 set -euo pipefail
 cd "$(dirname "$0")/.."

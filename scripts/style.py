@@ -8,7 +8,8 @@ Kinds of findings:
   folder      a folder with more than MAX_MODULES modules
 
 It prints each finding as path:line and one summary line. The exit status is 1 if a kind has more findings than its
-budget. A budget is 0 unless --max gives another number, so that CI can hold a falling number.
+budget. A budget is 0 unless --max gives another number. With --max, CI can allow the findings that exist today, and
+fewer later.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A discrete-event run: clients submit, workers run plans in order, workers join a
 time of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
 
     cluster = Cluster(fleet=[WorkerSpec()] * 4, policies=build(choose()), seed=1)
-    figures = cluster.run(sessions)
+    cluster.run(sessions)  # the results: cluster.asked, cluster.lived, cluster.tokens_by_s
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from simulator.fleet import TimedWorker, WorkerSpec, sampled_tokens
 
 SESSION = "clients"
 MAX_TOKENS = 4096  # max_tokens of every request; every request ends earlier, by an end-of-sequence token
-RAMP_S = 2.0  # time in which the sessions of a closed run begin
+RAMP_S = 2.0  # time in which the first sessions of a closed run begin, as many as its concurrency
 TICK_S = 0.25  # interval at which the scheduler's core gets the time
 # A run is given up after this time on the virtual clock without the end of a request.
 STALL_S = 600.0

@@ -11,8 +11,11 @@ from paceline.v1.worker_pb2 import StepPlan
 
 
 def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response: CacheServiceLinkResponse) -> None:
-    """Raises AssertionError. Only blocks may run short: any other refusal is a mistake of the scheduler, and would
-    leak."""
+    """Check the cache's invariants, and what the cache has refused. It may refuse to admit or extend sequences, and any
+    operation for a lack of blocks (RESOURCE_EXHAUSTED) or after a refused ExtendOp of the same exchange (ABORTED).
+
+    Raises AssertionError for a broken invariant and for any other refusal: it is a mistake of the scheduler, and would
+    leak sequences or blocks."""
     cache.check_invariants()
     for op, result in zip(request.ops, response.results, strict=True):
         kind, refused = op.WhichOneof("op"), result.HasField("error")

@@ -21,14 +21,14 @@ MAX_NUM_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 VOCAB = (1 << 31) - 1
 EOS = 0
-# A context of 131,072 tokens is the model's limit; in every fleet here the pool's size is the lower limit.
+# Tokens: the model's limit. For a worker with fewer than 8,192 blocks, the size of its pool is the lower limit.
 MAX_MODEL_LEN = 1 << 17
 
 Ints = npt.NDArray[np.int64]
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step: `base + new·tokens + context·attended + rows·row + pairs·attention pairs of prefills`.
+    """Seconds of a step: `base + new·prompt tokens + context·attended tokens + row·rows + pair·pairs of prefills`.
 
     The default is Llama-3.1-8B in bf16 on one H200, fitted to sums of the kernel times that NVIDIA's aiconfigurator
     ships for vLLM 0.24: 4.62 ms for one row, 14.7 ms for 256 rows of 1,024 tokens, 20.5 ms for 128 rows of 4,096,
@@ -39,7 +39,7 @@ class StepCost(NamedTuple):
     new_s: float = 19.5e-6  # for each prompt token
     context_s: float = 28.5e-9  # for each token that a decoding row attends to
     row_s: float = 10e-6  # for each decoding row
-    pair_s: float = 0.8e-9  # for each prompt token and token before it
+    pair_s: float = 0.8e-9  # for each pair of a prompt token and a token before it
 
     def step_s(self, prompt_tokens: int, context_tokens: int, rows: int, pairs: int) -> float:
         linear = self.base_s + self.new_s * prompt_tokens + self.context_s * context_tokens + self.row_s * rows
@@ -69,7 +69,7 @@ class WorkerSpec:
 
 
 def sampled_tokens(numbers: Ints, positions: Ints, lengths: Ints) -> npt.NDArray[np.int32]:
-    """What the requests with these numbers generate at each output position: EOS at the end of its length.
+    """What the requests with these numbers generate at these output positions. The last token of a request is EOS.
     Deterministic, so that a client knows what it must get; hardly ever the same for two requests."""
     tokens = 1 + (numbers * 2_654_435_761 + positions * 40_503 + 12_345) % (VOCAB - 1)
     return np.where(positions == lengths - 1, EOS, tokens).astype(np.int32)

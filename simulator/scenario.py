@@ -142,8 +142,10 @@ class ScenarioRun:
         scheduler_config = SchedulerConfig(
             window=1,
             prefix_caching=scenario.prefix_caching,
-            partial_reuse=False,  # none of the original systems copies within a block by the same rules
-            host_cache=False,  # as in the schedulers that it is compared with
+            # As in the schedulers that a scenario is compared with: none of them copies parts of blocks by the same
+            # rules, or caches in host memory.
+            partial_reuse=False,
+            host_cache=False,
             max_queued_requests=1 << 30,
             max_queued_tokens=1 << 60,
             **config,
@@ -175,7 +177,8 @@ class ScenarioRun:
         self._plan: StepPlan | None = None
 
     def play(self) -> ScenarioOutcome:
-        """Until no request is waiting or running."""
+        """Play steps until no request is waiting or running. The outcome is `stuck` after more than MAX_IDLE_STEPS
+        steps in a row without a decision."""
         steps: list[ScenarioStep] = []
         idle = 0
         arrivals = sorted({at for at, _ in self._submissions})
@@ -233,7 +236,7 @@ class ScenarioRun:
                 self._take(response, step)
             for exchange in outbox.to_cache:
                 self.core.cache_response(self.cache.exchange(exchange))
-            for request in self.requests:  # the cache has answered the swaps
+            for request in self.requests:  # by now the cache has answered the swaps, so the mode is known
                 if request.history.num_preemptions > self._num_preemptions[request.request_id]:
                     self._num_preemptions[request.request_id] = request.history.num_preemptions
                     for record in (step, empty) if empty else (step,):

@@ -109,7 +109,7 @@ class Scenario(Strict):
     @model_validator(mode="after")
     def _is_small(self) -> Scenario:
         prompts = sum(request.num_prompt_tokens for request in self.requests)
-        # The scheduler refuses a request that is longer than the model; it generates nothing.
+        # The scheduler refuses a request that is longer than max_model_len. Such a request generates nothing.
         generated = sum(min(request.max_new_tokens, self.max_model_len) for request in self.requests)
         for name, total in (("prompt_len", prompts), ("max_new_tokens", generated)):
             if total > MAX_TOKENS:

@@ -86,7 +86,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class PartySizes:
-    """Sizes of the parties. Any of them may differ in everything except the model and the block size."""
+    """Sizes of the parties, drawn from the seed. All workers have the same sizes."""
 
     block_size: int
     num_blocks: int
@@ -178,7 +178,8 @@ def _random_fault(rng: random.Random, num_workers: int) -> Fault:
 
 
 def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
-    """A fault by which the leader mostly loses its lease; and more faults, about the moment at which it comes back."""
+    """A fault by which the leader usually loses its lease; sometimes a fault of etcd; and more faults, at about the
+    moment at which the leader comes back."""
     at_s, for_s = rng.uniform(0.2, 0.7), rng.uniform(2.5, 6.0)
 
     def fault(at_s: float, kind: FaultKind, target: str, for_s: float) -> Fault:
@@ -199,7 +200,7 @@ def _takeover(rng: random.Random, num_workers: int) -> list[Fault]:
 
 
 def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """A schedule that still fails, and that passes without any single one of its requests and faults."""
+    """A smaller schedule that still fails. If any one of its requests or faults is removed, it passes."""
     smaller = True
     while smaller:
         smaller = False

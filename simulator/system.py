@@ -184,7 +184,7 @@ class LocalSystem:
     # ── links that move ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def moves(self) -> list[tuple[str, WorkerEnd | None]]:
-        """Every link with a message to deliver, and every worker with a step to run."""
+        """Every link with a message to deliver, and every worker with a step to run or a grammar to prepare."""
         moves: list[tuple[str, WorkerEnd | None]] = []
         if self.to_cache:
             moves.append(("exchange", None))

@@ -45,7 +45,7 @@ class WorkerDied(Exception):
 
 
 def next_token(tokens: list[int], sampling: SamplingParams) -> int:
-    """The toy model: any token of the vocabulary; about one in forty ends the sequence."""
+    """The toy model: any token id from 8 on, or EOS in about one of forty cases."""
     digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())
     return EOS if digest % 40 == 0 else 8 + digest % (VOCAB - 8)
 
@@ -56,7 +56,7 @@ def toy_logprob(tokens: list[int]) -> float:
 
 
 def toy_candidates(tokens: list[int], count: int) -> list[tuple[int, float]]:
-    """The most likely next tokens, best first: any tokens of the vocabulary; one in five lists contains EOS."""
+    """The most likely next tokens, best first: any token ids from 8 on; one in five lists contains EOS, too."""
     digest = zlib.crc32(np.array(tokens, np.int64).tobytes())
     likely = [8 + (digest + 7919 * i) % (VOCAB - 8) for i in range(count)]
     if count and digest % 5 == 0:
@@ -266,8 +266,8 @@ class ToyWorker:
             del self.grammars[number]
 
     def _filled(self) -> dict[int, int]:
-        """How many positions of each block are written already, by the tables. (A new sequence may rely on what other
-        sequences write in this step.)"""
+        """How many positions of each block are written already, according to the tables. Call this before the step's
+        new sequences have slots: what they count as computed may be written by other sequences in this step."""
         filled: dict[int, int] = {}
         for sequence in self.slots.values():
             for i, block in enumerate(sequence.table):

@@ -43,7 +43,8 @@ class World:
         self._last_s = max([0.0, *(f.at_s + f.for_s for f in schedule.faults), *(ask.at_s for ask in schedule.asks)])
         self._pending = len(schedule.asks) + len(schedule.faults)  # open parts of the schedule
         self.etcd = EtcdData()
-        # Only a kill makes the scheduler blame innocent requests: after any other fault the worker comes back.
+        # Only a kill makes the scheduler blame innocent requests for good. After any other fault, the same
+        # process registers again, or the scheduler has released the worker before its process ended.
         kills = [fault for fault in schedule.faults if fault.kind == "kill" and fault.target.startswith("worker")]
         self._poison_failures = SchedulerConfig().poison_failures + len(kills)
         self._schedulers = ["scheduler", "scheduler-2"][: self.sizes.num_schedulers]
@@ -177,7 +178,7 @@ class World:
         self._pending -= 1
 
     def _stays(self, party: Party) -> bool:
-        """A process that may be told to leave."""
+        """Whether the process may be told to leave: it is alive, and is not leaving already."""
         return party.alive and party not in self._leaving
 
     def _named(self, target: str) -> Party:
@@ -193,7 +194,7 @@ class World:
         self._later(for_s, lambda: self._start(party.name))
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """What has to happen before the run can end."""
+        """Run the action after this delay. The run does not end before the action has run."""
         self._pending += 1
 
         def happen() -> None:

@@ -28,7 +28,7 @@ CORES = {SGLANG: "rust", "sglang_python_core": "python", "sglang_radix_cache": "
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """`calls`: sequences in the tree for all but evict and memory."""
+    """`calls`: sequences in the tree for all figures but evict, memory and step_256."""
 
     calls: int = 1_000
     evict: tuple[int, ...] = (1_000, 4_000, 20_000)
@@ -42,7 +42,8 @@ HOW = {
     "garbage collector frozen and off in both; one thread; the first tenth of each repeat warms up. The arguments of a "
     "call (keys, values, messages) are made before it is timed. block_size is SGLang's page_size",
     "sequences": "1,024 tokens: 512 of one of 16 system prompts, 256 of a session (8 sequences), 256 of their own, in "
-    "random order; the tree has 1,000 of them unless said otherwise, and 64 of 3,000 tokens (512 shared)",
+    "random order; the tree has 1,000 of them unless said otherwise; for match, insert and lock it also has 64 of "
+    "3,000 tokens (512 shared)",
     "match": "ours: PrefixTree.walk and Memory.held from the root; SGLang: match_prefix. The prompts have one token "
     "more than the stored sequences. partial: 768 of their tokens are stored; miss: none",
     "insert_1024": "ours: WorkerBlocks.store from the root; SGLang: insert. 768 tokens are stored before, 256 are new; "
@@ -50,13 +51,14 @@ HOW = {
     "sequence's match ended",
     "evict": "ours: Memory.take of the blocks of 1,024 tokens while none is free, with the time of the pool; SGLang: "
     "evict, with a stand-in for its allocator that only counts",
-    "lock_unlock": "ours: use_path, which also returns the path's blocks, and leave_path; SGLang: lock and unlock; "
-    "lock_table_unlock: also path_device_indices",
-    "match_8_workers": "8 workers; each sequence is stored on 1 to 3 of them. ours: a sixteenth of CacheCore.exchange "
-    "with 16 MatchOps, with messages and prefix subscriptions; SGLang: match_prefix on 8 trees",
+    "lock_unlock": "ours: use_path, which also returns the path's blocks, and leave_path; SGLang: lock and unlock. "
+    "lock_table_unlock: ours the same; SGLang also path_device_indices",
+    "match_8_workers": "8 workers; each sequence is stored on 1 to 3 of them. ours: CacheCore.exchange with up to 16 "
+    "MatchOps, divided by their number, with messages and prefix subscriptions, without a warm-up; SGLang: "
+    "match_prefix on 8 trees",
     "step_256": "ours only: CacheCore.exchange of a step of 256 running sequences: an ExtendOp for 1/16 of them (for "
     "all at block size 1), commit and free of one that ends, match and admission of 1,024 tokens (768 are stored)",
-    "bytes_per_block": "growth of a child process's resident memory over the distinct blocks of 20,000 sequences",
+    "bytes_per_block": "growth of a child's resident memory, divided by the distinct blocks of 20,000 sequences",
 }
 
 

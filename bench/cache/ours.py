@@ -16,7 +16,7 @@ from cache_svc.core.tree.nodes import Namespace, PrefixNode, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
-RUNNING, DECODED = 256, 16  # sequences of a step, and how many tokens each has made when the first step is measured
+RUNNING, DECODED = 256, 16  # sequences of a step, and how many generated tokens a sequence commits when it ends
 
 
 def packed(tokens: Tokens) -> bytes:
@@ -143,7 +143,8 @@ class Exchanges:
 
 
 def measure_workers(block_size: int, sequences: int, times: int, seed: int) -> Samples:
-    """Measures a match for 8 workers, which is one walk: the time of an exchange with 16 MatchOps, divided by 16."""
+    """Measures a match for 8 workers, which is one walk: the time of an exchange with up to 16 MatchOps, divided by
+    their number."""
     work = Work(sequences, times, seed)
     exchanges = Exchanges(block_size, WORKERS, -(-work.num_tokens // block_size))
     for tokens, holders in zip(work.sequences, work.holders(), strict=True):
@@ -161,8 +162,8 @@ def measure_workers(block_size: int, sequences: int, times: int, seed: int) -> S
 
 
 def measure_step(block_size: int, times: int, seed: int) -> Samples:
-    """Measures the exchange of a step of 256 running sequences. 1/16 of them need a block. One sequence ends, and a
-    new one of 1,024 tokens (768 of them stored) takes its place."""
+    """Measures the exchange of a step of 256 running sequences. 1 / block_size of them need a block. One sequence ends,
+    and a new one of 1,024 tokens (768 of them stored) takes its place."""
     work = Work(RUNNING, times, seed)
     num_blocks = (2 * RUNNING + 2 * times) * (LENGTH + times + DECODED) // block_size
     exchanges = Exchanges(block_size, 1, num_blocks)
@@ -180,7 +181,7 @@ def measure_step(block_size: int, times: int, seed: int) -> Samples:
         extend = pb.CacheOp(
             extend=pb.ExtendOp(sequences=[stay[(step * per_step + i) % len(stay)] for i in range(per_step)])
         )
-        # The prompt's whole blocks and the generated tokens so far: no table is shorter than the prompt.
+        # Only the prompt counts as computed: each table has blocks for it, but perhaps none for the generated tokens.
         end = exchanges.end(ended, made, LENGTH)
         requests.append(exchanges.request([*end, *ops, extend]))
         running = [*stay, arrived]

@@ -144,7 +144,7 @@ def decode(
 
 
 def prefill(runner: ModelRunner, prompts: list[int], clock: Clock, times: int = 5) -> dict[str, Any]:
-    """All prompts in one step (or as few as the token budget allows)."""
+    """Measures all prompts together, in one step or in as few steps as the token budget allows."""
     took_ms = []
     for _ in range(times + 1):
         measured = play(runner, [LoadRequest(n, 0, 1) for n in prompts], len(prompts), clock)

@@ -23,7 +23,7 @@ import uvloop
 from services.runtime.service import raise_file_limit
 
 PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 16, 32
-# Warm-up in seconds: older requests are served, and the new ones have spread over time.
+# Warm-up in seconds. After it, the first requests are served, and the later ones are spread over time.
 WARM_S = 2.0
 # Made in advance and chosen at random, because making them would take CPU time from the server on the same cores.
 _NUM_REQUESTS = 512

@@ -2,8 +2,8 @@
 
 The real services on this machine serve the demo model. Each kind of clients runs in a process of its own
 (bench.overload.clients). The cases:
-- `peak`: as many requests at once as the slots and half of the queue hold. Another process takes the CPU time
-  that the clients of `10x` take in addition, so that both cases leave the server equal cores.
+- `peak`: as many requests at once as the slots and half of the queue hold. The clients of `10x` use more CPU time than
+  those of `peak`. Another process burns the difference, so that the server has the same CPU time left in both cases.
 - `10x`, in turns with `peak`: clients send ten times the request rate that the peak has just served. They do not retry.
 - `10x, come back`: ten times as many clients as slots and queue positions. Each retries after its retry-after time.
 - normal clients beside readers that do not read, request heads that come byte by byte, connections that send nothing,
@@ -38,7 +38,8 @@ SLOTS, QUEUE = 32, 64
 OVERLOAD = 10
 SECONDS = 12.0
 # The host of a virtual machine may give its cores to others, so its speed may halve from one minute to the next.
-# So the turns are short. They end after TURNS quiet turns, in which at most QUIET_STOLEN_CORES were stolen.
+# So the turns are short. They end after TURNS quiet turns, in which at most QUIET_STOLEN_CORES were stolen, or after
+# MOST_TURNS turns of any kind.
 TURNS, MOST_TURNS, TURN_SECONDS = 8, 24, 6.0
 QUIET_STOLEN_CORES = 0.1
 FLOOD_CORES = 0.08  # the first guess of how many more cores the clients of `10x` take than those of `peak`
@@ -50,7 +51,8 @@ _LAG = "paceline_gateway_event_loop_lag_seconds_bucket"
 
 
 class Role:
-    """A process of clients. As a context manager it starts the process; `result` asks the process to end."""
+    """A process of clients, which starts at once. The context begins when the clients are ready, and kills the process
+    at its end. `result` asks the process to end."""
 
     def __init__(self, stack: Stack, role: str, number: float, seconds: float = 0.0) -> None:
         command = [
@@ -229,8 +231,8 @@ class Measurement:
         self.rest()
 
     def peak(self, flood_cores: float) -> dict[str, Any]:
-        """The peak, beside a process that takes the CPU time that the clients of `10x` take in addition: clients are no
-        part of the server, but share its cores."""
+        """The peak, beside a process that burns `flood_cores`: how many more cores the clients of `10x` use than those
+        of `peak`. Clients are no part of the server, but share its cores."""
         with Role(self.stack, "burn", flood_cores):
             row = self.row("peak", "closed", SLOTS + QUEUE // 2, TURN_SECONDS)
         row["burnt_cores"] = flood_cores

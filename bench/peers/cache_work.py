@@ -29,7 +29,8 @@ BATCH = 16  # requests matched at once for 8 workers
 
 
 class Work:
-    """`sequences` are stored, in this random order. The other lists are arguments of the measured calls."""
+    """`sequences` are stored, in this random order; measure_calls also stores `long`. The other lists are arguments of
+    the measured calls."""
 
     def __init__(self, num_sequences: int, times: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -50,7 +51,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """The largest number of tokens in the cache, with all inserts."""
+        """An upper limit for the tokens in the cache, with all inserts: shared tokens count once per sequence."""
         return (len(self.sequences) + 2 * self.times) * LENGTH + NUM_LONG * LONG
 
     def asked(self, stored: Tokens) -> Tokens:
@@ -146,7 +147,8 @@ def measure_evict(cache: Cache, work: Work) -> Samples:
 
 
 def bytes_of(cache: Cache, work: Work, block_size: int) -> float:
-    """The bytes of a stored block: the growth of a child process's resident memory over the stored tokens' blocks."""
+    """The bytes of a stored block: the growth of a child process's resident memory, divided by the number of distinct
+    stored blocks."""
     num_tokens = work.systems.size + work.sessions.size + len(work.sequences) * OWN
     reads, writes = os.pipe()
     child = os.fork()

@@ -1,7 +1,8 @@
 """Runs SGLang's SchedulePolicy with its RadixCache on the workload of bench/orders.py, and SGLang's prefix caches on
 the workload of bench/cache/cache.py. Reads jobs and prints samples (peer.py).
 
-Runs in the environment that tests/peer/env.sh makes, with that test's stand-ins for kernels and web servers.
+Runs in the environment that tests/peer/env.sh makes, with the stand-ins for kernels and web servers from
+tests/peer/sglang_stubs.py.
 """
 
 # ruff: noqa: E402 - SGLang can be imported only after the stand-ins for packages that are not installed
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWERS, sys.stdout = sys.stdout, sys.stderr  # libraries print
+ANSWERS, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not get among the answers
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(ROOT / "tests" / "peer"))
 sys.path.append(str(ROOT))

@@ -25,7 +25,8 @@ TREES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 
 class Allocator:
-    """Counts freed blocks and does no more. So SGLang's figures leave out the time of a free list; ours include it."""
+    """Counts freed token slots and does no more. So SGLang's figures leave out the time of a free list; ours include
+    it."""
 
     device = torch.device("cpu")
     freed = 0

@@ -1,9 +1,9 @@
 """vLLM's own V1 Scheduler on the workloads of bench/control_plane.py, without a model: jobs in, samples out (peer.py).
 
-Runs in the environment that tests/peer/env.sh makes, and imports nothing of Paceline but that test's driver and
-quiet.py. The measured time is that of schedule() and update_from_output(). For an admission it also includes what
-vLLM's engine core does when a request comes: it makes the Request with its block hashes and calls add_request(). It
-does not include pickling, msgpack, and making the model runner's output.
+Runs in the environment that tests/peer/env.sh makes. Of Paceline it imports only tests/peer/vllm_driver.py and
+quiet.py. The measured time is that of schedule() and update_from_output(), or of finish_requests() for an abort. For an
+admission it also includes what vLLM's engine core does when a request comes: it makes the Request with its block hashes
+and calls add_request(). It does not include pickling, msgpack, and making the model runner's output.
 """
 
 # ruff: noqa: E402 - vLLM can be imported only after its settings are made

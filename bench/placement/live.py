@@ -156,7 +156,7 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement.live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="on two workers")
+    parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="measured on two workers")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()

@@ -1,8 +1,8 @@
 """Which worker a request goes to: every placement policy on the same workloads and fleets, in simulation.
 
 The real scheduler and cache cores run on a virtual clock with simulated workers (simulator/cluster.py). Each workload
-runs twice for each fleet: open (Poisson arrivals at 80 % of the fleet's capacity) and saturated (a closed loop without
-pauses). Further runs have few clients, an uneven fleet, a worker that joins and one that dies.
+runs twice for each fleet of equal workers: open (Poisson arrivals at 80 % of the fleet's capacity) and saturated (a
+closed loop without pauses). Further runs have few clients, an uneven fleet, a worker that joins and one that dies.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
         yield open_case(workload, fast)
         yield saturated_case(workload, fast)
     yield open_case("conversations", small)
-    # Arrivals last about 3 s. If a fleet changes, the rate is that of the fleet that lasts longest.
+    # Arrivals last about 3 s. The capacity of a fleet that changes is about its mean over this time.
     for workload in ("shared-prompt", "zipf"):
         yield open_case(workload, Fleet("a fourth joins after 1 s", (*three, one.altered(joins_s=1.0)), 3.6))
         yield open_case(workload, Fleet("one of four dies after 1 s", (one.altered(dies_s=1.0), *three), 3.2))

@@ -1,4 +1,4 @@
-"""Operator calls between the exchanges of a core: pins, a reset, fill levels.
+"""Operator calls on a core, between its exchanges: pin, unpin, and forget the unused blocks (a reset).
 
 If a call changes a worker's counters, the scheduler learns of it in its next exchange. Times are by the cache's own
 clock. It has no relation to the scheduler's clock, which comes with exchanges.
@@ -54,7 +54,7 @@ def forget_unused(
     core: CacheCore, model: str | None = None, lora: str | None = None, cache_salt: str | None = None
 ) -> dict[int, int]:
     """Forgets the unused blocks of the namespaces with these names (None: any name). Also clears the record of evicted
-    prefixes. Returns the number of forgotten blocks by worker."""
+    prefixes. Returns the number of forgotten device blocks by worker."""
     wanted = model, lora, cache_salt
     forgotten = dict.fromkeys(core.workers, 0)
     for namespace, root in list(core.tree.roots.items()) if core.tree is not None else ():

@@ -33,7 +33,8 @@ class CacheCore(Operations):
         max_tenant_retained_share: float = TENANT_SHARE,
         max_retained_share: float = TOTAL_SHARE,
     ) -> None:
-        """Shares are of the blocks of each memory. See memory/shares.py for those of retention."""
+        """`max_pinned_share` is of each worker's device blocks. The shares of retention are of the blocks of each
+        memory: see memory/shares.py."""
         super().__init__(eviction, events, max_pinned_share, (max_tenant_retained_share, max_retained_share))
         self.debug = debug
 

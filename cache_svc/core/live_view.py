@@ -1,8 +1,8 @@
 """What the blocks are used for, and which prefixes are worth most: a snapshot for the live view.
 
 The core records one thing for this view only: when each node was stored. A snapshot reads every node once, in slices of
-SLICE_NODES nodes. The caller lets exchanges run between two slices. So a snapshot may show the old or the new state of
-a block that changes hands meanwhile. If a worker comes or goes meanwhile, there is no snapshot.
+SLICE_NODES nodes. The caller lets exchanges run between two slices. If such an exchange grants or frees a block, the
+snapshot may show the old or the new state of the block. If a worker comes or goes meanwhile, there is no snapshot.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def snapshot(
 
 
 class _Seen:
-    """What the slices have read until now."""
+    """What the slices have read so far."""
 
     def __init__(self, memories: Iterable[Memory]) -> None:
         self.blocks: _Blocks = {memory.index: [array("i") for _ in range(SEVERAL + 1)] for memory in memories}

@@ -249,7 +249,7 @@ class Operations:
         if num_planned > op.num_new_tokens > 0:
             raise OpError(
                 Code.INVALID_ARGUMENT,
-                f"num_planned_tokens: {num_planned}, with blocks for {op.num_new_tokens} new tokens",
+                f"num_planned_tokens: {num_planned} is more than num_new_tokens, {op.num_new_tokens}",
             )
         host_blocks = array("i")
         if op.fork_of:

@@ -22,7 +22,8 @@ PROTOCOL = ("__init__.py", "common_pb2.py", "common_pb2.pyi", "inference_pb2.py"
             "inference_pb2_grpc.py", "inference_pb2_grpc.pyi")  # fmt: skip
 REQUIRED = ("grpcio", "protobuf")
 
-# Names of modules. The protocol's own names, as in `/paceline.v1.InferenceService/Generate`, stay.
+# Names of modules, and their names in the wheel. The protocol's own names stay, as in
+# `/paceline.v1.InferenceService/Generate`.
 _MOVED = (
     (re.compile(r"\bservices\.client\b"), "paceline.client"),
     (re.compile(r"\bpaceline\.request_fields\b"), "paceline.client.request_fields"),

@@ -114,7 +114,7 @@ DASHBOARDS = (
                     Panel("Steps", "ops", [(_rate("paceline_scheduler_steps_total"), "plans per s")]),
                     Panel("Tokens of a step", "short", _quantiles("paceline_scheduler_step_tokens")),
                     Panel(
-                        "CPU time of the core for a step",
+                        "Time in the core for a step",
                         "s",
                         [
                             (

@@ -24,8 +24,8 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Host arrays of one step. Sequence i has rows qo_indptr[i]:qo_indptr[i+1], and sees kv_len(i) tokens, including
-    its new ones. A row sees the tokens up to its own."""
+    """Host arrays of one step. Sequence i has rows qo_indptr[i]:qo_indptr[i+1], and sees kv_lens(block_size)[i] tokens,
+    including its new ones. A row sees the tokens up to its own."""
 
     num_decodes: int
     qo_indptr: Int32s  # [sequences + 1], rows

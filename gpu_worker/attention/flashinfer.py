@@ -1,7 +1,8 @@
 """Attention over the paged pool with FlashInfer's kernels, for 16-bit models on an NVIDIA GPU.
 
 Decode rows use the decode wrapper, and chunks use the prefill wrapper. Each window has its own pair of wrappers,
-because the window is compiled in. Choices (sources: docs of FlashInfer 0.7.2, and what vLLM and SGLang do):
+because a wrapper has one window, which plan() sets. Choices (sources: docs of FlashInfer 0.7.2, and what vLLM and
+SGLang do):
 
 - fa2 for both, with tensor cores for decode: it allows any number of query heads per KV head, both share one kernel
   module, and on paged KV it is no slower than fa3;

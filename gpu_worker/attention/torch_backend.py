@@ -105,15 +105,20 @@ class TorchAttention:
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slot_mapping = metadata.slot_mapping
-        if self._by_row:
-            metadata = metadata.by_row(self._block_size)
-        self._plans = {window: self._plan_window(metadata, window) for window in set(self._windows)}
+        self._plan_sequences(metadata.by_row(self._block_size) if self._by_row else metadata)
 
-    def _plan_window(self, metadata: AttentionMetadata, window: int) -> WindowPlan:
-        row_counts = np.diff(metadata.qo_indptr)
-        groups = tuple(self._decode_groups(metadata, np.flatnonzero(row_counts == 1), window))
-        chunks = tuple(self._chunk(metadata, int(i), window) for i in np.flatnonzero(row_counts > 1))
-        return WindowPlan(groups, chunks)
+    def _plan_sequences(self, metadata: AttentionMetadata) -> None:
+        decodes = np.flatnonzero(np.diff(metadata.qo_indptr) == 1)
+        self._plans = {
+            window: WindowPlan(
+                tuple(self._decode_groups(metadata, decodes, window)), tuple(self._chunks(metadata, window))
+            )
+            for window in set(self._windows)
+        }
+
+    def _chunks(self, metadata: AttentionMetadata, window: int) -> Iterator[ChunkPlan]:
+        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > 1).tolist():
+            yield self._chunk(metadata, i, window)
 
     def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:
         kv_lens = metadata.kv_lens(self._block_size)[sequences].astype(np.int64)
@@ -140,8 +145,8 @@ class TorchAttention:
             yield DecodeGroup(rows, self._gather(ids), self._mask(hidden)[:, None, None])
 
     def _split(self, order: Int64s, widths: Int64s) -> Iterator[Int64s]:
-        """Cut sequences, widest first, into groups. Each group fits GROUP_BYTES, and pads less than a new group
-        costs."""
+        """Cut sequences, widest first, into groups. A group fits GROUP_BYTES, or has one sequence. A new group begins
+        where it saves more padding than it costs; with `by_row`, wherever a sequence would be padded."""
         start = 0
         while start < len(order):
             widest = int(widths[start])
@@ -179,7 +184,8 @@ class TorchAttention:
             yield Tile(slice(top, bottom), slice(low - first_key, high - first_key), self._mask(hidden))
 
     def _gather(self, ids: npt.NDArray[np.integer]) -> Gather:
-        """ids: [sequences, width]. All gathers of a step use the same scratch memory, one after the other."""
+        """ids: [sequences, width]. The gathers of a step use the scratch memory one after the other. A gather that does
+        not fit makes larger scratch memory for itself and the later ones."""
         elements = ids.size * self._block_elements
         if self._scratch.shape[1] < elements:
             self._scratch = torch.empty(2, elements, dtype=self._dtype, device=self._device)

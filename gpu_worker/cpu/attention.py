@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
-from gpu_worker.attention.torch_backend import DecodeGroup, Int64s, TorchAttention
+from gpu_worker.attention.torch_backend import TorchAttention, WindowPlan
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
@@ -25,13 +23,14 @@ class CpuAttention(TorchAttention):
         self._pool_arrays = [(as_array(k), as_array(v)) for k, v in zip(pool.keys, pool.values, strict=True)]
         self._scale = np.float32(self._head_dim**-0.5)
 
-    def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:
-        """No groups: the kernel takes all decodes at once. Keeps their arrays, which are the same for every window."""
+    def _plan_sequences(self, metadata: AttentionMetadata) -> None:
+        """The kernel takes all decodes at once. Their arrays are the same for every window."""
+        decodes = np.flatnonzero(np.diff(metadata.qo_indptr) == 1)
         kv_lens = metadata.kv_lens(self._block_size)
-        arrays = metadata.kv_indptr[sequences], kv_lens[sequences], metadata.qo_indptr[sequences]
+        arrays = metadata.kv_indptr[decodes], kv_lens[decodes], metadata.qo_indptr[decodes]
         first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
         self._decodes = (np.ascontiguousarray(metadata.kv_indices, np.int32), first_blocks, kv_lens, rows)
-        return iter(())
+        self._plans = {window: WindowPlan((), tuple(self._chunks(metadata, window))) for window in set(self._windows)}
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)

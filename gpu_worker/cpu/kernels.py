@@ -164,10 +164,11 @@ class Kernels:
     attend(query [rows, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], block_ids [n],
         first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
         decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. These four
-        arrays are int32. Without a window it is 0.
+        arrays are int32. `window` 0: none.
     norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
-        num_queries, eps): norms (queries', keys') and rotates the first num_heads heads, in place.
+        num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
+        the weight norms[0] for the first num_queries heads, and norms[1] for the other heads.
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     """
 
@@ -178,7 +179,7 @@ class Kernels:
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
         angles = types.Array(single, 2, "C")
-        # Several threads only from so many rows on: to wake a thread takes longer than to compute fewer.
+        # With fewer rows than this, one thread is faster, because waking the other threads takes time.
         least, least_decodes = (_MIN_ROWS, 2) if by_size else (0, 0)
 
         attend = strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix
@@ -192,8 +193,8 @@ class Kernels:
 
 
 class _Kernel:
-    """A kernel, and its variant for several threads, which share `least` rows or more. `rows_at`: which argument has
-    an element per row."""
+    """A kernel, and its variant for several threads, which runs for `least` rows or more. `rows_at`: the index of an
+    argument with one element per row."""
 
     def __init__(
         self, kernel: Any, arguments: tuple[types.Type, ...], threads: int, least: int, rows_at: int = 0

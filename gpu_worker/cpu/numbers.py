@@ -106,8 +106,8 @@ def _store(array: Any, index: Any, value: Any) -> Any:
 
 @njit(inline="always", fastmath=FASTMATH)
 def exp(x: Any) -> Any:
-    """The exponential of a float32, to about 1e-7 (Cephes' expf). A call of the C library in a loop would keep the loop
-    from using vector instructions."""
+    """The exponential of a float32, to about 1e-7 (Cephes' expf). An x outside -87..88 counts as the nearer limit. A
+    call of the C library in a loop would keep the loop from using vector instructions."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x  # these comparisons let NaN pass
     x = np.float32(88.0) if x > np.float32(88.0) else x
     turns = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

@@ -14,7 +14,7 @@ from gpu_worker.errors import DeviceError
 from gpu_worker.kv.rows import BlockRows
 from gpu_worker.kv.swap import SwapLane
 
-# Never granted to a sequence. Padding reads it, so it must stay finite.
+# Never granted to a sequence. Padding reads and writes it, so it must stay finite.
 DUMMY_BLOCK = 0
 
 

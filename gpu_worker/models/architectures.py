@@ -1,7 +1,7 @@
 """The architectures that the decoder serves: one entry for each, with all its differences from the others.
 
 If decoder.py already has all layers of a new architecture, add an entry here, and a family in
-tests/unit/worker/families.py, which compares its tokens with transformers'.
+tests/unit/worker/families.py. Then the tests compare its tokens with transformers'.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def same_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def windows_by_layer(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers differ, by `layer_types` or from `max_window_layers` on. Raises ModelError for other layer types."""
+    """Layers differ, by `layer_types` or from `max_window_layers` on. Without `use_sliding_window` no layer has a
+    window. Raises ModelError for other layer types."""
     if not raw.get("use_sliding_window", False):
         return no_windows(raw, num_layers)
     layer_types = raw.get("layer_types")
@@ -93,5 +94,5 @@ def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     headless = ", ".join(known.replace("ForCausalLM", "Model") for known in ARCHITECTURES)
     raise ModelError(
         f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}, and for embeddings {headless} "
-        "(no encoders with attention to both sides, such as BERT)"
+        "(not encoders with bidirectional attention, such as BERT)"
     )

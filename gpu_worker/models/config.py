@@ -127,7 +127,7 @@ def _refuse_variants(raw: Mapping[str, Any], architecture: str) -> None:
     if raw.get("mlp_bias"):
         raise ModelError(f"{architecture} with mlp_bias is not supported")
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
-        raise ModelError(f"{architecture} with attention to both sides is not supported")
+        raise ModelError(f"{architecture} with bidirectional attention is not supported")
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{architecture} with hidden_act {activation!r} is not supported; supported: silu")

@@ -25,15 +25,22 @@ class Decoder:
         self._ops = ops
         self._matmul = matmul
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [rows, hidden size], for logits() or final(). Attention must be planned for these rows.
+    def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states [wanted rows, hidden size], for logits() or final(). Attention must be planned for all rows.
 
-        tokens, positions: int64 [rows].
+        tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all. After its attention, the last
+        layer computes only these rows, because nothing reads the other rows of that layer.
         """
         angles = self._ops.angles(positions)
         hidden = self._weights.embedding.index_select(0, tokens)
+        last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            hidden = self._attend(index, layer, hidden, angles)
+            mixed = self._attend(index, layer, hidden, angles)
+            if index == last and wanted is not None:
+                hidden, mixed = hidden.index_select(0, wanted), mixed.index_select(0, wanted)
+                if not len(wanted):
+                    break
+            hidden = self._add_attention(layer, hidden, mixed)
             hidden = self._mlp(layer, hidden)
         return hidden
 
@@ -46,7 +53,7 @@ class Decoder:
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
     def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> Tensor:
-        """hidden + the attention's output. May overwrite `hidden`."""
+        """What attention mixes for each row, [rows, heads * head_dim]. Writes the rows' keys and values to the pool."""
         config = self._config
         normed = self._ops.norm(hidden, layer.input_norm)
         projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias)
@@ -54,7 +61,10 @@ class Decoder:
         values_at = config.num_heads + config.num_kv_heads
         heads = projected.view(-1, values_at + config.num_kv_heads, config.head_dim)
         queries, keys = self._ops.rotary(heads, angles, layer.query_norm, layer.key_norm)
-        mixed = self._attention.run(index, queries, keys, heads[:, values_at:])
+        return self._attention.run(index, queries, keys, heads[:, values_at:])
+
+    def _add_attention(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """hidden + the attention's output. May overwrite `hidden`."""
         hidden = self._matmul.added(hidden, mixed, layer.output)
         return hidden if layer.output_bias is None else hidden.add_(layer.output_bias)
 

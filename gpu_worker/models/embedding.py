@@ -36,9 +36,9 @@ class EmbeddingConfig:
 
     pooling: PoolingKind
     normalize: bool
-    # The longest input in tokens, if the files give one below the model's.
+    # The longest input in tokens, if the files give one. It may exceed the model's limit.
     max_tokens: int | None = None
-    # The sizes to which a vector may be cut; None: none, empty: any.
+    # The sizes to which a vector may be cut. None: it may not be cut. Empty: to any size.
     matryoshka: tuple[int, ...] | None = None
 
     def info(self, size: int) -> EmbeddingInfo:

@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 # Arguments: bytes read so far, bytes in all.
 Progress = Callable[[int, int], None]
-# Raises ModelError for a model that does not fit in this type.
+# Raises ModelError for a model that does not fit into memory in this type.
 SizeCheck = Callable[[DecoderConfig, torch.dtype], None]
 
 LOADABLE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -64,13 +64,14 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A checkpoint that passed all checks. The checks do not read the weights' values."""
+    """A checkpoint that passed all checks. The checks do not read the weights' values. If files are absent, its tensors
+    are not checked yet."""
 
     folder: Path
     config: DecoderConfig
     dtype: torch.dtype  # to serve
     embedding: EmbeddingConfig | None
-    entries: dict[str, _Entry]  # of every tensor; empty for dummy weights
+    entries: dict[str, _Entry]  # of every tensor; empty for dummy weights, and if files are absent
     absent: tuple[str, ...] = ()  # weight files that are still to be downloaded
 
     @property
@@ -80,7 +81,7 @@ class OpenCheckpoint:
 
 
 def resolve_checkpoint(model: str) -> Path:
-    """The folder of a local checkpoint, or of a hub snapshot still without weights. Raises ModelError."""
+    """The folder of a local checkpoint, or of a hub snapshot, which may still lack its weights. Raises ModelError."""
     try:
         return checkpoint_folder(model, ["config.json", "generation_config.json", INDEX, TOKENIZER, *EMBEDDING_FILES])
     except NoSuchModel as error:
@@ -153,7 +154,8 @@ def open_checkpoint(
 
 
 def _display_name(model: str, folder: Path) -> str:
-    """The model's name: a hub name unchanged, or the name of the folder."""
+    """The model's name: a hub name unchanged, or the name of the folder. For a folder `checkpoint`, that of its
+    parent."""
     if not Path(model).expanduser().is_dir():
         return model
     folder = folder.resolve()
@@ -166,7 +168,7 @@ def _served_dtype(dtype: str, config: DecoderConfig, device: torch.device) -> to
     if dtype not in SERVED_DTYPES:
         raise ModelError(f"checkpoint dtype {dtype} is not supported; supported: {', '.join(SERVED_DTYPES)}")
     if device.type == "cpu" and dtype == "bfloat16" and not multiplies_bfloat16():
-        _log.warning("this CPU has no products of bfloat16: --dtype float32 is faster")
+        _log.warning("this CPU has no instructions to multiply bfloat16 matrices: --dtype float32 is faster")
     return SERVED_DTYPES[dtype]
 
 
@@ -179,7 +181,7 @@ def _dummy_source(
     def tensor(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(expected[name], dtype=dtype, device=device)
-        # Each tensor has its own random stream, so the order of requests does not matter.
+        # Each tensor has its own random stream, so the order in which tensors are drawn does not matter.
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         return torch.randn(expected[name], generator=generator, device=device).mul_(DUMMY_STD).to(dtype)

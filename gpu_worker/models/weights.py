@@ -1,8 +1,9 @@
 """The tensors of a decoder, in the checkpoint and in memory.
 
-Matrices are [in, out]: on a CPU they are stored that way (faster for few rows), on a GPU they are views of the
-checkpoint's [out, in] (which cuBLAS is tuned for). Packed matrices are in the order that a CPU's kernels read. q, k and
-v are one matrix, and so are gate and up. The q and k heads have their rotary pairs side by side (models/rope.py).
+Matrices are [in, out]. On a CPU the matrices of the layers are stored that way (faster for few rows). On a GPU they are
+views of the checkpoint's [out, in] (which cuBLAS is tuned for), and on every device so is a head that is not packed.
+Packed matrices are in the order that a CPU's kernels read. q, k and v are one matrix, and so are gate and up. The q and
+k heads have their rotary pairs side by side (models/rope.py).
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) ->
     """`source` returns each tensor of expected_tensors() in the type and on the device to serve with. `pack`: for the
     matrices; without it they are [in, out]."""
     embedding = source("model.embed_tokens.weight")
-    # Before the layers: while it is packed, it is there twice.
+    # Before the layers, because the head is in memory twice while it is packed.
     if config.tie_embeddings:
-        head = embedding.t()  # a packed copy would be a second one
+        head = embedding.t()  # packing would make a second copy
     else:
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
     layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.runtime.model.grammars import LIMITS, one_line
 
-NO_TOKENIZER = "grammar: this worker's model has no tokenizer that could hold the output to it"
+NO_TOKENIZER = "grammar: this worker does not support structured outputs, because its model has no usable tokenizer"
 _NICE = 19  # the model's thread is more urgent
 
 
@@ -53,7 +53,7 @@ class PreparedGrammars:
         return ""
 
     def get(self, grammar: str) -> Compiled | None:
-        """The compiled grammar. None if the scheduler has not asked for it."""
+        """The compiled grammar. None: it was not prepared, its compilation failed, or it was forgotten."""
         found = self._by_text.get(grammar)
         return None if found is None else found[1]
 

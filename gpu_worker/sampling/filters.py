@@ -6,9 +6,9 @@ differs with the number of rows, and for a running sum it may differ each time. 
 (`whole_weights`), which are equal in any order: the same logits keep the same tokens on every device and in every
 batch.
 
-FlashInfer's top_p_renorm_probs and top_k_mask_logits are not used. They first round to float32 probabilities, in which
-different logits may be equal. And top_p_renorm_probs is reproducible only with is_deterministic, which costs part of
-its advantage. `beyond_by_radix` is also a radix search. It finds the exact threshold, with torch's own kernels."""
+FlashInfer's top_p_renorm_probs is not used. It reads float32 probabilities, in which different logits may be equal. And
+it is reproducible only with is_deterministic, which costs part of its advantage. `beyond_by_radix` finds the exact
+threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.)"""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:
 
     values: float32 [rows, vocab], no NaN. weights: whole_weights(). shares: float32 [rows], 0..1."""
     wanted = shares.double().unsqueeze(-1) * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    # Both find the same tokens. Sorting is slow on a CPU, so it first tests whether a sort is necessary. On a GPU, such
-    # a test would make the host wait.
+    # Both functions find the same tokens. A sort is slow on a CPU, so beyond_by_sorting first tests whether a sort is
+    # necessary. On a GPU, such a test would make the host wait.
     find = beyond_by_sorting if values.device.type == "cpu" else beyond_by_radix
     return find(values, weights, wanted)
 

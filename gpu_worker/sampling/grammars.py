@@ -1,9 +1,9 @@
 """The tokens that the grammars of requests allow, slot by slot, with matchers of llguidance
 (https://github.com/guidance-ai/llguidance).
 
-A matcher runs on the host, and needs the tokens of its sequence. So a row with a grammar waits before its next token is
-sampled, until the last token has left the device. By then the forward pass is queued. What a matcher allows depends
-only on the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
+A matcher runs on the host, and needs the tokens of its sequence. So before a row with a grammar samples its next token,
+the host waits until it has the last token. By then the forward pass is queued. What a matcher allows depends only on
+the sequence, so a preempted request, or one that continues on another worker, gets the same tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RENEWAL_S = 0.01  # to compile the grammar again when its lexer is full
 MAX_ROW_S = 0.01  # for one token; MAX_SLOW_ROWS exceptions are allowed
 MAX_SLOW_ROWS = 3
 FEW_ROWS = 4  # the executor's threads are not worth starting for these
-NOT_PREPARED = "grammar: the scheduler has not had it prepared"
+NOT_PREPARED = "grammar: the scheduler has not ordered its compilation"
 MISFIT = "grammar: the output so far does not fit it"
 
 
@@ -54,21 +54,21 @@ class _Held:
     num_prompt: int
     original: Compiled | None = None
     matcher: LLMatcher | None = None
-    num_told: int = 0  # tokens of the sequence that the matcher has read, plus the prompt's
+    num_read: int = 0  # tokens of the sequence that the matcher has read, plus the prompt's
     num_slow: int = 0  # tokens for which this row was blamed, see _share_out
     error: str = ""
 
     def begin(self, original: Compiled) -> None:
-        self.original, self.matcher, self.num_told = original, original.matcher.deep_copy(), self.num_prompt
+        self.original, self.matcher, self.num_read = original, original.matcher.deep_copy(), self.num_prompt
 
     @property
     def failed(self) -> bool:
         return self.matcher is not None and self.matcher.is_error()
 
-    def tell(self, tokens: Int32s) -> bool:
+    def read_new(self, tokens: Int32s) -> bool:
         """`tokens`: all known tokens of the sequence. Reads those that are new, and returns whether they fit the
         grammar. After the end of a text only end tokens follow."""
-        news, self.num_told = tokens[self.num_told :].tolist(), max(self.num_told, len(tokens))
+        news, self.num_read = tokens[self.num_read :].tolist(), max(self.num_read, len(tokens))
         matcher = self.matcher
         return matcher is None or all(matcher.consume_token(token) for token in news if not matcher.is_stopped())
 
@@ -126,7 +126,7 @@ class Grammars:
         held = [self._of[slot] for _, slot in asking]
         bits = allocate_token_bitmask(len(held), self.vocab_size)
         for (_, slot), one in zip(asking, held, strict=True):
-            if not one.error and not one.tell(tokens := tokens_of(slot)):
+            if not one.error and not one.read_new(tokens := tokens_of(slot)):
                 self._renew(one, tokens)
         self._fill(held, range(len(held)), bits)
         if exhausted := [i for i, one in enumerate(held) if not one.error and one.failed]:
@@ -159,22 +159,25 @@ class Grammars:
 
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
         """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
-        longer than a step may, more rows are blamed: first those that were blamed before, then those that cost the
-        most. So even many rows that each keep their limit hold up other sequences for a few steps only."""
+        longer than a step may, more rows that take longer than SHARE_S are blamed: first those that were blamed before,
+        then those that cost the most. So rows that each keep their own limit, but are many, delay other sequences for a
+        few steps only."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s
             if cpu_s > MAX_ROW_S:
-                self._blame(one, cpu_s, f"which is more than {1000 * MAX_ROW_S:.0f} ms")
+                self._blame(one, cpu_s, f"the limit is {1000 * MAX_ROW_S:.0f} ms")
             elif total_s > SLOW_STEP_S and cpu_s > SHARE_S:
-                self._blame(one, cpu_s, f"while all structured outputs of a step have {1000 * SLOW_STEP_S:.0f} ms")
+                self._blame(
+                    one, cpu_s, f"the limit for all structured outputs of a step is {1000 * SLOW_STEP_S:.0f} ms"
+                )
         self._is_slow = total_s > SLOW_STEP_S
 
     def _blame(self, one: _Held, cpu_s: float, limit: str) -> None:
         one.num_slow += 1
         if one.num_slow == MAX_SLOW_ROWS and not one.failed:
             times = f"for the {MAX_SLOW_ROWS}rd time"
-            one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token, {limit} {times}"
+            one.error = f"grammar: takes {1000 * cpu_s:.0f} ms of CPU time for a token {times}; {limit}"
 
     def _renew(self, one: _Held, tokens: Int32s) -> None:
         """Compile a grammar again when its lexer is full. All matchers of a grammar share the limited lexer."""
@@ -188,7 +191,7 @@ class Grammars:
             newest = self._compile(one.grammar)
             self._prepared.replace(one.grammar, newest)
         one.begin(newest)
-        if not one.tell(tokens):
+        if not one.read_new(tokens):
             assert one.matcher is not None
             one.error = f"{MISFIT}: {one_line(one.matcher.get_error())}"
 

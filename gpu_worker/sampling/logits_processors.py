@@ -1,7 +1,7 @@
 """Logits processors: penalties, bias, bans and lists of allowed tokens, for the slots that ask for them.
 
-They need a sequence's output where its next token is sampled, and the last token may not have left the device yet. So
-their state is on the device, and `record` adds each sampled token there.
+Penalties and bad words need all tokens of a sequence before its next token is sampled, and the last token may not have
+reached the host yet. So their state is on the device, and `record` adds each sampled token there.
 
 - A slot with penalties has a dense row of counts: 4 bytes per token of the vocabulary (0.5 MiB at 128k). A penalty
   reads the row's logits anyway, so reading as many counts is cheap, and recording a token is one addition. A buffer of
@@ -142,7 +142,8 @@ class LogitsProcessors:
         self._assembled = (b"", None)
 
     def apply(self, plan: StepPlan) -> None:
-        """Free and add sequences. The plan must be checked before. ProtocolViolation for an invalid token id."""
+        """Free and add sequences. The plan must be checked before. ProtocolViolation for an invalid token id or length
+        of a bad word."""
         if self._of and plan.free_slots:
             for slot in np.frombuffer(plan.free_slots, "<i4").tolist():
                 self._free(slot)
@@ -223,7 +224,8 @@ class LogitsProcessors:
 
 
 def read_logits_options(sampling: SamplingParams, vocab_size: int) -> LogitsOptions | None:
-    """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id."""
+    """The options in the parameters; None if they have no effect. ProtocolViolation for an invalid token id or length
+    of a bad word."""
     penalties = tuple(SAMPLING[name].from_wire(getattr(sampling, name)) for name in PENALTY_NAMES)
     if not (penalties != _NO_PENALTIES or sampling.logit_bias or sampling.bad_words or sampling.allowed_token_ids):
         return None

@@ -56,7 +56,7 @@ class PromptScores:
     top_logprobs: Tensor  # float32, as top_tokens
 
     def by_chunk(self) -> Iterator[tuple[SlotPromptLogprobs, bool]]:
-        """For each chunk its report, and whether all its scores are finite. Call this when the step is done."""
+        """For each chunk its report, and whether none of its scores is NaN. Call this when the step is done."""
         end = 0
         for chunk in self.chunks:
             rows = slice(end, end := end + len(chunk.tokens))

@@ -1,5 +1,5 @@
-"""From logits to tokens. A step that no row needs costs nothing: an all-greedy batch is one max. The host never waits
-for the device: it decides by the requests' parameters (`SamplingRows`), never by a result on the device.
+"""From logits to tokens. An operation that no row needs costs nothing: an all-greedy batch is one max. The host never
+waits for the device: it decides by the requests' parameters (`SamplingRows`), never by a result on the device.
 
 The order is that of vLLM V1 (its Sampler's documentation). The definitions are those of transformers' processors:
 
@@ -130,7 +130,7 @@ def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scor
 def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ids and log probabilities [rows, count] of the most likely tokens, best first; among equals the lower id.
 
-    topk alone does not define its choice among equals, and chooses others when it selects more. So each token gets a
+    topk alone does not define its choice among equals, and this choice changes with `count`. So each token gets a
     unique key of 64 bits: the float32's order above, and the id below. This takes LIKELIEST_BYTES per logit.
     """
     bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0

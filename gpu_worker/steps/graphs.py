@@ -1,6 +1,6 @@
 """CUDA graphs for steps with decodes only.
 
-There is one graph for each of some batch sizes. A step runs in the graph of the next larger size, padded to that size.
+There is one graph for each of some batch sizes. A step runs in the smallest graph with enough rows, padded to its size.
 One call then launches all kernels of a step, instead of some hundreds of calls."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Capture(Protocol):
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes up to `largest`, close together so that padding is cheap: 1, 2, 4, then every 8th, from 256 on every
-    16th."""
+    """Batch sizes, close together so that padding is cheap: 1, 2, 4, then every 8th, from 256 on every 16th, and always
+    `largest`. Empty if `largest` is 0."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return sorted({*(size for size in sizes if size < largest), largest}) if largest else []
 
@@ -56,7 +56,7 @@ class DecodeGraphs:
         into `out`.
 
         logits: [largest size, vocab]. All graphs share it, so a replay overwrites the last result."""
-        # The largest first: the other graphs fit into the memory that it leaves.
+        # The largest graph first: the other graphs reuse its scratch memory.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))

@@ -56,11 +56,12 @@ class TokenHistory:
         self.num_known[slots] = 0
 
     def sampling(self, slots: Int32s, positions: Int32s) -> SampledSlots:
-        """The slots to note the step's tokens for, when they have arrived."""
+        """The slots that sample in a step. Pass the result to note() when the step's tokens have arrived."""
         return SampledSlots(slots, self.epochs[slots], positions)
 
     def note(self, sampled: SampledSlots, tokens: Int64s) -> None:
-        """Note the steps in order. tokens: [rows that sample], -1 for a failed row: its slot counts as empty then."""
+        """Add a step's tokens. Call this in the order of the steps. tokens: [rows that sample]; -1 for a failed row:
+        its slot then counts as empty."""
         is_current = (self.epochs[sampled.slots] == sampled.epochs) & (
             self.num_known[sampled.slots] == sampled.positions
         )

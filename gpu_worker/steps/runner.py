@@ -90,7 +90,7 @@ class LaunchedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unnoted:
+class _UnrecordedStep:
     sampled: SampledSlots
     drawn: Drawn
     done: DeviceEvent
@@ -134,7 +134,7 @@ class ModelRunner:
         self._clock = _Clock()
         self._rows: StepRows | None = None  # of the last launched step
         self._is_whole = True  # whether every plan so far was executed completely
-        self._unnoted: deque[_Unnoted] = deque()  # steps that are not in the history yet
+        self._unrecorded: deque[_UnrecordedStep] = deque()  # steps that are not in the history yet
 
     @property
     def limits(self) -> SlotLimits:
@@ -164,13 +164,14 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def reset(self, grammars: PreparedGrammars | None = None) -> None:
-        """The link has ended: forget every sequence. The pool stays, but its contents are not valid any more.
+        """A new link begins: forget every sequence. The pool keeps its contents: sequences of the new link may begin
+        with KV that kept() has reported.
 
         `grammars`: the grammars that the next link's sequences may use."""
         self._slots.reset()
         self._logits_processors.reset()
         self._grammars.reset(grammars or PreparedGrammars())
-        self._unnoted.clear()
+        self._unrecorded.clear()
         self._is_whole = True
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
@@ -183,13 +184,13 @@ class ModelRunner:
 
     def _note(self) -> None:
         """Note the oldest step that is not in the history. The step must be done."""
-        step = self._unnoted.popleft()
+        step = self._unrecorded.popleft()
         self._slots.history.note(step.sampled, _token_ids(step.drawn))
 
     def _note_all(self) -> None:
         """Wait for the launched steps, and note them all."""
-        while self._unnoted:
-            self._unnoted[0].done.wait()
+        while self._unrecorded:
+            self._unrecorded[0].done.wait()
             self._note()
 
     def request_ids(self) -> list[str]:
@@ -237,7 +238,7 @@ class ModelRunner:
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
         started_us = _now_us()
-        while self._unnoted and self._unnoted[0].done.is_passed():
+        while self._unrecorded and self._unrecorded[0].done.is_passed():
             self._note()
         self._is_whole, self._rows = False, None
         rows = self._rows = self._slots.apply(plan)
@@ -263,7 +264,7 @@ class ModelRunner:
         done = DeviceEvent(self._device, blocking=True)
         done.record()
         if drawn is not None:
-            self._unnoted.append(_Unnoted(sampled, drawn, done))
+            self._unrecorded.append(_UnrecordedStep(sampled, drawn, done))
         self._is_whole = True
         return LaunchedStep(plan.step, stats, started_us, drawn, prompts, pooled, done, self._clock)
 
@@ -322,14 +323,14 @@ class ModelRunner:
 
     def _hidden(self, step: StepInput) -> Tensor:
         """Hidden states of the rows that need logits."""
-        hidden = self._all_hidden(step)
-        return hidden if step.sampling_rows is None else hidden.index_select(0, step.sampling_rows)
+        return self._all_hidden(step, step.sampling_rows)
 
-    def _all_hidden(self, step: StepInput) -> Tensor:
+    def _all_hidden(self, step: StepInput, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states of all rows, or of the wanted ones."""
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
-        return self._decoder.forward(tokens, step.positions)
+        return self._decoder.forward(tokens, step.positions, wanted)
 
 
 def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refused: Mapping[int, str]) -> Drawn:

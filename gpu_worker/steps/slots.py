@@ -1,7 +1,8 @@
 """The sequences of a link by slot. Each step plan changes them.
 
-Struct of arrays: a steady decode step touches each array once, for any number of sequences. The token ids of a slot are
-kept only until they are computed. The last sampled token stays on the device.
+Struct of arrays: a steady decode step touches each array once, for any number of sequences. `tokens` has the token ids
+of a slot only until they are computed. The last sampled token stays on the device. `history` has all known tokens, for
+grammars and for the next link.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ class SlotBuffers:
             raise ProtocolViolation(f"{len(slots)} grow_slots and {len(blocks)} grow_blocks")
         self._check_occupied(slots, "grow_slots")
         self._check_blocks(blocks)
-        # A slot may occur several times: its k-th entry goes k positions further.
+        # A slot may occur several times. Then its blocks take successive places in its block table.
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
         fresh = np.flatnonzero(np.diff(ordered, prepend=-1))
@@ -293,7 +294,7 @@ class SlotBuffers:
         return np.concatenate(chunks).astype(np.int64)
 
     def commit(self, rows: StepRows) -> None:
-        """The step has run: its rows are computed, and each sampling slot has one token more."""
+        """The step is queued: its rows count as computed, and each sampling slot has one token more."""
         slots = rows.slots
         self.num_computed[slots] += rows.counts
         sampled = slots[rows.samples]

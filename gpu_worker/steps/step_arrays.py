@@ -65,8 +65,8 @@ class StepArrays:
 
 
 def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.integer] | None = None) -> StepArrays:
-    """The arrays of a step. `scored_rows`: more rows that need logits. Only the block tables cost Python per
-    sequence."""
+    """The arrays of a step. `scored_rows`: more rows that need logits. Only the block tables, and the token ids of
+    chunks, take Python code per sequence."""
     block_size = table.limits.block_size
     qo_indptr = indptr(rows.counts)
     owners = np.repeat(np.arange(len(rows.slots)), rows.counts)

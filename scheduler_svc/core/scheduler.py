@@ -222,7 +222,8 @@ class SchedulerCore:
     # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def register_worker(self, registration: WorkerRegistration) -> int:
-        """Attach a worker. Returns its id. Raises Rejection if the worker does not match the attached ones."""
+        """Attach a worker. Returns its id. Raises Rejection if a size of the worker is out of range, or if the worker
+        does not match the attached workers or the live requests."""
         others = [worker.registration for worker in self.workers.values()]
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)
@@ -264,7 +265,7 @@ class SchedulerCore:
             raise ProtocolError(f"a heartbeat after step {heartbeat.step}, which has no result")
         if not worker.registration.heartbeats:
             return  # a worker of an older version does not report its progress
-        if stall := worker.progress.told(heartbeat, oldest, self.config.stall_s):
+        if stall := worker.progress.find_stall(heartbeat, oldest, self.config.stall_s):
             self._outbox.lost_workers.append((worker_id, stall))
             # If the plan has not arrived, the link is to blame.
             self.worker_lost(worker_id, Loss.FAULT if heartbeat.received >= oldest else Loss.LINK)
@@ -436,7 +437,7 @@ class SchedulerCore:
             if worker.grammars.wanted:
                 self._send_worker(worker.id, WorkerServiceLinkResponse(grammars=worker.grammar_orders()))
         credit = queue_credit(self.queue.online, self.config)
-        if (not credit) != self._status.told_full:  # at once: gateways refuse requests while the queue is full
+        if (not credit) != self._status.announced_full:  # at once: gateways refuse requests while the queue is full
             self._status.announce(self.limits)
         for session in self.sessions.values():
             session.queue_credit = credit

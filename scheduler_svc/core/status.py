@@ -24,8 +24,8 @@ class StatusReport:
     _sessions: Mapping[str, Session]
     _queue: WaitingQueue  # of online requests: when it is full, gateways refuse new ones
     _cache: CacheLink
-    _told: SchedulerStatus | None = field(default=None, init=False)
-    told_full: bool = field(default=False, init=False)
+    _announced: SchedulerStatus | None = field(default=None, init=False)
+    announced_full: bool = field(default=False, init=False)
 
     @property
     def has_worker(self) -> bool:
@@ -35,9 +35,9 @@ class StatusReport:
     def announce(self, limits: Limits | None) -> None:
         """Tell the sessions if the status has changed."""
         status = self.now(limits)
-        self.told_full = status.full
-        if status != self._told:
-            self._told = status
+        self.announced_full = status.full
+        if status != self._announced:
+            self._announced = status
             for session in self._sessions.values():
                 session.status = status
 
@@ -58,9 +58,9 @@ class StatusReport:
         return status
 
     def load(self, budgets: Budgets, counters: SchedulerCounters, now_s: float) -> SchedulerLoad:
-        """The load of all workers by online requests. `waiting_s` is the time until the present queue is empty, by the
-        rate at which tokens have left the queue; before a rate was measured, the time that the oldest request has
-        waited."""
+        """The load of all workers. Running and waiting requests are online ones; blocks and counters include offline
+        requests. `waiting_s` is the time until the present queue is empty, by the rate at which tokens have left the
+        queue; before a rate was measured, the time that the oldest request has waited."""
         workers = self._workers.values()
         num_blocks = sum(worker.num_blocks for worker in workers)
         return SchedulerLoad(

@@ -36,9 +36,9 @@ class SchedulerConfig:
     tenant_max_running_tokens: int = 0  # tokens that one tenant's running requests may grow to; 0: no limit
     tenant_max_queued_tokens: int = 0
     waiting_timeout_s: float = 0.0  # until a request first runs; 0: no limit
-    running_timeout_s: float = 0.0  # from its first run to its end, not counting time without a worker
-    conversation_ttl_s: float = 300.0  # that an idle conversation keeps its blocks and its queue position
-    no_worker_timeout_s: float = 30.0  # that a request waits while no worker is attached; 0: no limit
+    running_timeout_s: float = 0.0  # from an online request's first run; checked only while a worker is attached
+    conversation_ttl_s: float = 300.0  # how long an idle conversation keeps its blocks and queue position
+    no_worker_timeout_s: float = 30.0  # how long a request waits while no worker is attached; 0: no limit
     allow_mixed_dtypes: bool = False  # workers of one model may use different data types; tokens may then differ
     # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.
     stuck_decisions: int = 40
@@ -52,7 +52,7 @@ class Failure:
     what: str
     requests: list[str]  # ids of the requests in these steps that are retried
     poisoned: str = ""  # id of the request that is not retried
-    traces: list[str] = field(default_factory=list)  # of the clients of all these requests, each once
+    traces: list[str] = field(default_factory=list)  # trace ids of all these requests, each once
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Makes policies from names and options. A policy is built in, found by an entry point of the group
-`paceline.policies`, or named as "module:Class" where a name may import a module: on the scheduler's command line and in
-scenario files, but not in an RPC."""
+`paceline.policies`, or named as "module:Class". Such a name imports a module. It is allowed in the scheduler's own
+settings (flag, environment, file) and in scenario files. An RPC may only repeat a name that is in these settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUP = "paceline.policies"
 DECLARED: dict[str, dict[str, tuple[object, ...]]] = {
     "capacity": {"reserves_prompt": (True, False), "preempts_for_waiting": (True, False)},
     "batch": {"shares_in_step": (True, False)},
-    "preemption": {"requeue": ("seniority", "front", "back"), "mode": ("recompute", "swap", "auto")},
+    "preemption": {"requeue": ("arrival", "front", "back"), "mode": ("recompute", "swap", "auto")},
 }
 KINDS: dict[str, type] = get_type_hints(Policies)  # order, capacity, batch, preemption, placement
 
@@ -47,7 +47,7 @@ def choose(
     base: PolicySet | None = None,
 ) -> PolicySet:
     """A preset (else `base`, else the default preset), with other policies and options on top. If a policy of `base` is
-    replaced, its options are dropped. Raises PolicyError."""
+    replaced, options of `base` that none of the chosen policies has are dropped. Raises PolicyError."""
     if preset and preset not in PRESETS:
         raise PolicyError(f"preset: {preset!r} is none of {', '.join(PRESETS)}")
     chosen = PRESETS[preset] if preset else base or PRESETS[DEFAULT]
@@ -173,4 +173,4 @@ def _checked(name: str, annotation: Any, value: object) -> object:
     except (TypeError, ValueError) as error:  # a date in YAML, for example
         raise PolicyError(f"options.{name}: {reprlib.repr(value)} is no JSON: {error}") from error
     except PydanticUserError:
-        raise PolicyError(f"options.{name}: its type, {annotation!r}, is none that can be checked") from None
+        raise PolicyError(f"options.{name}: its type, {annotation!r}, cannot be checked") from None

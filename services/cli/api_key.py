@@ -37,7 +37,7 @@ def with_key(channel: grpc.Channel, arguments: argparse.Namespace) -> grpc.Chann
 
 
 class _Details(NamedTuple):
-    """Of a call. gRPC only declares the interface."""
+    """The details of a call. gRPC declares only their interface."""
 
     method: str
     timeout: float | None

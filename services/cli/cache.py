@@ -55,7 +55,13 @@ def parser() -> Parser:
     pin.add_argument(
         "--worker", type=int, action="append", default=[], metavar="ID", help="only on this worker; may be repeated"
     )
-    pin.add_argument("--ttl-s", type=int, default=0, metavar="S", help="seconds; 0: as long as the worker lasts")
+    pin.add_argument(
+        "--ttl-s",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seconds; 0: no limit. A pin ends with its worker, or with the scheduler's link to the cache",
+    )
     unpin = commands.add_parser("unpin", help="allow eviction again")
     unpin.add_argument("name")
     reset = commands.add_parser("reset", help="drop all cached blocks that are neither used nor pinned")
@@ -93,7 +99,8 @@ def main(argv: list[str]) -> int:
 
 
 def _find_namespace(channel: grpc.Channel, arguments: argparse.Namespace) -> None:
-    """Replace the salt by the name of the namespace of tenant and salt, which only the scheduler can make."""
+    """Replace the salt by the name of the cache namespace for this tenant and salt. Only the scheduler can compute the
+    name."""
     request = GetCacheNamespaceRequest(tenant=arguments.tenant, cache_salt=arguments.salt)
     arguments.salt = AdminServiceStub(channel).GetCacheNamespace(request, timeout=TIMEOUT_S).cache_salt
 

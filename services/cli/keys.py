@@ -48,7 +48,12 @@ def parser() -> Parser:
         help=f"shortest deadline and ttft_slo_s that the queue's order counts (default: {DEFAULT_MIN_SLO_S:g})",
     )
     new.add_argument("--max-requests", type=int, metavar="N", help="requests at a time")
-    new.add_argument("--max-tokens-in-flight", type=int, metavar="N", help="tokens of its running requests together")
+    new.add_argument(
+        "--max-tokens-in-flight",
+        type=int,
+        metavar="N",
+        help="prompt tokens of its running requests together, and the output tokens that these may reach",
+    )
     new.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens per minute")
     check = commands.add_parser("check", help="show the keys of a file, or what is wrong with the file")
     check.add_argument("file", type=Path, nargs="?", help=f"(default: {FILE_ENV})")

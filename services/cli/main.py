@@ -62,13 +62,13 @@ usage: paceline COMMAND [flags]
   completion SHELL   print the completion script for bash, zsh or fish
   version            print the version
 
-`paceline COMMAND --help` shows the flags. Every flag is also an environment variable (PACELINE_UP_PORT,
-PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
+`paceline COMMAND --help` shows the flags. Every flag of up, worker and serve is also an environment variable
+(PACELINE_UP_PORT, PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.
 
 chat, top, trace, worker, policy, cache, explain and bench find the `paceline up` of this machine. If several run,
 --server PORT or PACELINE_SERVER chooses one; --scheduler or --cache HOST:PORT (or PACELINE_SCHEDULER, PACELINE_CACHE)
-names a service. chat, top and trace take --url for a server of any machine. If the server has API keys, chat needs one,
-and the others need an admin key: PACELINE_API_KEY, or --api-key.
+names a service. chat, top, trace and bench take --url for a server of any machine. If the server has API keys, chat and
+bench need one; top, trace, policy, cache and explain need an admin key: PACELINE_API_KEY, or --api-key.
 """
 
 

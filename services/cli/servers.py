@@ -33,7 +33,7 @@ TLS_ENV = "PACELINE_TLS_DIR"
 
 
 class NoAddress(Exception):
-    """No server, or several servers, fit the command. The message is one line."""
+    """No server, or several servers, fit the command, or an address is malformed. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def announced(
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in folder.glob("*.json"):
-        # For another boot or container nothing shows whether the process runs.
+        # A file of another boot or container stays: this process cannot find out whether that server still runs.
         if (old := _read(path)) is not None and old.machine == server.machine and not old.runs:
             path.unlink(missing_ok=True)
     announcement = Announcement(server, folder / f"{port}.json")

@@ -31,7 +31,7 @@ from services.client.types import (
 )
 
 PING_TIMEOUT_S = 5.0
-PINGED_AFTER = 0.4  # share of the timeout without news
+PINGED_AFTER = 0.4  # a connection is pinged after this share of the ping timeout without data
 RETRY_FOR_S = 30.0
 API_KEY_ENV = "PACELINE_API_KEY"
 
@@ -84,13 +84,14 @@ class PacelineClient:
 
     `target`: host:port, or several of them. When a server goes away in the middle of an answer, the next server
     continues after the last token that has arrived. This may take up to `retry_for_s` without a new token (0: never
-    retry). A silent connection is pinged, and counts as lost after `ping_timeout_s` without an answer. This must be
-    more than the transfer time of the longest prompt, because pings wait behind it.
+    retry). A silent connection is pinged, and counts as lost after `ping_timeout_s` without an answer. This timeout
+    must be longer than the transfer of the longest prompt, because a ping waits behind the prompt.
 
     `api_key`: for a server with API keys; None takes the variable PACELINE_API_KEY, if it is set.
     `credentials`: for a server with TLS, such as `grpc.ssl_channel_credentials(Path("ca.pem").read_bytes())`.
 
-    Every method raises a subclass of PacelineError if the request fails, and TypeError if the arguments are wrong.
+    Every method raises PacelineError or a subclass if the request fails. For wrong arguments it raises TypeError,
+    ValueError (a number out of range) or KeyError (a message without role or content).
     `timeout_s` is a deadline for the whole answer.
     """
 
@@ -322,7 +323,8 @@ class AsyncPacelineClient:
             target = (target + 1) % len(self._stubs)
 
     async def _cancelled_by_server(self, call: Any, error: asyncio.CancelledError) -> PacelineError:
-        """grpc also raises CancelledError when the server has cancelled the call. Raises it again if the client has."""
+        """grpc also raises CancelledError when the server has cancelled the call. If the client has cancelled it, this
+        method raises the error again."""
         task = asyncio.current_task()
         if self._closed or not call.done() or (task is not None and task.cancelling()):
             raise error

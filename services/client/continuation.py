@@ -25,7 +25,8 @@ class Attempts(Generic[R]):
 
     A broken call is repeated. A call is broken if the server is away (UNAVAILABLE), if the call was cancelled, but not
     by the client (a server that stops), or if the stream was reset, ended without a finish reason, or continued at
-    another token. After the request was accepted, a full queue is a reason to repeat, too. Every other error is final.
+    another token. After the request was accepted, a full queue or a quota is a reason to repeat, too. Every other error
+    is final.
     """
 
     def __init__(self, request: R, *, retry_for_s: float, timeout_s: float | None, now_s: float) -> None:
@@ -89,7 +90,7 @@ class Continuation(Attempts[inference_pb2.GenerateRequest]):
             request.sampling.seed = secrets.randbits(_SEED_BITS)
 
     def take(self, response: inference_pb2.GenerateResponse, now_s: float) -> Piece:
-        """Take a message of the call. Raises Misplaced, and then ignores the message."""
+        """Take a message of the call. Raises Misplaced if its tokens do not follow the last token that has arrived."""
         if response.HasField("position") and response.position != self._num_tokens:
             message = f"the server went on at token {response.position}, not at {self._num_tokens}"
             raise Misplaced(grpc.StatusCode.DATA_LOSS, message, field=None, retry_after_s=None)

@@ -37,8 +37,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep tokens start ... end - 1 (end 0: all that follow) for reuse with a priority of 0 to 100, forever or for
-    `duration_ms` after their last use. Lower priorities are evicted first. Tokens outside all ranges have 35. With
+    """Keep tokens start ... end - 1 (end 0: all that follow) for reuse with a priority of 0 to 100, for `duration_ms`
+    after their last use (0: forever). Lower priorities are evicted first. Tokens outside all ranges have 35. With
     `decode`, positions count from the first generated token."""
 
     priority: int
@@ -100,7 +100,7 @@ class EmbedOptions(MetadataValues, total=False):
 
 @dataclass(frozen=True, slots=True)
 class BeamHypothesis:
-    """One result of a beam search. `score`: log probability over length to the power of the length penalty."""
+    """One result of a beam search. `score`: its log probability, divided by length ** length_penalty."""
 
     text: str
     token_ids: list[int]
@@ -145,7 +145,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. For a beam search: the best hypothesis, and all hypotheses. `logprobs`: see Piece."""
+    """A whole answer. After a beam search, the text and the tokens are those of the best hypothesis. `logprobs`: see
+    Piece."""
 
     text: str
     token_ids: list[int]
@@ -183,7 +184,7 @@ class NotFound(PacelineError):
 
 
 class Overloaded(PacelineError):
-    """The queue is full: retry after `retry_after_s`."""
+    """The queue is full, or the API key is at a quota: retry after `retry_after_s`."""
 
 
 class Unavailable(PacelineError):
@@ -213,7 +214,8 @@ def make_request(
     prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
     """The protocol's request, without options that are None. Raises TypeError unless one kind of prompt is given, and
-    for unknown options."""
+    for unknown or wrong options; ValueError for a number of `beam` or `cache_retention` that the protocol cannot hold;
+    KeyError for a message without role or content."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request = inference_pb2.GenerateRequest(model=model)
@@ -240,7 +242,7 @@ def make_embed_request(
     text: str | None, token_ids: Sequence[int] | None, model: str, options: EmbedOptions
 ) -> inference_pb2.EmbedRequest:
     """The protocol's request, without options that are None. Raises TypeError unless one kind of input is given, and
-    for unknown options."""
+    for unknown or wrong options."""
     if (text is None) == (token_ids is None):
         raise TypeError("give exactly one of text and token_ids")
     request = inference_pb2.EmbedRequest(model=model)
@@ -261,7 +263,7 @@ def _given(options: Mapping[str, Any], known: type) -> dict[str, Any]:
 
 
 def _fill(message: Message, values: Mapping[str, Any]) -> None:
-    """Set the fields. Raises TypeError that names a value that the protocol cannot hold."""
+    """Set the fields. Raises TypeError with the name of the field if the protocol cannot hold its value."""
     for name, value in values.items():
         try:
             message.MergeFrom(type(message)(**{name: value}))

@@ -1,4 +1,4 @@
-"""The error type of both APIs: an HTTP status with the error fields of OpenAI and vLLM, and a gRPC status code."""
+"""The error type of the HTTP and gRPC APIs: an HTTP status, error fields of OpenAI and vLLM, and a gRPC status code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from paceline.v1 import inference_pb2
 
 QueueLimit = Literal["requests", "tokens"]
 CLIENT_CLOSED_REQUEST = 499  # the client has gone, or has aborted the request
-# An error names at most this many wrong fields, as vLLM's, and this much of a path, which may have the client's names.
+# An error names at most this many wrong fields, as vLLM's errors do. A field's path is cut to MAX_PATH_CHARS, because a
+# client can put long names into it.
 MAX_NAMED_FIELDS = 10
 MAX_PATH_CHARS = 100
 _GRPC_CODES = {
@@ -149,8 +150,8 @@ def _phrase(status: int) -> str:
 
 
 def is_final(code: int) -> bool:
-    """Whether a request that ended with this google.rpc.Code would fail again, because of itself or an internal
-    error."""
+    """Whether this google.rpc.Code of an Ending stands for an internal error (HTTP status 500). Such a request must not
+    run again for a retry: it may have caused the error."""
     return code not in _HTTP_STATUS
 
 

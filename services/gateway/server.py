@@ -91,7 +91,7 @@ KV_EVENT_METHODS = tuple(
 )
 # A gRPC message takes about this many times its size while it is received: as slices, as bytes, as a message.
 _COPIES = 4
-# What a page's script may read besides the body (CORS): the official clients retry by these headers.
+# The headers that a page's script may read (CORS): request ids, times, and those by which the official clients retry.
 EXPOSED_HEADERS = ("x-request-id", "request-id", "server-timing", "retry-after", "retry-after-ms", "x-should-retry")
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
@@ -108,8 +108,9 @@ async def serve(
 ) -> None:
     """Run until `stop` is set, then drain.
 
-    Serves /health at once, with or without a scheduler. Raises OSError for a port that is in use, CannotStart if the
-    model's files or the keys cannot be read, RuntimeError if a background task fails.
+    Serves /health as soon as the model's files are read, with or without a scheduler. Raises OSError if the HTTP port
+    is in use, RuntimeError if the gRPC port is in use or a background task fails, CannotStart if the model's files, the
+    keys or the certificates cannot be read.
     """
     keys = open_keys(settings.keys_file)
     host, why = safe_host(settings.host, has_keys=keys is not None, insecure=settings.insecure)
@@ -287,8 +288,8 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
             tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
             if (end := asked_end(folder)) is not None and not tokenizer.ends_texts_with(end):
                 _log.warning(
-                    "tokenizer_config.json has add_eos_token, but tokenizer.json adds no end of sequence, and decides "
-                    "as in transformers 5: if the model needs the token, add it to tokenizer.json's post-processor",
+                    "add_eos_token of tokenizer_config.json is ignored, as in transformers 5, and tokenizer.json adds "
+                    "no end of sequence: if the model needs the token, add it to tokenizer.json's post-processor",
                     eos_token=end,
                     model=str(folder),
                 )
@@ -412,7 +413,8 @@ async def _watch_lag(metrics: GatewayMetrics) -> None:
 
 
 async def _drain(gateway: Gateway, http_server: HttpServer, grpc_server: GrpcServer, drain_s: float) -> None:
-    """Wait for the open connections and calls. New connections are already refused."""
+    """Wait for the open connections and calls, at most `drain_s`. New HTTP connections are already refused, new gRPC
+    calls are refused from now on."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     _log.info("draining", live=gateway.metrics.live_requests, drain_s=drain_s)

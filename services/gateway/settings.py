@@ -17,7 +17,7 @@ from services.runtime.settings import Address, AddressList
 from services.runtime.tls.settings import ClientTlsSettings
 from services.runtime.tracing.settings import TracingSettings
 
-# One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
+# Every service that needs the model reads this variable: the gateway for the tokenizer, the worker for the weights.
 MODEL_ENV = "PACELINE_MODEL"
 DEMO_MODEL_NAME = "paceline-demo"
 

@@ -1,4 +1,4 @@
-"""Clients of a server: which one an address counts for."""
+"""Decides which client of a server an address belongs to, for limits per client."""
 
 from __future__ import annotations
 

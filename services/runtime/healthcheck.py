@@ -1,6 +1,7 @@
 """Asks a service for its grpc.health.v1 status: `python -m services.runtime.healthcheck HOST:PORT [--service NAME]`.
 
-For container and Kubernetes probes. It runs every few seconds beside the service, so it imports nothing but gRPC.
+For container and Kubernetes probes. It runs every few seconds beside the service, so without TLS it imports nothing but
+gRPC.
 Exit status: 0 if SERVING; 1 if the service answers anything else, or does not answer in time (one line on stderr).
 """
 
@@ -36,7 +37,7 @@ def _open(target: str, tls_dir: str, tls_cert: str) -> grpc.Channel:
     if not tls_dir and not tls_cert:
         # A probe must reach its own container, whatever proxy the environment names.
         return grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
-    # Takes 0.2 s.
+    # These imports take 0.2 s.
     from services.runtime.tls.credentials import channel_credentials, open_blocking_channel, pinned_credentials
     from services.runtime.tls.files import TlsFiles, TlsPaths
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tls_dir, tls_cert = ("", "") if arguments.plain else (arguments.tls_dir, arguments.tls_cert)
     try:
         reason = check(arguments.target, arguments.service, arguments.timeout_s, tls_dir=tls_dir, tls_cert=tls_cert)
-    except Exception as error:  # of the files: TlsError, OSError
+    except Exception as error:  # with TLS: TlsError or OSError, if the certificates cannot be used
         if not tls_dir and not tls_cert:
             raise
         reason = str(error)

@@ -3,7 +3,8 @@
 Pings cannot show this: gRPC's own threads answer them while the service's event loop is stuck. So each end of a link
 between services sends a heartbeat, or another message, four times a second, and gives up the link when the other end is
 silent for too long. The dialling end says in its first message that it reads heartbeats. The other end sends the first
-heartbeat. An end is checked only after its first heartbeat, because it may be of a version without heartbeats.
+heartbeat. A link that is being opened has a limit of its own (OPENING_S). After that, an end is checked only if it is
+known to send heartbeats (`Watch.promised`), because it may be of a version without them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What processes of a machine share: the folder of the user's state, files that outlive their writers, and cores."""
+"""What processes of a machine share: the folder of the user's state, and cores. Also tells whether a process still
+runs, for files that name the process which wrote them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def state_folder() -> Path:
 
 
 def started(pid: int) -> str:
-    """When the process started, in kernel ticks since the boot. Empty if it does not run."""
+    """When the process started, in kernel ticks since the boot. Empty if it does not run. On systems other than Linux,
+    "unknown" for every process that runs."""
     try:
         # The process name, in parentheses, may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -10,8 +10,8 @@ from itertools import accumulate
 LONGEST_S = 60
 # The shortest Retry-After, and the Retry-After while no rate was measured yet.
 _LEAST_S, _UNKNOWN_S = 0.1, 1.0
-# Refused clients get this share of the rate. The rest is for clients that were never refused, and for a rate that was
-# measured too high.
+# Refused clients get this share of the rate. The rest is for clients that were never refused, and a reserve in
+# case the measured rate is too high.
 ASSIGNED_SHARE = 0.9
 _GRACE_SECONDS = 2
 # When the ledger is full, a client gets a time in the later half of the minute. The step of the golden ratio spreads
@@ -59,11 +59,11 @@ class RetryAfter:
         self._came = 0.0  # amount that has come in this second
         # The last _GRACE_SECONDS seconds, newest first: the amount that was expected, and what of it has not come yet.
         self._late: deque[tuple[float, float]] = deque([(0.0, 0.0)] * _GRACE_SECONDS)
-        self._overbooked = 0.0  # the last time that a full ledger gave: 0 is half a minute, 1 a whole one
+        self._overbooked = 0.0  # where a full ledger put its last client: 0 is after 30 s, 1 after 60 s
 
     @property
     def num_expected(self) -> float:
-        """The amount that is expected in all later seconds."""
+        """The amount that is expected in this second and all later ones."""
         return sum(self._expected)
 
     def arrived(self, amount: float = 1) -> None:

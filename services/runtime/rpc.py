@@ -292,7 +292,8 @@ def _code_name(code: grpc.StatusCode | int | None) -> str:
 def _watched(
     behaviour: Any, method: str, decode: Callable[[bytes], Any] | None = None, gate: MessageGate | None = None
 ) -> Any:
-    """`decode`: decodes the single request, which comes as bytes, or through the `gate`."""
+    """The same behaviour, with metrics, and with errors as status codes. `decode`: decodes the bytes of a single
+    request; None for a stream: gRPC decodes its messages. `gate`: reads the single request, if gRPC does not."""
 
     async def call(request: Any, context: Any) -> Any:
         began = time.perf_counter()

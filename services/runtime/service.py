@@ -35,7 +35,7 @@ _OPEN_FILES = 65536
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as the system allows."""
+    """Raise the limit of open files to _OPEN_FILES, or to the hard limit if that is lower. Never lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

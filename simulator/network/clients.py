@@ -1,10 +1,10 @@
-"""The clients of a simulated Paceline: they ask, read, lose patience or their gateway, and come back for the rest.
+"""The clients of a simulated Paceline: they ask, read, leave or lose their gateway, and come back for the rest.
 
 A client comes back to the other gateway as real clients do (docs/resuming.md). The Python gRPC client brings the tokens
 that it has, and the answer continues after them. An HTTP client brings its idempotency key. If a copy of its request
-still runs there, the client reads that copy. Otherwise it gets the answer from the beginning, and skips what it has.
-The copy that a client has left may go on for a while. So a request may have several copies, and the client reads the
-newest. All copies are checked, also those that no client reads.
+still runs there, or has finished there, the client reads that copy. Otherwise a new copy begins, and the client skips
+the tokens that it has. The copy that a client has left may go on for a while. So a request may have several copies, and
+the client reads the newest at its gateway. All copies are checked, also those that no client reads.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Copy:
 
 
 class SimulatedClient:
-    """`done`: the client has what it wanted, or wants nothing any more. `gone`: it went with its gateway, and does not
-    come back."""
+    """`done`: the client has what it wanted, or wants nothing any more. `gone`: it lost its gateway or could not reach
+    it, and does not come back."""
 
     def __init__(self, ask: ClientScript, name: str, clients: SimulatedClients) -> None:
         self.ask = ask

@@ -63,7 +63,7 @@ class ElectedScheduler(SchedulerParty):
         self._etcd.cut_off(for_s)
 
     def drain(self) -> None:
-        """Give the lease back when nothing more is sent."""
+        """Close all links, and then give the lease back: the scheduler must not send anything without the lease."""
         self.leaving = True
         for connection in list(self.connections):
             if connection is not self._etcd.link:
@@ -73,7 +73,7 @@ class ElectedScheduler(SchedulerParty):
     # ── as a party ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """The scheduler begins when it is elected."""
+        """Do nothing. _answered() begins the scheduler's work when the scheduler is elected."""
 
     def _event(self, handle: Callable[..., object], *args: object) -> None:
         if self.leaving or not self.alive:

@@ -122,11 +122,11 @@ class EtcdParty(Party):
 
 
 class WayToEtcd:
-    """The connection of one party to etcd; the party passes on what comes by `link`. A question without an answer in
-    time has failed, and the next one goes by another connection."""
+    """The connection of one party to etcd. The party calls `connected`, `received` and `closed` for the events of
+    `link`. A question without an answer in time has failed, and the next one goes by another connection."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
-        self.link: SimulatedConnection | None = None  # at least dialled
+        self.link: SimulatedConnection | None = None  # dialled, and not necessarily connected yet
         self._party = party
         self._etcd = etcd
         self._timeout_s = timeout_s

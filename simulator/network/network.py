@@ -17,7 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, Self
 
-KEEPALIVE_S = 4.0  # two seconds to the next ping, two for its answer: services/runtime/rpc.py
+# Two seconds to the next ping, and two for its answer: the defaults of services/runtime/rpc.py. The links between real
+# services ping more often (link_options() there), and notice within 2.5 s.
+KEEPALIVE_S = 4.0
 Action = Callable[[], object]
 
 
@@ -112,7 +114,7 @@ class Party:
         raise NotImplementedError
 
     def closed(self, connection: SimulatedConnection) -> None:
-        """The connection is over, or was never established. Not called at the end that closed it."""
+        """The connection is over, or was never established. Not called for the party that closed it."""
         raise NotImplementedError
 
 
@@ -154,7 +156,7 @@ class SimulatedConnection:
         self.silent = True
 
     def fall_silent(self) -> None:
-        """From now on no message passes in either direction, not even pings."""
+        """From now on no message passes in either direction, not even pings. After KEEPALIVE_S, both ends notice."""
         self.silent = True
         self.network.after(KEEPALIVE_S, self.cut)
 
@@ -162,7 +164,8 @@ class SimulatedConnection:
         return self.server if party is self.client else self.client
 
     def establish(self) -> None:
-        """The server accepts the connection, if there is a server; then the client learns of it."""
+        """The server accepts the connection, if the server is alive; then the client learns of it. The connection
+        breaks if the server has not accepted it after KEEPALIVE_S, for example because the server is frozen."""
 
         def accept() -> None:
             self.server.connections.append(self)

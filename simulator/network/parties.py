@@ -107,14 +107,16 @@ class SchedulerParty(Party):
                     self._hang_up(self._workers[worker])
 
     def _check(self, worker: int, message: WorkerServiceLinkResponse) -> None:
-        """Check a plan, if the cache that granted its blocks still holds this link. Otherwise it cannot be checked."""
+        """Check a plan, if the cache that granted its blocks still has the link to this scheduler. Otherwise the plan
+        cannot be checked."""
         cache = self._cache_link.server if self._cache_link else None
         if message.HasField("plan") and isinstance(cache, CacheParty) and cache.link is self._cache_link:
             check_plan(cache.core, worker, message.plan)
 
     def accepted(self, connection: SimulatedConnection) -> None:
         if self.leaving:
-            connection.close(self)  # otherwise its first message names its sender
+            connection.close(self)
+        # Otherwise there is nothing to do: the first message on the connection names its sender.
 
     def connected(self, connection: SimulatedConnection) -> None:
         if self.leaving:
@@ -210,7 +212,7 @@ class CacheParty(Party):
         self._leader_term = 0
 
     def drain(self) -> None:
-        """A link never ends by itself."""
+        """Close the link after LAST_CALLS_S, because a link never ends by itself."""
         self.leaving = True
         self.after(LAST_CALLS_S, self._end)
 
@@ -260,8 +262,8 @@ class CacheParty(Party):
 
 
 class WorkerParty(Party):
-    """A worker. Steps run one after the other, each in its time, for the link by which they came. A leaving worker asks
-    to be released; `on_released` is called when it is."""
+    """A worker. Steps run one after the other, and each takes some time. A result goes only to the link by which its
+    plan came. A leaving worker asks to be released; `on_released` is called when it is."""
 
     def __init__(self, network: Network, name: str, toy: ToyWorker, dial: Dial) -> None:
         super().__init__(network, name)
@@ -329,7 +331,7 @@ class WorkerParty(Party):
 
         def run() -> None:
             if connection is not self._link:
-                return  # a message of a link that has ended: its results are not used
+                return  # the plan came by a link that has ended: no party needs its result
             result = self.toy.run(self._plans[0])
             self._plans.popleft()
             self._say(WorkerServiceLinkRequest(result=result))
@@ -339,7 +341,7 @@ class WorkerParty(Party):
         self.after(seconds, run)
 
     def _prepare(self, connection: SimulatedConnection, orders: GrammarOrders) -> None:
-        """One after the other; each takes as long as several steps."""
+        """Prepare grammars one after the other. Each takes as long as several steps."""
         for number in orders.forget:
             self.toy.forget_grammar(number, self.toy.step + len(self._plans))
         for order in orders.prepare:
@@ -364,7 +366,7 @@ class WorkerParty(Party):
 
 
 def new_scheduler_core(config: SchedulerConfig, policies: Callable[[], Policies], epoch: int) -> SchedulerCore:
-    """In a run, a failing policy is a failure."""
+    """A core for a simulated run: an error in a policy raises AssertionError."""
 
     def fail(error: Exception) -> None:
         raise AssertionError(f"policy failed: {error!r}") from error

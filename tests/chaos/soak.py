@@ -3,9 +3,10 @@
 python -m tests.chaos.soak --minutes 30 [--clients 8] [--seed 1] [--out FILE]
 
 Status 1 if a token was wrong, lost or doubled, a client got an error or lost its connection though its gateway had no
-fault, a block was still used at rest, a process has grown, or a service did not come back. Before some faults that end
-the cache or the scheduler, traffic pauses and used blocks are counted. In the last fifth no process is ended. Totals go
-to FILE.json; a summary and the table of moments to FILE.md. docs/reliability-measurements.md sums them up.
+fault, a request did not end, a block was still used at rest, a process has grown, or a service did not come back.
+Before some faults that end the cache or the scheduler, traffic pauses and used blocks are counted. In the last fifth no
+process is ended. Totals go to FILE.json; a summary and the table of moments to FILE.md.
+docs/reliability-measurements.md sums them up.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ LARGE = {
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
-# The scheduler is last, because a service that was frozen lets others be late for a while. So its link to the cache
-# survives.
+# By the victim: the service that must notice the hang, and words of its log line. The scheduler is the last victim: its
+# link to the cache survives a freeze, and on this link it then allows the cache more silence for a while.
 LINK_LOST = {
     "worker-1": ("scheduler", "worker lost"),
     "cache": ("scheduler", "cache link broke"),

@@ -22,10 +22,9 @@ WORKER_FLAGS = [
 ]
 # Requests must not be blamed for what random kills do to workers.
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
-# With --resume-keep-s 0, the answer of a client that resumes is generated again. The other settings are defaults: for
-# how long a gateway waits for a lost scheduler, and for how long it goes on without the client (more than twice
-# PATIENCE_S of matrix.py: otherwise answers without a reader would hold the slots, and no request would progress).
-# A batch with few lines in flight has lines that wait when its gateway dies.
+# --resume-keep-s 0: when a client resumes, its answer is generated again. --batch-lines 4: a batch has few lines in
+# flight, so other lines still wait when its gateway dies. --resume-grace-s has its default, 10 s. It must be more than
+# twice PATIENCE_S of matrix.py: otherwise answers without a reader would hold the slots, and no request would progress.
 GATEWAY_FLAGS = ["--resume-keep-s", "0", "--batch-lines", "4"]
 # A list that needs more tokens than `max_tokens` allows.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}

@@ -85,11 +85,11 @@ class Checks:
             ("kill -9 of the scheduler under running streams: texts complete and right", self.kill_scheduler),
             ("two schedulers: the same texts when the leader is killed under running streams", self.two_schedulers),
             (
-                "API keys: wanted by HTTP and admin calls, changed without a restart",
+                "API keys: HTTP and admin calls need one, a new key needs no restart",
                 partial(keys, self.stack, self.api),
             ),
             (
-                "for other machines: HTTPS and a key are wanted, strangers refused, a renewal restarts nothing",
+                "for other machines: clients need HTTPS and a key, strangers are refused, a renewal restarts nothing",
                 partial(public, self.stack),
             ),
             ("two gateways behind a balancer: a killed one's streams go on at the other", self.two_gateways),

@@ -40,7 +40,7 @@ def told(log: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_process_is_given_what_a_new_one_is(tmp_path: Path, service: str) -> None:
-    """Also beside another one: it does not keep the fork server's files."""
+    """Also while another forked process runs: no file of the fork server for that process stays open."""
     log, states = tmp_path / "a.log", []
     other = start(tmp_path / "other.log", "wait", service=service)
     for by in (quickest_start(), start_python):
@@ -88,7 +88,7 @@ def test_signals_stop_freeze_and_kill_a_forked_process(tmp_path: Path) -> None:
         assert process.wait(60) == -number
 
 
-def test_another_variable_that_imports_read_makes_a_new_process_and_stderr_names_it(
+def test_a_changed_variable_that_imports_may_read_starts_a_new_python_and_stderr_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = start(log := tmp_path / "a.log", "exit", "0", OMP_NUM_THREADS="2")
@@ -99,7 +99,7 @@ def test_another_variable_that_imports_read_makes_a_new_process_and_stderr_names
 
 
 def test_a_forked_service_ends_when_the_process_that_asked_for_it_is_killed(tmp_path: Path) -> None:
-    """Also when a thread had asked that has ended before."""
+    """Also if the thread that asked for the service has ended before."""
     code = """
         import os, pathlib, sys, threading, time
         from tests.support.fork_server import quickest_start

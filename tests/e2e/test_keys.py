@@ -142,7 +142,7 @@ def test_admin_commands_need_an_admin_key(
     assert run("policy", "set", "paceline").returncode == 0
 
 
-def test_one_request_id_of_two_keys_never_shows_the_request_of_the_other(
+def test_explain_tells_apart_requests_of_two_keys_with_the_same_request_id(
     keyed: Stack, secrets: dict[str, str], file: KeyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = set()

@@ -96,7 +96,7 @@ def test_numbers_on_the_page_are_those_of_the_metrics(stack: Stack, browser: Bro
         expect(note).to_have_text(generated)
         scheduler = httpx.get(f"http://127.0.0.1:{stack.metrics_ports['scheduler']}/metrics").text
         assert int(number(shown(page, "preemptions"))) == metric(scheduler, "paceline_scheduler_preemptions_total")
-        # Both are of the same feed, which may go on between the two: then they agree at another try.
+        # The page and the snapshot show the same feed at two moments. If it changes in between, another try agrees.
         until(lambda: percentiles_agree(page, snapshot(stack.url)["gateway"]), page)
         load = snapshot(stack.url)["scheduler"]["load"]
         assert int(number(shown(page, "blocks"))) == load["num_used_blocks"]
@@ -201,7 +201,7 @@ def own_address() -> str:
     """An address of this machine that is not of loopback: without one, the test is skipped."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(("192.0.2.1", 9))  # of documentation; nothing is sent
+            sock.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
         except OSError:
             pytest.skip("this machine has no address but loopback's")
         return str(sock.getsockname()[0])
@@ -213,7 +213,8 @@ def test_policies_that_cannot_be_switched_are_not_offered(stack: Stack, browser:
     try:
         url = stack.start_gateway("gateway-open").replace("127.0.0.1", address)
         assert httpx.post(f"{url}/v1/policies", json={"preset": "sglang"}).status_code == 403
-        # Not open_page: from an address without TLS, Chromium's console reports that it ignores a header of isolation.
+        # Not open_page, which allows no error in the console: for a page of another address without TLS, Chromium
+        # reports that it ignores a header for isolation.
         with closing(browser.new_context()) as context:
             page = context.new_page()
             page.goto(url)

@@ -135,7 +135,7 @@ def test_a_prompt_is_scored_even_if_it_is_cached(stack: Stack) -> None:
     assert scored.token_ids == again.token_ids
 
 
-def test_sampling_with_everything_is_the_same_alone_and_in_a_crowd(stack: Stack) -> None:
+def test_a_sample_with_many_parameters_is_the_same_alone_and_beside_others(stack: Stack) -> None:
     asked = {
         "temperature": 1.1, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.95, "seed": 3, "repetition_penalty": 1.2,
         "presence_penalty": 0.3, "bad_words": ["fox"], "logit_bias": {"200": 1.0},

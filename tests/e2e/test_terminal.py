@@ -72,7 +72,7 @@ def test_a_chat_keeps_its_history_and_stops_an_answer(stack: Stack, spawn: Any) 
     worker.send_signal(signal.SIGSTOP)  # otherwise the answer could end before Ctrl-C
     try:
         chat.sendline("Tell me a story")
-        chat.expect_exact("first token")  # it waits for the answer: Ctrl-C while it reads a line means the line
+        chat.expect_exact("first token")  # while the chat still reads a line, Ctrl-C stops no answer
         chat.sendintr()
         chat.expect_exact("stopped")
         chat.expect_exact(PROMPT)

@@ -41,7 +41,7 @@ def the_one(spans: list[SentSpan], name: str) -> SentSpan:
 
 
 def has_ended(spans: list[SentSpan]) -> bool:
-    """The scheduler's span and the gateway's: their children were sent before them, or with them."""
+    """Whether the last spans have arrived, the scheduler's and the gateway's. Their children do not arrive later."""
     return {"llm_request", "text_completion paceline-demo"} <= {span.name for span in spans}
 
 
@@ -60,7 +60,7 @@ async def post(stack: Stack, headers: dict[str, str], **fields: object) -> None:
 
 
 async def test_a_request_through_a_killed_worker_is_one_trace_in_order(own_stack: Stack) -> None:
-    """The client's span > the gateway's > the scheduler's > the phases, the recovery among them."""
+    """The spans of the client, the gateway, the scheduler and the phases are nested. The recovery is a phase."""
     with Collector() as collector:
         own_stack.worker_flags = ["--threads", "1", "--max-batched-tokens", "128"]
         stack = await asyncio.to_thread(traced_stack(own_stack, collector.url).up)
@@ -121,7 +121,8 @@ def _check_attributes(root: SentSpan, request: SentSpan, phases: list[SentSpan])
 
 
 async def test_the_client_decides_whether_its_request_is_traced(own_stack: Stack) -> None:
-    """Without its context a trace begins here, also over gRPC; with an unsampled one there is none."""
+    """A request without trace context begins a new trace. A context that is not sampled gives no trace. A sampled
+    context is continued, also over gRPC."""
     with Collector() as collector:
         stack = await asyncio.to_thread(traced_stack(own_stack, collector.url).up)
         await post(stack, {"traceparent": f"00-{TRACE}-{PARENT}-00"}, max_tokens=3)
@@ -150,7 +151,7 @@ async def test_the_client_decides_whether_its_request_is_traced(own_stack: Stack
     assert root.trace_id in [line.get("trace_id") for line in finished]
 
 
-async def test_an_absent_collector_costs_spans_that_are_counted_and_no_answer(own_stack: Stack) -> None:
+async def test_without_a_collector_requests_are_answered_and_lost_spans_are_counted(own_stack: Stack) -> None:
     stack = traced_stack(own_stack, f"http://127.0.0.1:{free_port()}")
     stack.environment |= {"OTEL_BSP_MAX_QUEUE_SIZE": "4", "OTEL_EXPORTER_OTLP_TIMEOUT": "60"}
     await asyncio.to_thread(stack.up)

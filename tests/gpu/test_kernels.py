@@ -1,5 +1,5 @@
 """FlashInfer's kernels through our backend against dense attention in float64, and the layer's other kernels against
-plain torch in float32. What is bf16 has to be right to 1 % in norm."""
+plain torch in float32. In bf16, the error may be up to 1 % in norm."""
 
 from __future__ import annotations
 
@@ -141,4 +141,4 @@ def test_layer_ops(rows: int, dtype: torch.dtype, head_dim: int, qk_norm: bool, 
     turned = ours.rotary(heads, ours.angles(positions), *norms)
     for mine, other in zip(turned, expected, strict=True):
         assert error(mine, other) < TOLERANCE
-    assert torch.equal(heads[:, 16:], values), "values were turned too"
+    assert torch.equal(heads[:, 16:], values), "the values were rotated, too"

@@ -116,7 +116,7 @@ def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypa
             driver.run_step()
             seen.append(logits)
     (eager_chunks, eager), (graph_chunks, graph) = seen
-    assert torch.equal(eager_chunks.argmax(-1), graph_chunks.argmax(-1)), "the steps before differ already"
+    assert torch.equal(eager_chunks.argmax(-1), graph_chunks.argmax(-1)), "the earlier steps differ already"
     assert float((graph - eager).norm() / eager.norm()) < 0.01
 
 
@@ -139,9 +139,10 @@ def test_two_steps_in_flight_give_the_tokens_of_one(graph_max_seqs: int, checkpo
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that it is a prototype
 def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
-    """As far as torch sees it; in the second run, when nothing has to be set up any more."""
+    """torch raises an error for each wait that it detects. Only the second run is checked: the first one may set up
+    kernels and memory."""
     runner = gpu_runner(checkpoint("llama3").folder)
     requests = [LoadRequest(20 + i, 0, 30) for i in range(24)]
     replayed = 0

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it is a prototype
-def test_torch_sees_no_wait() -> None:
-    """With everything that can be asked for; twice, so that nothing has to be set up any more."""
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that it is a prototype
+def test_torch_detects_no_wait_for_the_device() -> None:
+    """With all sampling parameters. Only the second run is checked: the first one may set up kernels and memory."""
     processors = LogitsProcessors(VOCAB, DEVICE)
     start(processors, range(4), [[1, 2, 3]] * 4, [2] * 4, list(ASKED.values()))
     for mode in ("default", "error"):
@@ -41,8 +41,8 @@ def test_torch_sees_no_wait() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1000, 128_256])
-def test_weights_decide_the_same_on_both_devices(vocab: int) -> None:
-    """From equal weights: an exp() differs in its last bit between them."""
+def test_equal_weights_give_equal_filters_on_cpu_and_gpu(vocab: int) -> None:
+    """Both devices get the weights of the CPU, because exp() on a GPU differs in its last bit."""
     logits = (3 * torch.randn(40, vocab, generator=torch.Generator().manual_seed(0))).bfloat16().float()
     weights = whole_weights(logits)
     wanted = torch.linspace(0.01, 1, 40, dtype=torch.float64).unsqueeze(-1) * weights.double().sum(-1, keepdim=True)
@@ -52,7 +52,7 @@ def test_weights_decide_the_same_on_both_devices(vocab: int) -> None:
 
 
 def test_a_row_is_filtered_and_drawn_alike_in_any_batch() -> None:
-    """Bit for bit, again and again: running sums of floats on a GPU would not be."""
+    """Every logit is equal bit for bit. With running sums of floats on a GPU it would not be."""
     row = (3 * torch.randn(1, 128_256, device=DEVICE)).bfloat16().float()
     others = 3 * torch.randn(200, 128_256, device=DEVICE)
     share = torch.full((201,), 0.9, device=DEVICE)
@@ -67,6 +67,6 @@ def test_a_row_is_filtered_and_drawn_alike_in_any_batch() -> None:
             assert draw(kept, keys[: len(batch)])[place] == token[0]
 
 
-def test_a_gpu_has_the_noise_of_a_cpu() -> None:
+def test_sampling_noise_is_equal_on_cpu_and_gpu() -> None:
     keys = torch.from_numpy(draw_keys(np.arange(9, dtype=np.uint64), np.arange(9)))
     assert torch.equal(noise_bits(keys.to(DEVICE), 128_256).cpu(), noise_bits(keys, 128_256))

@@ -1,4 +1,4 @@
-"""The prompts of a scenario. The drivers find it beside them; the peers' environments do not have Paceline."""
+"""The prompts of a scenario. The drivers import it from their own folder: their environments do not have Paceline."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class State:
-    """What a step is decided on, beside the running requests: these follow from the steps before."""
+    """What a step's decisions depend on, except the running requests, which follow from earlier steps."""
 
     available_blocks: int
     matches: dict[str, list[int]]  # of waiting requests: cached tokens, and how many of them are in use
@@ -132,7 +132,7 @@ class SGLang:
         stdin, stdout = self._driver.stdin, self._driver.stdout
         assert stdin
         assert stdout
-        with suppress(BrokenPipeError):  # the missing answer tells
+        with suppress(BrokenPipeError):  # the driver has died: there will be no answer
             print(json.dumps(scenario), file=stdin, flush=True)
         line = stdout.readline()
         if not line:

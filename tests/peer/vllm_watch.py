@@ -9,9 +9,9 @@ step on the cache as it was before the step, and then allocates. `Watch.firsts` 
                         and holds both until the sequence ends
   evicts_then_preempts  running requests took cached blocks, but a request was still preempted afterwards
   keeps_chunk_short     (priority) the preempted request was already scheduled in this step; the chunk that needs its
-                        blocks was cut to the budget, and does not get the tokens that are free again
-  stores_unwritten      (priority) the same, and the preempted request had filled a block in this step, which stays in
-                        the cache though no step writes it
+                        blocks was cut to the budget, and does not get the budget of the preempted request
+  stores_unwritten      (priority) the preempted request was already scheduled in this step, and a block that it was to
+                        fill stays in the cache though no step writes it
   stops_at_itself       (priority) a running request preempted itself, so no request behind it runs
 """
 

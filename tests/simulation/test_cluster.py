@@ -82,7 +82,7 @@ def test_the_next_turn_begins_after_the_pause_and_reuses_the_last_turn() -> None
     assert second.cached_tokens == 64 + 16 - 1, "all but the last output token, which was never computed"
 
 
-def test_a_closed_run_keeps_a_fixed_number_of_sessions_open() -> None:
+def test_a_closed_loop_run_keeps_a_fixed_number_of_sessions_open() -> None:
     sessions = make_sessions(WORKLOADS["conversations"], 1, 0, scale=0.2)
     run = cluster(WorkerSpec())
     run.run(sessions, concurrency=5)

@@ -1,7 +1,7 @@
 """The real scheduler and cache cores with toy workers, under seeded interleavings and faults: the invariants of
 docs/design.md.
 
-The toy worker notices every wrong block; here the clients check that each got exactly the tokens of an undisturbed run.
+The toy worker notices every wrong block. These tests check that each request gets the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Run:
             "chunking": rng.choice(["first-come", "equal-progress"]),
             "chunk_unit_tokens": rng.choice([0, 1, 4]),
             "long_prefill_token_threshold": rng.choice([0, 3]),
-            "requeue": rng.choice(["seniority", "front", "back"]),
+            "requeue": rng.choice(["arrival", "front", "back"]),
             "prefill_decode_interval": rng.choice([0, 2]),
             "batch_wait_iters": rng.choice([0, 3]),
             "batch_wait_max_tokens_ratio": 0.5,
@@ -248,7 +248,7 @@ class SwapRun(Run):
         super().__init__(seed)
 
     def policies(self) -> Policies:
-        requeue = self.rng.choice(["seniority", "front", "back"])
+        requeue = self.rng.choice(["arrival", "front", "back"])
         options = {"mode": self.rng.choice(["swap", "swap", "auto"]), "requeue": requeue, "chunked_prefill": True}
         return build(choose(self.preset, {}, {**options, "watermark": 0.0, "resume_watermark": 0.0}))
 

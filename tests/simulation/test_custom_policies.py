@@ -101,7 +101,7 @@ def test_a_foreign_package_cannot_take_the_name_of_a_built_in_policy(monkeypatch
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_broken_package_harms_only_those_that_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_package_is_an_error_only_if_its_policy_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [*registry.entry_points(group=registry.GROUP), EntryPoint("order.lost", "lost.module:X", registry.GROUP)]  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     registry.names.cache_clear()

@@ -47,7 +47,8 @@ def test_with_one_slot_and_light_traffic_a_request_ends_before_its_deadline() ->
 
 
 def test_a_request_that_would_be_late_is_given_up_while_prompts_always_wait() -> None:
-    """The worker computes 100 tokens a second: a prompt of 1,500 tokens takes 15 s. At most two of 130 begin in 1 s."""
+    """The worker computes 100 tokens a second, so a prompt of 1,500 tokens takes 15 s. Forty prompts of 130 tokens keep
+    it busy meanwhile."""
     requests = [{"id": f"s{i}", "prompt_len": 130, "max_new_tokens": 1} for i in range(40)]
     requests += [{"id": name, "arrive": 10, "prompt_len": 1500, "max_new_tokens": 1} for name in ("late", "in_time")]
     outcome, failed = play(requests, {"late": 15.0, "in_time": 40.0}, max_num_seqs=8, max_batched_tokens=100)

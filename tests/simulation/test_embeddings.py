@@ -85,7 +85,7 @@ def test_inputs_that_share_a_prefix_in_one_step_get_the_right_vectors(
 def test_a_lost_worker_or_cache_changes_no_vector(
     models: dict[tuple[str, Pooling], Path], pooling: Pooling, loss: str
 ) -> None:
-    """After each number of moves: also between two chunks, and before a vector has left the worker."""
+    """The loss comes after 0, 3, 6, … 57 moves: also between two chunks, and before a vector has left the worker."""
     path, asked = models["llama", pooling], [MIXED[3], MIXED[5]]
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 60, "max_batched_tokens": 16, "max_num_seqs": 8}
     worker, in_the_midst = ModelWorker(path, **settings), 0

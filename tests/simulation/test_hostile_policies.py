@@ -89,7 +89,7 @@ class PausesAll(Watermark):
         step.pause(step.running)
 
 
-def test_a_policy_that_pauses_all_that_it_admits_does_not_stop_the_rest() -> None:
+def test_a_policy_that_pauses_all_running_requests_stops_none() -> None:
     errors: list[Exception] = []
     policies = dataclasses.replace(build(choose()), capacity=PausesAll())
     system = LocalSystem(policies=policies, on_policy_error=errors.append)

@@ -72,7 +72,7 @@ def test_the_table_marks_figures_within_two_percent_of_the_best() -> None:
     assert "| c | 0 of 1, 3% | 0 of 1, 3% | 0 of 1, 3% | 1 of 1, 0% | 1 of 1, 0% |" in shown
 
 
-def test_averages_count_each_case_by_its_ratio() -> None:
+def test_averages_are_geometric_so_that_each_case_counts_alike() -> None:
     other = {"workload": "agents", "workers": 4}
     rows = [row("a", 100.0, 10.0), row("b", 1.0, 10.0), row("a", 1.0, 10.0) | other, row("b", 100.0, 10.0) | other]
     [*_, a, b] = averages(rows)

@@ -1,5 +1,6 @@
-"""Every preset on random scenarios, alone and after one another: the invariants of docs/design.md, and
-that equal runs decide alike.
+"""Every preset on random scenarios, alone and with changes of the preset during the run.
+
+The tests check invariants of docs/design.md, and that two equal runs decide alike.
 """
 
 from __future__ import annotations

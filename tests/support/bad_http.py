@@ -226,7 +226,7 @@ STRUCTURES = [
         "beam search with a regex", 400, "use_beam_search", structured_outputs={"regex": "a"}, use_beam_search=True
     ),
     _completion(
-        "a regex of 10^12",
+        "a regex that repeats 10^12 times",
         400,
         "structured_outputs.regex",
         structured_outputs={"regex": "(((a{1,999}){1,999}){1,999}){1,999}"},
@@ -296,13 +296,13 @@ CHAT_CASES = [
     _content("a part without type", 400, "messages.0.content", [{}]),
     _content("a text part without text", 400, "messages.0.content", [{"type": "text"}]),
     _content(
-        "an image of a file",
+        "an image at a file URL",
         400,
         "messages.0.content",
         [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
     ),
     _content(
-        "an image of the cloud's own address",
+        "an image at the cloud's metadata address",
         400,
         "messages.0.content",
         [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}],
@@ -361,7 +361,13 @@ HEADERS = [
         WELL,
         headers=(JSON, (b"idempotency-key", b"\xff\xfe")),
     ),
-    Case("headers: a key of 10,000", 400, "Idempotency-Key", WELL, headers=(JSON, (b"idempotency-key", b"x" * 10_000))),
+    Case(
+        "headers: a key of 10,000 characters",
+        400,
+        "Idempotency-Key",
+        WELL,
+        headers=(JSON, (b"idempotency-key", b"x" * 10_000)),
+    ),
     Case(
         "headers: an invalid event id",
         400,
@@ -387,7 +393,13 @@ HEADERS = [
     Case(
         "headers: an API key that is no ASCII", 200, None, WELL, headers=(JSON, (b"authorization", b"Bearer \xff\xe9"))
     ),
-    Case("headers: a request id of anything", 200, None, WELL, headers=(JSON, (b"x-request-id", b"\xff;{}<script>"))),
+    Case(
+        "headers: a request id with unsafe characters",
+        200,
+        None,
+        WELL,
+        headers=(JSON, (b"x-request-id", b"\xff;{}<script>")),
+    ),
     *[
         Case(f"path {path}", 404, None, WELL, path)
         for path in (
@@ -463,7 +475,7 @@ RAW_CASES = [
     ),
     RawCase("half a head, then gone", (0, 400), b"POST /v1/completions HTTP/1.1\r\nhost:", closes=True),
     RawCase(
-        "half closed behind the request",
+        "the client closes its side after the request",
         (0, 200),
         _POST + b"content-length: %d\r\n\r\n" % len(WELL) + WELL,
         closes=True,

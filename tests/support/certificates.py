@@ -50,7 +50,8 @@ def issue(
     trusted: bytes = b"",
     hosts: Sequence[str] = LOOPBACK,
 ) -> Path:
-    """A folder with a pair that the CA issued `ago`. `trusted`: the CAs that its owner trusts (default: this CA)."""
+    """A folder with a pair that the CA issued this long `ago`. `trusted`: the CAs that its owner trusts (default: this
+    CA)."""
     pair = authority.issue("peer", hosts, lifetime, dt.datetime.now(dt.UTC) - ago)
     return write_pair(folder, pair, trusted or authority.pair.cert)
 
@@ -88,7 +89,7 @@ def trusting(ca: Path) -> ssl.SSLContext:
 
 
 def ask_https(url: str, ca: Path, client: Path | None = None) -> str:
-    """A short completion. `client`: a folder with the certificate that is shown. Raises URLError, OSError."""
+    """A short completion. `client`: a folder with the client's certificate. Raises URLError, OSError."""
     context = trusting(ca)
     if client is not None:
         context.load_cert_chain(client / CERT, client / KEY)

@@ -31,8 +31,8 @@ def open_browser(binary: str | None = BINARY) -> Iterator[Browser]:
 
 @dataclass
 class Watched:
-    """A page, and the errors that it has shown in the console. `refusals`: whether answers with an error status, which
-    Chromium reports there, are expected."""
+    """A page, and the errors in its console. `refusals`: whether answers with an error status are expected. Chromium
+    reports each of them as an error in the console."""
 
     page: Page
     refusals: bool = False

@@ -1,4 +1,4 @@
-"""Environments of other systems, each with what its requirements file in tests/peer/ names."""
+"""Python environments of other systems. The requirements files in tests/peer/ say what is installed in each."""
 
 from __future__ import annotations
 

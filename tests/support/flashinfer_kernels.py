@@ -33,7 +33,7 @@ Kernel = Callable[..., None]
 def import_flashinfer() -> Any:
     """The real package. Skips the test if there is none, except where CI requires it."""
     sys.path.append(str(FOLDER))
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # 2,000 files, of which 300 are read
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode  # it would write some 300 files
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

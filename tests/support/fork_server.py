@@ -2,12 +2,12 @@
 
 `ForkServers` is the tests' side. Run as a module, this file is the fork server of one service: it has imported what the
 service imports, it has one thread, and it has made no gRPC object. Each service has its own fork server. So, as in a
-normal start, no process has the modules of another service, and two services have different seeds of their hashes.
+normal start, no process has the modules of another service, and two services have different hash seeds.
 
 A forked service differs from a new Python process (`start_python`) in these points:
 - Its parent is the fork server, which ends with the tests. PACELINE_PARENT_PID names the fork server.
 - /proc/<pid>/cmdline is the fork server's.
-- All processes of one service and one pytest process have the same seed of their hashes.
+- All processes of one service have the same hash seed, as long as one pytest process starts them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from services.cli.main import SERVICES
 
 PARENT_ENV = "PACELINE_PARENT_PID"
 # Variables that services read after their imports, so that a forked service may have other values than its fork server.
-# (Services import OpenTelemetry only if a variable or a setting names a collector. The last three are set in a test
-# process that imports torch and FlashInfer; no service on a CPU reads these.)
+# (OTEL_: services import OpenTelemetry only if a variable or a setting names a collector. The last three: torch,
+# FlashInfer and the worker set them when a test process imports these packages, and no service on a CPU reads them.)
 READ_LATE = (
     *("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME"),
     *("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "FLASHINFER_USE_CUDA_NORM"),
@@ -107,7 +107,7 @@ Start = Callable[[str, list[str], IO[bytes], dict[str, str]], ServiceProcess]
 
 
 class ForkServers:
-    """The fork servers of this process, which start at the first use. `environment` is theirs from their start."""
+    """The fork servers of this process. They start at the first use, with the variables in `environment`."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = {**environment, "OMP_NUM_THREADS": "1"}

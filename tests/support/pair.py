@@ -47,7 +47,8 @@ class Pair(Stack):
             self.members.sort(key=lambda member: not member.is_leader)
         else:
             self.etcd.start()
-        # Slow starters come first: beside a leader they would take its CPU, and it would miss its lease and end.
+        # The services that start slowly come first. If they started beside a leader, they could take so much CPU time
+        # that the leader would not renew its lease in time, and would end.
         for name in ("cache", *(f"worker-{i + 1}" for i in range(workers)), "gateway"):
             self.start(name)
         self._wait(lambda: (self.metric("paceline_worker_kv_blocks", "worker-1") or 0) > 0, "model loaded")

@@ -15,7 +15,7 @@ CHUNK_BYTES = 65536
 
 
 class Proxy:
-    """Passes on what comes to `port` to the target's port, and back, on a thread of its own."""
+    """Forwards the data of each connection to `port` to the target's port, and back, on a thread of its own."""
 
     def __init__(self, target_port: int) -> None:
         self.port = free_port()
@@ -57,8 +57,8 @@ class Proxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
     async def _close(self) -> None:
-        # A connection that was accepted just now is served and ends, too. If the server closed first, the socket of
-        # this connection would stay open (CPython gh-109564).
+        # First stop accepting connections, and wait until the accepted ones have ended. The server closes last: if it
+        # closed first, the socket of a connection that was accepted just before would stay open (CPython gh-109564).
         for listening in self._server.sockets:
             self._loop.remove_reader(listening.fileno())
         self._cut()

@@ -41,7 +41,7 @@ class Stack:
     worker_module: str = ""
     scheduler_module: str = ""
     tls_dir: Path | None = None  # certificates of all services
-    proxied: bool = False  # each service dials through a proxy of its own, which `links` has by the service's name
+    proxied: bool = False  # each service dials through a proxy of its own: `links`, by the service's name
 
     def __post_init__(self) -> None:
         self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
@@ -121,7 +121,7 @@ class Stack:
         self._wait(lambda: self.total(name, labels, of) == value, f"{name} of {labels} = {value}")
 
     def metric(self, name: str, of: str = "scheduler") -> float | None:
-        """The sum of one service's series of this name, or with these labels; None if there is none."""
+        """The sum of a service's series of this name; None if there is none. `name` may be one series, with labels."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         values = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(map(float, values)) if status == 200 and values else None

@@ -1,4 +1,4 @@
-"""An event loop with a virtual clock, which stops while a task can run, and else jumps to the next timer."""
+"""An event loop with a virtual clock. The clock stops while a task can run; otherwise it jumps to the next timer."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ least recently used goes first.
 The retention priority comes before the strategy (TensorRT-LLM's KvCacheRetentionConfig, see retention.py). It is
 DEFAULT_RETENTION if no request has set it, and again when its duration is over. The duration counts from the last use.
 
-A parent never goes before its children. For lru this holds by itself (memory.py shows why). For the other strategies
-the queue sets a node aside if its turn comes while children of it are held. The node returns, first among its equals,
-when its last child has gone. So a node is set aside at most once per use. The next victim costs O(1) amortised for lru,
-and O(log buckets) for the others (fifo has one bucket per node).
+A parent never goes before its children. For lru without retentions this holds by itself (memory.py shows why). In all
+other cases the queue sets a node aside if its turn comes while children of it are held. The node returns, first among
+its equals, when its last child has gone. So a node is set aside at most once per use. The next victim costs O(1)
+amortised for lru, and O(log buckets) for the others (fifo has one bucket per node).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class EvictionQueue:
         self.now_ms = 0  # of the last call of `expire`
         self._count = itertools.count()
         self._expiries: list[tuple[int, int, int, BlockResidency]] = []  # a heap by expiry time, then by turn
-        self._most_expiries = FEW_EXPIRIES  # at this length, entries that are no longer due are removed
+        self._most_expiries = FEW_EXPIRIES  # at this length, entries without effect are removed
         self._buckets: SortedDict[tuple[int, float], EvictionBucket] = SortedDict()
         self._lowest: EvictionBucket | None = None  # the first of the buckets, because it is needed most often
 
     def add(self, residency: BlockResidency, first: bool = False, renew: bool = True) -> None:
-        """Adds a residency: its last user has left, or (`first`) it was set aside and its last child has gone.
+        """Adds a residency: its last user has left, or (`first`) its last child has gone while it was not in the queue.
 
-        With `renew`, the duration of its retention begins now.
+        With `renew`, but not with `first`, the duration of its retention begins now.
         """
         if not first:
             residency.turn = next(self._count)
@@ -133,7 +133,8 @@ class EvictionQueue:
                 self.add(residency)
 
     def fall_back(self, residency: BlockResidency) -> None:
-        """Ends a retention because its tenant has too many retained blocks. The residency counts as just used."""
+        """Ends a retention early: its tenant has too many retained blocks, or has ended the retention. The residency
+        counts as just used."""
         stands = residency.bucket is not None
         self.remove(residency)
         self._end_retention(residency)

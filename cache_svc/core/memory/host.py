@@ -191,8 +191,8 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Returns where the part of a path ends that the device and the host hold. The device holds the path up to
-        `device_end`."""
+        """Returns the end of the part of a path that the device and the host hold together. The device holds the path
+        up to `device_end`."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent

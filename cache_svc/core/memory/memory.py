@@ -6,9 +6,10 @@ Each block is in exactly one of three states:
     cached  no user, content in the tree           in a residency without users
     used    content in the tree, with users        in a residency with users
             or not in the tree, with one user      in the table of one sequence
+            or freed, but a copy still reads it    in `withheld`, until the end of the exchange
 
-eviction.py decides which unused node goes first. With the default strategy, least recently used first, a parent never
-stands before its children. Proof, for a node P and its child C that the memory both holds:
+eviction.py decides which unused node goes first. With the default strategy, least recently used first, and without
+retentions, a parent never stands before its children. Proof, for a node P and its child C that the memory both holds:
 
   1. Every user of C uses P: a sequence takes a path from the root, extends it node by node, and leaves it as a whole.
   2. So the last user of C also used P. It left C before P, since `leave_path` goes from the end of the path to

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 class BlockPool:
     """Block ids 1..num_blocks. Block 0 is the worker's dummy block. The block given back last is handed out first.
 
-    The pool lists no id that was never handed out. So it needs memory for the blocks that it has used, not for all
+    The pool lists no id from `first_untouched` on. So it needs memory for the blocks that it has used, not for all
     blocks.
     """
 
@@ -19,7 +19,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.first_untouched = 1  # this id and all above were never handed out
+        self.first_untouched = 1  # this id and all above it were never handed out
         self._given_back = array("i")
 
     @property
@@ -62,5 +62,5 @@ class BlockPool:
         return free
 
     def given_back(self) -> list[int]:
-        """The free blocks that were in use before, for checks and tests. The last one is the next to be handed out."""
+        """The free blocks below `first_untouched`, for checks and tests. The last one is the next to be handed out."""
         return list(self._given_back)

@@ -5,8 +5,8 @@ from being evicted, because children go first. So a tenant pays for the whole pa
 and for each block once. Limits: `tenant_share` of a memory's blocks for one tenant, and `total_share` for all tenants
 together. Clients choose tenant names freely, so the second limit protects all other requests.
 
-Beyond a limit, retentions of the tenant end: those with the lowest priority first, and among equal ones those that were
-requested first. The blocks then have DEFAULT_RETENTION. No request is refused.
+If a request exceeds one of the two limits, retentions of its own tenant end: those with the lowest priority first, and
+among equal ones those that were requested first. The blocks then have DEFAULT_RETENTION. No request is refused.
 
     claims   by tenant: 1 if the residency itself is retained for it, plus 1 for each child on which it has a claim.
              A tenant pays for each residency on which it has a claim.

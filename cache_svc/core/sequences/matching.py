@@ -8,7 +8,8 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.nodes import PrefixNode, PrefixSubscription
 from cache_svc.core.tree.tree import PrefixTree
 
-# Worker id; tokens on the device; of these, tokens in blocks that running sequences use; then tokens on the host.
+# Worker id; tokens on the device; of these, tokens in blocks that running sequences or pins use; then tokens on the
+# host.
 MatchedTokens = tuple[int, int, int, int]
 
 

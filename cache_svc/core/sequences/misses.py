@@ -3,8 +3,8 @@
     cached | on another worker | in flight | evicted | new | the last block
 
 The cache says how many tokens are on another worker, in flight and evicted. The scheduler derives the last two kinds.
-The last block is what follows the last whole block that a match may have: it always includes the last token. The other
-tokens are new.
+A match has whole blocks only, and never the last token. The tokens after the last block that a match may have are
+counted as "the last block". The other tokens are new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Keeps the last block of an ended sequence even if it is not full, so that reuse loses no tokens to the block size.
+"""Keeps the last block of a sequence that leaves the device, even if it is not full. So reuse loses no tokens to the
+block size.
 
 A partial block (tree.nodes.PartialBlock) is evictable like any other block. `PrefixTree.nearest` finds it, and it is
-reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. It loses
-its last user before they do, so it is evicted before them.
+reused by copying; no walk reaches it. It is a child of the node where the whole blocks of its sequence end. Its last
+user leaves it before the whole blocks, so it is evicted before them.
 
 A memory never holds both a partial block and another block that begins with all its tokens. If the memory holds such a
 block already, it does not keep the partial block. If it stores such a block later, it drops the partial block

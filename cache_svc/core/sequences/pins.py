@@ -36,7 +36,7 @@ class Pin:
 
 
 class Pins:
-    """All pins of one link, by name. They take at most `share` of each worker's blocks."""
+    """All pins by name, until the scheduler's connection ends. They take at most `share` of each worker's blocks."""
 
     def __init__(self, share: float) -> None:
         self.by_name: dict[str, Pin] = {}

@@ -10,9 +10,9 @@ and the other sequences keep theirs as private duplicates (Sequence.duplicates).
     C  [ e f | g ]    C keeps e, f and g as duplicates of a, b and c.
 
 So nothing is stored before all entries are known. The steps are: check each entry against those before it; make the
-nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the nodes and
-count their users. Without prefix caching only shared blocks (of forks) are stored, in a private tree for each family of
-forks, as WorkerBlocks.fork does.
+missing nodes of its path, which no memory holds yet; choose the block of every place on these paths; then hold the
+nodes and count their users. Without prefix caching only shared blocks (of forks) are stored, in a private tree for each
+family of forks, as WorkerBlocks.fork does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class RestoreEntry:
         if not num_tokens:
             raise OpError(Code.INVALID_ARGUMENT, "token_ids: a sequence has at least one token")
         if computed > num_tokens:
-            raise OpError(Code.INVALID_ARGUMENT, f"num_computed_tokens: {computed}, of {num_tokens} tokens")
+            raise OpError(
+                Code.INVALID_ARGUMENT, f"num_computed_tokens: {computed} is more than the {num_tokens} tokens"
+            )
         num_blocks = -(-computed // block_size)
         if self.host_blocks is None:
             if len(self.table) < num_blocks:
@@ -178,7 +180,9 @@ class RestoreValidator:
         tree = self._worker.tree
         if entry.host_blocks is not None:
             if taken := self._on_host.intersection(entry.host_blocks):
-                raise OpError(Code.FAILED_PRECONDITION, f"host_blocks: block {min(taken)} is claimed by another one")
+                raise OpError(
+                    Code.FAILED_PRECONDITION, f"host_blocks: block {min(taken)} is claimed by another sequence"
+                )
             self._on_host.update(entry.host_blocks)
             entry.root = tree.acquire_root(entry.namespace)
         else:
@@ -204,9 +208,9 @@ class RestoreValidator:
             if at >= len(owner.table) or owner.table[at] != block:
                 raise _taken(block, owner, "at another place in its table")
             if at >= owner.num_whole:
-                raise _taken(block, owner, "which has not computed all of it, so it is private")
+                raise _taken(block, owner, "which has not computed the whole block, so the block is private")
             if at >= entry.num_whole:
-                raise _taken(block, owner, "and is not all computed by this one")
+                raise _taken(block, owner, "and this sequence has not computed the whole block")
             shared[owner] = at + 1
         block_bytes = self._worker.tree.block_bytes
         for owner, end in shared.items():

@@ -207,8 +207,9 @@ class WorkerBlocks:
         """Makes a table for tokens of which the parent has computed all but the last one: the parent's whole blocks,
         which are never written again, and one new block. Also returns the block to copy into the new one (0: none).
 
-        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent has not computed these tokens,
-        RESOURCE_EXHAUSTED if there is no block.
+        Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent has not computed these tokens here,
+        has planned tokens, or has blocks that are not stored because equal ones are; RESOURCE_EXHAUSTED if there is no
+        block.
         """
         token_ids = subscription.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1
@@ -218,7 +219,7 @@ class WorkerBlocks:
             raise OpError(
                 Code.FAILED_PRECONDITION,
                 f"sequence {subscription.sequence_id} cannot fork sequence {parent.sequence_id}, "
-                f"which has not computed the first {num_shared} tokens of it on worker {self.worker_id}",
+                f"which has not computed the same first {num_shared} tokens on worker {self.worker_id}",
             )
         _check_written(parent)
         num_whole, rest = divmod(num_shared, self.tree.block_size)
@@ -249,8 +250,8 @@ class WorkerBlocks:
         return node, depth
 
     def written(self, sequence: Sequence) -> None:
-        """The step is sent that computes the planned tokens of the sequence, or of the sequences with which it shares
-        them."""
+        """The step that computes the planned tokens is sent. The sequence has planned these tokens itself, or it shares
+        those of another sequence."""
         sequence.unwritten = False
         node = sequence.node
         while node.parent is not None and (residency := node.residencies[self.index]).unwritten:
@@ -261,7 +262,7 @@ class WorkerBlocks:
 
     def store(self, sequence: Sequence) -> None:
         """Stores the whole computed blocks of the sequence in the tree, up to a block that another sequence is about to
-        write."""
+        write. A sequence that is `alone` also stops before a block that is stored already."""
         tree, device, tokens, table = self.tree, self.device, sequence.tokens, sequence.table
         node, block_bytes, metadata = sequence.node, tree.block_bytes, sequence.metadata
         depth, end = node.end, sequence.num_computed_tokens // tree.block_size
@@ -280,7 +281,7 @@ class WorkerBlocks:
                     child = tree.split(child, reached)
                 residency = child.residencies.get(self.index)
                 if residency is not None and (residency.unwritten or sequence.alone):
-                    break  # the other sequence may be taken out of the step; then it holds nothing
+                    break  # unwritten: if the other sequence is taken out of the step, the block gets no content
                 if residency is None:
                     device.hold(child, table[depth:reached], metadata.priority).unwritten = sequence.unwritten
                     if not sequence.unwritten:
@@ -328,8 +329,8 @@ class WorkerBlocks:
         """Moves the computed tokens of a sequence to host blocks and frees its device blocks.
 
         It moves all of them, also the tokens in blocks that other sequences share. So a swapped-out sequence uses no
-        device block. The caller copies the content of the table's blocks. Raises OpError(RESOURCE_EXHAUSTED), having
-        changed nothing, if there are too few host blocks.
+        device block. The caller copies the content of the table's blocks. Raises OpError, having changed nothing:
+        FAILED_PRECONDITION if the sequence has planned tokens, RESOURCE_EXHAUSTED if there are too few host blocks.
         """
         _check_written(sequence)
         num_blocks = -(-sequence.num_computed_tokens // self.tree.block_size)

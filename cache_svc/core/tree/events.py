@@ -1,8 +1,8 @@
 """Numbered events about stored blocks, for watchers. The log keeps the most recent events.
 
-A memory reports each node that it begins to hold or forgets. The log counts the events that it records while it has no
-watcher. When they are more than it keeps, it switches off until the next watcher connects: it records no event and
-computes no prefix id, and a report costs one test.
+A memory reports each node that it begins to hold or forgets. The log is off until the first watcher connects: it
+records no event and computes no prefix id, and a report costs one test. Later the log counts the events that it records
+while it has no watcher. When they are more than it keeps, it switches off again until the next watcher connects.
 
 The kept events are the only queue. A watcher is just the number of its next event, so a slow watcher costs no memory.
 It fails when that event is no longer kept.
@@ -45,7 +45,8 @@ class Recorder:
         self.tier = tier
 
     def stored(self, residency: BlockResidency) -> None:
-        """The memory holds this node from now on. It already holds the node's parent."""
+        """The memory holds this node from now on. The worker already holds the node's parent, on the device or the
+        host."""
         if not self._log.is_on or isinstance(residency.node, PartialBlock):
             return
         node = residency.node
@@ -202,7 +203,7 @@ class Watcher:
     def take(self) -> pb.WatchEventsResponse | None:
         """Returns the next message, or None if there is none now. Raises Behind."""
         if self.is_behind:
-            raise Behind(f"event {self.number} is not kept any more: the log keeps the last {self._log.kept}")
+            raise Behind(f"event {self.number} is not kept any more: the log keeps the last {self._log.kept} events")
         event = next(self._snapshot, None)
         if event is None and self.number <= self._log.last:
             event = self._log.event(self.number)

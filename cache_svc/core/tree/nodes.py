@@ -9,8 +9,9 @@ A waiting sequence subscribes to the place in the tree where its match ends. The
 Marking a subscription stale does no other work. `PrefixTree.refresh` finds the new place later. It starts from the old
 place, not from the root.
 
-A subscription that is not stale knows how many whole blocks the longest match on any worker has. Of the tokens of this
-match it knows only a lower bound. It does not notice these changes:
+A subscription that is not stale knows how many whole blocks the longest match on any worker has. With partial reuse the
+match may have more tokens than these blocks, and the subscription does not know how many. It does not notice these
+changes:
 
   * another worker begins to hold the node, or a worker ceases to hold it;
   * the node gets its first user, or loses its last one;
@@ -89,7 +90,7 @@ class BlockResidency:
         self.stored_ms = stored_ms  # the time of the exchange that stored it
         # These fields decide when the node is evicted (memory/eviction.py).
         self.serial = serial  # counts the nodes that the memory has stored
-        self.num_reuses = 0  # how often an admitted sequence has reused it since it was stored
+        self.num_reuses = 0  # how often an admitted sequence or a new pin has reused it since it was stored
         self.priority = 0.0  # the highest priority among the requests that used it
         self.retention = DEFAULT_RETENTION
         self.duration_ms = 0  # how long the retention lasts after the last use; 0: for ever
@@ -118,7 +119,7 @@ class BlockResidency:
 
 
 class EvictionBucket(OrderedDict[BlockResidency, None]):
-    """Unused residencies that the eviction strategy ranks equal, least recently used first.
+    """Unused residencies of equal retention that the eviction strategy ranks equal, least recently used first.
 
     An OrderedDict is a linked list in C. A plain dict finds its oldest key by scanning over all deleted ones before it.
     """
@@ -163,7 +164,7 @@ class PrefixNode:
 
 
 class PartialBlock(PrefixNode):
-    """The last block of an ended sequence, with fewer tokens than a whole block.
+    """The last block of a sequence that has left the device, with fewer tokens than a whole block.
 
     Its key is shorter than a block, so no walk reaches it, and it is always a leaf. `PrefixTree.nearest` finds it, as
     it finds whole blocks, and a sequence reuses it by copying.

@@ -110,7 +110,7 @@ class PrefixTree:
             return node.end
         key = memoryview(node.key)
         low, high = 0, min(node.end, limit) - start
-        while low < high:  # blocks 0 ... low - 1 are equal, block `high` is not
+        while low < high:  # the first `low` blocks are equal, and at most the first `high`
             middle = (low + high + 1) // 2
             at = begin + low * block_bytes
             if token_ids.startswith(key[low * block_bytes : middle * block_bytes], at):

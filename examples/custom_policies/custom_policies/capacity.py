@@ -18,7 +18,8 @@ class ReserveAll(CapacityPolicy):
     def admit(self, step: Step, request: RequestView, need_blocks: int) -> Verdict:
         if self.prefix_aware and step.another_computes_prefix_of(request):
             return Verdict.SKIP  # soon it finds that prefix in the cache; others may pass it
-        total_blocks = min(step.blocks_for(request.max_total_tokens), step.total_blocks)  # the last token needs no room
+        # The KV of the last token is never stored, so a request may be one token longer than the pool.
+        total_blocks = min(step.blocks_for(request.max_total_tokens), step.total_blocks)
         growth_blocks = total_blocks - step.blocks_for(request.num_tokens)
         if need_blocks + growth_blocks > self.free_blocks:
             return Verdict.STOP  # no request may pass it, or a long one would wait for ever

@@ -93,7 +93,7 @@ class EmbedRequest(_message.Message):
     offline: _builtins.bool
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """As they are: an end of sequence that the model wants must be among them."""
+        """Used unchanged: if the model wants an end-of-sequence token, these ids must contain it."""
 
     def __init__(
         self,
@@ -1330,7 +1330,9 @@ class RequestTiming(_message.Message):
     num_cached_host_tokens: _builtins.int
     """Of the ending's cached_tokens: those in host memory. The others were on the device."""
     num_losses: _builtins.int
-    """How often the request lost its blocks with a worker or the cache, and was computed again. For a beam search: 0."""
+    """How often the request lost its blocks because a worker or the cache was lost, and was computed again. For a beam
+    search: 0.
+    """
     def __init__(
         self,
         *,

@@ -320,7 +320,7 @@ class WatchResponse(_message.Message):
     num_steps: _builtins.int
     num_failures: _builtins.int
     core_s: _builtins.float
-    """CPU time of the core."""
+    """Time that events and steps have taken in the core."""
     num_tenants: _builtins.int
     num_missed_steps: _builtins.int
     """Steps that ended since the snapshot before and are not in `steps`: only the last 4,096 are kept."""

@@ -1,4 +1,5 @@
-"""Limits of sampling parameters. Every token id in them is checked here, before it can reach a worker's kernels.
+"""Limits of sampling parameters. Their token ids are checked here, before they can reach a worker's kernels. (For
+stop_token_ids, validation.py does that.)
 
 Parameters that change the logits are checked together: few requests have any of them.
 """
@@ -19,7 +20,7 @@ MAX_BIAS = 100.0  # either side of zero
 MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64  # tokens of one bad word; the worker has the same limit
-# Parameters travel with every sequence that a plan places, and count against the plan's bytes (steps.py).
+# Parameters travel with every sequence that a plan places, and count against MAX_PLAN_BYTES (core/workers/steps.py).
 MAX_BAD_WORDS_TOKENS = 4096  # of all bad words together
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKENS = 8192
@@ -48,7 +49,7 @@ def check_sampling(sampling: SamplingParams) -> bool:
     if sampling.logprobs or sampling.prompt_logprobs:
         for name in ("num_top_logprobs", "num_top_prompt_logprobs"):
             if (count := getattr(sampling, name)) > MAX_TOP_LOGPROBS:
-                raise invalid(name, f"{count} tokens, {MAX_TOP_LOGPROBS} are possible")
+                raise invalid(name, f"{count} tokens; at most {MAX_TOP_LOGPROBS} are possible")
     if not any(getattr(sampling, name) for name in LOGIT_PARAMS):
         return False
     _check_numbers(sampling, _PENALTIES, "g")
@@ -57,7 +58,9 @@ def check_sampling(sampling: SamplingParams) -> bool:
     if (size := len(sampling.allowed_token_ids)) % TOKEN_BYTES:
         raise invalid("allowed_token_ids", "is not packed int32")
     if size > MAX_ALLOWED_TOKENS * TOKEN_BYTES:
-        raise invalid("allowed_token_ids", f"has {size // TOKEN_BYTES} tokens, {MAX_ALLOWED_TOKENS} are possible")
+        raise invalid(
+            "allowed_token_ids", f"has {size // TOKEN_BYTES} tokens; at most {MAX_ALLOWED_TOKENS} are possible"
+        )
     return True
 
 
@@ -71,13 +74,13 @@ def check_prompt_logprobs(sampling: SamplingParams, num_prompt_tokens: int) -> N
     """Limit prompt log probabilities, because all of them are kept until they are read. Raises Rejection."""
     count = (1 + sampling.num_top_prompt_logprobs) * num_prompt_tokens
     if count > MAX_PROMPT_LOGPROBS:
-        message = f"{count} for a prompt of {num_prompt_tokens} tokens, {MAX_PROMPT_LOGPROBS} are possible"
+        message = f"{count} for a prompt of {num_prompt_tokens} tokens; at most {MAX_PROMPT_LOGPROBS} are possible"
         raise invalid("prompt_logprobs", message)
 
 
 def _check_bias(sampling: SamplingParams) -> None:
     if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
-        raise invalid("logit_bias", f"has {len(sampling.logit_bias)} tokens, {MAX_BIASED_TOKENS} are possible")
+        raise invalid("logit_bias", f"has {len(sampling.logit_bias)} tokens; at most {MAX_BIASED_TOKENS} are possible")
     for token, bias in sampling.logit_bias.items():
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise invalid("logit_bias", f"{bias:g} for token {token} is not in [-{MAX_BIAS:g}, {MAX_BIAS:g}]")
@@ -85,9 +88,9 @@ def _check_bias(sampling: SamplingParams) -> None:
 
 def _check_bad_words(sampling: SamplingParams) -> None:
     if len(sampling.bad_words) > MAX_BAD_WORDS:
-        raise invalid("bad_words", f"has {len(sampling.bad_words)} entries, {MAX_BAD_WORDS} are possible")
+        raise invalid("bad_words", f"has {len(sampling.bad_words)} entries; at most {MAX_BAD_WORDS} are possible")
     if (total := sum(map(len, sampling.bad_words)) // TOKEN_BYTES) > MAX_BAD_WORDS_TOKENS:
-        raise invalid("bad_words", f"have {total} tokens in all, {MAX_BAD_WORDS_TOKENS} are possible")
+        raise invalid("bad_words", f"have {total} tokens in all; at most {MAX_BAD_WORDS_TOKENS} are possible")
     for word in sampling.bad_words:
         if len(word) % TOKEN_BYTES:
             raise invalid("bad_words", "is not packed int32")

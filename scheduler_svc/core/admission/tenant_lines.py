@@ -48,7 +48,8 @@ class TenantLine:
 
 
 class TenantLines:
-    """The lines of all tenants. Each method returns the requests that the order policy starts or stops to see."""
+    """The lines of all tenants. The methods that change them return the requests that the order policy begins or stops
+    seeing."""
 
     def __init__(self, free_tokens: Callable[[str], int]) -> None:
         """`free_tokens`: a tenant's budget minus the tokens to which its running requests may grow."""

@@ -42,7 +42,8 @@ _TEXTS = (
     "trace_id",
     *(name for name, field in METADATA.items() if field.kind is str),
 )
-_KEPT = tuple(name for name in METADATA if name != "deadline_s")  # a request's deadline is on another clock
+# A submission has its deadline in seconds from now. A request has it as a time of the scheduler's clock.
+_KEPT = tuple(name for name in METADATA if name != "deadline_s")
 _NUMBERS = tuple(name for name, field in METADATA.items() if field.kind is float)
 _HEX_DIGITS = set("0123456789abcdef")
 MAX_GRAMMAR_CHARS = 2**16
@@ -69,11 +70,13 @@ class Limits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Longest prompt and output of one sequence together."""
+        """Prompt and output tokens of one sequence together that every request may ask for. If the pool is the limit,
+        check_limits accepts one token more."""
         return min(self.model.max_model_len, self.pool_tokens)
 
 
-# The checks read the request, not the submission: each read of a message's field makes an object, and copies bytes.
+# The checks read the request, not the submission, for texts and tokens: each read of such a field of a message makes an
+# object, and copies bytes.
 def check_submission(request: Request, submission: Submission) -> bool:
     """Check what does not depend on the model. Returns whether the sampling changes the logits. Raises Rejection."""
     _check_sizes(request)
@@ -91,7 +94,7 @@ def check_submission(request: Request, submission: Submission) -> bool:
     if (slo_s := submission.ttft_slo_s) < 0:
         raise invalid("ttft_slo_s", f"{slo_s} is negative; 0 means no goal")
     if not 0 <= (min_slo_s := submission.min_slo_s) < math.inf:  # NaN would break the order
-        raise invalid("min_slo_s", f"{min_slo_s} is no time; 0 means none")
+        raise invalid("min_slo_s", f"{min_slo_s} is not a finite number of at least 0; 0 means none")
     if ranges := submission.cache_retention:
         _check_retention(ranges, request.num_prompt_tokens)
     return changes_logits
@@ -111,7 +114,7 @@ def _check_pooling(request: Request, submission: Submission) -> None:
 
 def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
     if len(ranges) > MAX_RETENTION_RANGES:
-        raise invalid("cache_retention", f"has {len(ranges)} ranges, {MAX_RETENTION_RANGES} are possible")
+        raise invalid("cache_retention", f"has {len(ranges)} ranges; at most {MAX_RETENTION_RANGES} are possible")
     for one in ranges:
         if one.priority > MAX_RETENTION:
             raise invalid("cache_retention", f"priority: {one.priority} is not within 0..{MAX_RETENTION}")
@@ -132,11 +135,11 @@ def _check_sizes(request: Request) -> None:
     texts = {"request_id": request.request_id, **{name: getattr(request.metadata, name) for name in _TEXTS}}
     for name, text in texts.items():
         if (count := len(text)) > MAX_CHARS:
-            raise invalid(name, f"has {count} characters, {MAX_CHARS} are possible")
+            raise invalid(name, f"has {count} characters; at most {MAX_CHARS} are possible")
     if (count := len(request.sampling.grammar)) > MAX_GRAMMAR_CHARS:
-        raise invalid("grammar", f"has {count} characters, {MAX_GRAMMAR_CHARS} are possible")
+        raise invalid("grammar", f"has {count} characters; at most {MAX_GRAMMAR_CHARS} are possible")
     if (count := len(request.sampling.stop_token_ids)) > MAX_STOP_TOKEN_IDS:
-        raise invalid("stop_token_ids", f"has {count} tokens, {MAX_STOP_TOKEN_IDS} are possible")
+        raise invalid("stop_token_ids", f"has {count} tokens; at most {MAX_STOP_TOKEN_IDS} are possible")
 
 
 def check_limits(request: Request, limits: Limits, changes_logits: bool = True) -> None:
@@ -158,7 +161,6 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
         if num_tokens > longest:
             raise invalid("prompt_token_ids", f"{num_tokens} tokens exceed the model's length of {longest}")
         longest += 1  # an embedding has max_tokens 1, but generates no token
-    # The last token of a sequence is never computed, so it needs no room in the pool.
     if num_tokens >= longest:
         raise invalid("prompt_token_ids", f"{num_tokens} tokens leave no room for output in a length of {longest}")
     # A request that was accepted before may have been accepted for a larger pool. After a restart, the worker with that
@@ -168,7 +170,7 @@ def check_limits(request: Request, limits: Limits, changes_logits: bool = True) 
         raise invalid("prompt_token_ids", f"a prompt of {num_tokens} tokens does not fit a pool of {pool} tokens")
     if total > longest:
         verdict = f"exceed the model's length of {longest}"
-    elif total - 1 > pool:
+    elif total - 1 > pool:  # the KV of a sequence's last token is never computed, so it needs no room in the pool
         verdict = f"can never fit a pool of {pool} tokens"
     else:
         return
@@ -184,7 +186,7 @@ def _check_kind(request: Request, model: ModelInfo) -> None:
         raise invalid("model", f"{model.name} is an embedding model, which generates no text")
     if not pooling:
         raise invalid("model", f"{model.name} generates text and makes no embeddings")
-    raise invalid("pooling", f"{model.name} pools otherwise")
+    raise invalid("pooling", f"{model.name} uses another pooling")
 
 
 def new_request(session_id: str, submission: Submission, now_s: float) -> Request:
@@ -260,8 +262,9 @@ def limit_reached(queue: WaitingQueue, config: SchedulerConfig) -> QueueLimit.Va
 
 
 def check_queue(queues: ClassQueues, request: Request, config: SchedulerConfig, all_budgets: ClassBudgets) -> None:
-    """Check that the queue of the request's class has room for it. Raises Rejection. An empty queue accepts a request
-    of any size; otherwise a request larger than the token limit could never enter."""
+    """Check that the queue of the request's class has room for it, and note the request for the retry-after estimates.
+    Raises Rejection. An empty queue accepts a request of any size; otherwise a request larger than the token limit
+    could never enter."""
     queue, budgets = queues.of(request), all_budgets.of(request)
     queue_limit = QueueLimit.QUEUE_LIMIT_TOKENS
     name, max_requests, max_tokens = "queue", config.max_queued_requests, config.max_queued_tokens
@@ -305,8 +308,9 @@ def _shown(model: ModelInfo) -> str:
 def check_registration(
     new: WorkerRegistration, others: list[WorkerRegistration], promised: Limits | None, allow_mixed_dtypes: bool
 ) -> None:
-    """Check that a worker's model, data type and block size are those of the other workers, or of the live requests.
-    Raises Rejection, which names both sides."""
+    """Check the sizes of a worker. Check that its model and data type are those of the other workers, or without other
+    workers those in `promised`, and that its block size is that of the other workers. Raises Rejection; for a
+    difference, it names both sides."""
     for name, most in MAX_WORKER_SIZES.items():
         size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
         if not least <= size <= most:

@@ -62,8 +62,8 @@ class CacheLink:
     admissions), and at last rematches. So the cache can grant a block in the same exchange in which another sequence
     frees it, and a commit never follows its sequence's free.
 
-    A new link to an empty cache begins with special exchanges, while `restoring` is true: they report the sequences
-    that ran when the link began (recovery.py). Operations that come meanwhile gather.
+    A new link to an empty cache begins with special exchanges, while `restoring` is not empty: they report the
+    sequences that ran when the link began (recovery.py). Operations that come meanwhile gather.
     """
 
     epoch: int
@@ -152,7 +152,8 @@ class CacheLink:
         tokens.append(new_tokens)
 
     def _add_gathered(self, ops: RepeatedCompositeFieldContainer[CacheOp], sent: Sent) -> int:
-        """Returns the bytes of the added workers."""
+        """Move the gathered operations, except matches and rematches, into the message. Returns the bytes of the added
+        workers."""
         sequences, new_tokens, computed, tokens = self._commits
         if sequences:
             commit = ops.add().commit

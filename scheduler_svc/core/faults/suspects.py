@@ -19,8 +19,8 @@ operator killed the worker. Where workers are killed from outside all the time, 
 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
 back, it has not died of these rows, and that blame is withdrawn. A blame that may still be withdrawn has an `Absence`.
-A suspect may reach `poisoned_after` only together with such blames. Then it is held: it is not retried until a worker
-comes back. It is found poisoned when `poisoned_after` of its blames have no `Absence`, or one of more than RETURN_S.
+If a suspect reaches `poisoned_after` only because such blames count, it is held: it is not retried until a worker comes
+back. It is found poisoned when `poisoned_after` of its blames have no `Absence`, or an `Absence` of more than RETURN_S.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
 carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a
@@ -64,7 +64,7 @@ class Absence:
 @dataclass(frozen=True, slots=True)
 class _Blame:
     was_alone: bool  # it was the only row
-    absence: Absence | None  # the worker's return withdraws the blame
+    absence: Absence | None  # the worker's return withdraws the blame; None: the blame is never withdrawn
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Suspects:
         return None
 
     def came_back(self, incarnation: str) -> None:
-        """A lost worker is back: its rows have not broken it."""
+        """A lost worker is back: its rows did not break it."""
         for suspect, record in self._records.items():
             record.withdraw(incarnation)
             if suspect in self.held and len(record.alone()) < self.poisoned_after:

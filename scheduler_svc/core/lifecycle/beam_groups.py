@@ -63,11 +63,13 @@ def check_beam(submission: Submission) -> None:
     make_search(submission.beam, sampling)
     for name in UNSEARCHED:
         if getattr(sampling, name):
-            raise invalid(name, "a beam search goes by the model's own probabilities; leave it out")
+            raise invalid(
+                name, "is not supported by beam search, which uses the model's own probabilities; leave it out"
+            )
     if submission.offline:
         raise invalid("offline", "a beam search cannot be offline; leave one of the two out")
     if submission.output_token_ids:
-        raise invalid("output_token_ids", "a beam search delivers nothing before its ending")
+        raise invalid("output_token_ids", "a beam search delivers nothing before its end, so it cannot be continued")
 
 
 class BeamGroups:
@@ -121,7 +123,8 @@ class BeamGroups:
                 self._run_beams(group, group.search, group.members)
 
     def release_parents(self, admitted: Iterable[Request]) -> None:
-        """These members have forked, or will run without a fork. A parent that no member needs any more is freed."""
+        """These requests have forked from their parents, or will run without a fork. A parked parent that no member
+        needs any more is freed."""
         for member in admitted:
             parent, member.family.parent = member.family.parent, None
             if member.family.group is None or parent is None or parent.phase is not Phase.PARKED:

@@ -30,7 +30,8 @@ from scheduler_svc.core.workers.step_time import OutputLength
 
 
 class Lifecycle:
-    """Applies the events of phases.py to requests, with all that counts or holds them."""
+    """Applies the events of phases.py to requests. Updates the queue, budgets, counters, timeline and holdings with
+    each event."""
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class Lifecycle:
             self.holdings.ask_match(request)
 
     def ask_all_matches(self) -> None:
-        """Give all waiting requests new names at the cache, which may know them under old ones."""
+        """Give the waiting requests, except swapped-out ones, new names at the cache, which may know them under old
+        ones."""
         for request in self.queue:
             if not request.held.swapped_on:
                 self.holdings.release(request)
@@ -194,7 +196,8 @@ class Lifecycle:
             self.enqueue(request)
 
     def _lose_blocks(self, worker: WorkerState, request: Request, why: str = "") -> None:
-        """The worker has lost the request's blocks. A parked beam ends; any other request can wait again."""
+        """The request's blocks on the worker are lost: with the worker, or because a new cache refuses them. A parked
+        beam ends. The caller may enqueue any other request again."""
         self.holdings.release(request, lost=worker)
         request.advance(Event.LOSE)
         if request.phase is not Phase.ENDED:

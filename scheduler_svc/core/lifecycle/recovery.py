@@ -37,7 +37,7 @@ from scheduler_svc.core.workers.state import WorkerState
 def _kept_op(worker: int, kept: Iterable[KeptSequence], model: str, sequences: Iterator[int]) -> RestoreOp:
     """The operation that makes a worker's kept sequences cached prefixes. The worker kept them from an earlier link,
     for example to a scheduler that is gone. A request that ran on this worker and is submitted again then finds all its
-    tokens in the cache."""
+    tokens in the cache. Sequences beyond MAX_EXCHANGE_BYTES are left out."""
     op = RestoreOp(worker=worker, cached=True)
     num_bytes = 0
     for one in kept:
@@ -90,7 +90,7 @@ class Recovery:
         return ops
 
     def begin(self) -> None:
-        """Begin a link to an empty cache: first the workers, then their running sequences."""
+        """Begin a link to an empty cache: first the workers, then their running, parked and swapped-out sequences."""
         added = {worker.id: self.added(worker) for worker in self.workers.values()}
         for worker in self.workers.values():
             if holders := {request.held.sequence: request for request in self._holders(worker)}:

@@ -57,8 +57,9 @@ class Timeouts:
                 yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
 
     def _without_worker(self, now_s: float, limit_s: float) -> Iterator[tuple[Request, str]]:
-        """Waiting requests that fit no attached worker: none is attached, or a larger one has left. Looks at the queue
-        only while the attached workers can hold less than earlier workers could."""
+        """Waiting requests that fit no attached worker: none is attached, or a worker with a larger pool, or with
+        adapters, has left or drains. If workers are attached, looks at the queue only while they can hold less than
+        earlier workers could: a smaller largest pool, or no adapters."""
         if (since_s := self._no_worker_since_s) is not None:
             message = f"no worker is attached: waited for one for {limit_s:g} s"
             waiting = self._queue if limit_s <= now_s - since_s else ()
@@ -87,15 +88,15 @@ class Timeouts:
         for request in self._queue.online.hopeless(now_s):
             left_s = request.metadata.deadline_s - now_s
             late = f"deadline_s: {left_s:.1f} s are left, which is too little"
-            yield request, late if left_s < math.inf else "queue: the order policy gives it up"
+            yield request, late if left_s < math.inf else "queue: the order policy gave up the request"
         if (limit_s := self._config.waiting_timeout_s) > 0:
-            # Offline requests wait for as long as online ones keep the workers busy: only a deadline ends them.
+            # Offline requests wait for as long as online ones keep the workers busy: this limit does not end them.
             oldest = itertools.takewhile(lambda request: now_s - request.arrival_s > limit_s, self._queue.online)
             message = f"queue: waited for more than {limit_s:g} s"
             yield from ((request, message) for request in oldest if request.history.started_s is None)
         if (limit_s := self._config.running_timeout_s) > 0:
             running = [request for worker in self._workers.values() for request in worker.batch.running.values()]
-            if self._workers:  # without any worker, the request cannot end, whatever it does
+            if self._workers:  # a request that waits because no worker is attached does not fail here
                 running += self._queue
             message = f"request: ran for more than {limit_s:g} s"
             for request in running:

@@ -53,11 +53,12 @@ class PrefixUse(NamedTuple):
         )
 
     def missed(self) -> list[Missed]:
-        """The tokens that were not reused, in the order of the prompt. These and the cached tokens are all tokens."""
+        """The tokens that were not reused, in the order of the prompt. Together with the cached
+        tokens, these are all tokens of the prompt."""
         left = self.num_tokens - self.num_cached_tokens
         if self.needs_whole_prompt:
             return (
-                [Missed("whole_prompt", left, "the request asks for the log probabilities of its prompt")]
+                [Missed("whole_prompt", left, "the request asks for prompt log probabilities or mean pooling")]
                 if left
                 else []
             )

@@ -1,4 +1,4 @@
-"""Sessions: the way of tokens and endings to a gateway, one message a step, within the reader's credit."""
+"""Sessions bring tokens and endings to a gateway: one message for each step, as long as the reader has credit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Session:
     read: int = 0
     num_submissions: int = 0  # of online requests, accepted or not
     queue_credit: int = 0  # online requests that the queue still takes
-    _told_credit: tuple[int, int] | None = None
+    _sent_credit: tuple[int, int] | None = None
     opened: SessionOpened | None = None
     status: SchedulerStatus | None = None
     _handles: list[Longs] = field(default_factory=list)
@@ -115,8 +115,8 @@ class Session:
             message.scores.extend(self._scores)
         for gathered in (self._handles, self._tokens, self._scores, self._scores_before):
             gathered.clear()
-        if (credit := (self.queue_credit, self.num_submissions)) != self._told_credit:
-            message.room.places, message.room.num_submissions = self._told_credit = credit
+        if (credit := (self.queue_credit, self.num_submissions)) != self._sent_credit:
+            message.room.places, message.room.num_submissions = self._sent_credit = credit
         return message
 
     def _first_steps(self) -> SessionResponse:

@@ -174,8 +174,8 @@ class RequestTimeline:
         without_grammar: Sequence[Request] = (),
     ) -> None:
         """A decision for a worker looked at these requests and rejected them, in this order; or it looked at none, and
-        `closed` says why (reason, detail). `at_limit`: the skipped tenants, and how many tokens of each run.
-        `without_grammar`: the requests with a grammar that the worker still prepares."""
+        `closed` says why (reason, detail). `at_limit`: the skipped tenants, each with the number of its running
+        tokens. `without_grammar`: the requests with a grammar that the worker still prepares."""
         self.decisions += 1
         if at_limit or worker in self._at_limit:
             self._note_at_limit(worker, at_limit, now_s)

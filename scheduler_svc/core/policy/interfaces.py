@@ -9,9 +9,9 @@ A step of one worker is scheduled like this:
     preemption.victims(step)             only if running sequences need more blocks than there are
     preemption.for_waiting(step)         only if a request was rejected while some request runs several sequences
 
-Before that, `capacity.begin(step)` sees the whole step. If a sequence has to be preempted, the schedule is dropped, the
-victims' blocks go back to the cache, and scheduling starts again with the blocks that are available then.
-`step.preempted` names the victims.
+Before that, `capacity.begin(step)` is called. It may preempt running sequences (`step.pause`). If a sequence has to be
+preempted, the schedule is dropped, the victims' blocks go back to the cache, and scheduling starts again with the
+blocks that are available then. `step.preempted` names the victims.
 
 A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
 state of its own. If a policy raises, or asks for something impossible, its schedule of the step is dropped: the default
@@ -46,14 +46,14 @@ class BatchPolicy(ABC):
         """Call `step.run`, `step.run_decodes` and `step.admit` for everything that the step should run."""
 
     def planned(self, step: Step) -> None:  # noqa: B027
-        """The step is accepted: what is in `step` will run."""
+        """The step is accepted. What is in `step` will run, unless the cache has too few blocks for it after all."""
 
 
 class PreemptionPolicy(ABC):
     """Decides which sequences are preempted when running sequences need more blocks than there are."""
 
     # The queue position of a preempted request: by its arrival, before all others, or behind all others.
-    requeue: Literal["seniority", "front", "back"] = "seniority"
+    requeue: Literal["arrival", "front", "back"] = "arrival"
     # Whether a preempted request computes its tokens again, or keeps its blocks in host memory (if there is room and
     # its prompt was computed). "auto": swap if it is one of several samples of a prompt, together with all of them that
     # run (vLLM V0).
@@ -61,13 +61,15 @@ class PreemptionPolicy(ABC):
 
     @abstractmethod
     def victims(self, step: Step) -> Iterable[Running]:
-        """Running sequences, in the order in which they are preempted. If these are all running sequences, the last is
-        never preempted, so that the worker always makes progress."""
+        """Running sequences, in the order in which they are preempted. If these are all running sequences, the last one
+        keeps running, so that the worker makes progress. A sequence that runs alone is preempted only if no step is in
+        flight."""
 
     def for_waiting(self, step: Step) -> Iterable[Running]:
         """Running sequences to preempt for waiting requests; their tokens are computed again. Called when a schedule
         admits no request and rejected one for want of a slot or blocks, while further sequences of some request run on
-        the worker (samples after the first, beams). Empty by default. It must not name every running sequence."""
+        the worker (samples after the first, beams). Empty by default. If it names every running sequence, the last one
+        keeps running."""
         return ()
 
 
@@ -75,10 +77,10 @@ class PlacementPolicy(ABC):
     """Decides which worker a waiting request is bound to. Called only while more than one worker is attached.
 
     `place` binds nothing. In a round, the workers schedule steps in turn. While a worker schedules its step, `place` is
-    called for the waiting requests in queue order, until the step is full. It may choose any worker. Requests that were
-    placed earlier in the round stay placed. Then the requests placed on the step's worker are bound to it. The round
-    ends when a worker schedules a second step. So what `place` remembers about a request is void at the next `begin`.
-    Note lasting facts in `bound`.
+    called for the waiting requests in queue order, until the step is full. It may choose any of the workers offered. A
+    request that was placed earlier in the round stays placed, unless its matches have changed or the worker has refused
+    it. Then the requests placed on the step's worker are bound to it. The round ends when a worker schedules a second
+    step. So what `place` remembers about a request is void at the next `begin`. Note lasting facts in `bound`.
 
     The core decides where a request fits (slots, blocks, adapters, refusals). A policy chooses among these workers.
     """

@@ -24,11 +24,12 @@ class OrderPolicy(ABC):
 
     @abstractmethod
     def add(self, request: RequestView) -> None:
-        """Add a waiting request: a new one, or one that was preempted or swapped out."""
+        """Add a waiting request: a new one, one that ran before and waits again, or one that its tenant's limit of
+        running tokens no longer hides."""
 
     @abstractmethod
     def remove(self, request: RequestView) -> None:
-        """Remove a request that runs now, has ended or was cancelled."""
+        """Remove a request that runs now, has ended or was cancelled, or that its tenant's limit hides from now on."""
 
     @abstractmethod
     def ordered(self, now_s: float) -> Iterator[RequestView]:
@@ -52,10 +53,12 @@ class OrderPolicy(ABC):
         """The cache holds more or fewer of the request's tokens than before."""
 
     def started(self, request: RequestView) -> None:  # noqa: B027
-        """The request was removed because it runs now. `has_run` is False if it runs for the first time."""
+        """The request runs now: it has just been removed, or it ran already when this order was set. `has_run` is False
+        if it runs for the first time."""
 
     def stopped(self, request: RequestView) -> None:  # noqa: B027
-        """The request runs no more: it has ended, or `add` follows before `ordered` is called again."""
+        """The request runs no more. It has ended, it is a parked beam, or `add` follows before `ordered` is called
+        again."""
 
 
 class KeyedOrder(OrderPolicy):

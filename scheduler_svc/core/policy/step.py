@@ -40,7 +40,7 @@ class CapacityPolicy(ABC):
         """Called once before each schedule. May call `step.pause`."""
 
     def planned(self, step: Step) -> None:  # noqa: B027
-        """The step is accepted: what is in `step` will run."""
+        """The step is accepted. What is in `step` will run, unless the cache has too few blocks for it after all."""
 
     def is_spent(self, step: Step) -> bool:
         """Whether it is certain that no other request will be admitted in this schedule."""
@@ -77,7 +77,8 @@ class Step(StepView):
     # A lack of blocks ends the schedule, even if the policy catches the exception.
 
     def run_decodes(self) -> None:
-        """Run all decoding sequences. Raises OutOfBlocks, and PolicyError if the token budget is too small."""
+        """Run all decoding sequences. Raises OutOfBlocks, and PolicyError if the token budget is too small or a
+        decoding sequence is in the step already."""
         self._expect_open()
         if self._decodes != []:
             raise PolicyError("run_decodes after run or run_decodes of a decoding sequence")
@@ -111,7 +112,8 @@ class Step(StepView):
     def admit(self, request: RequestView, num_tokens: int) -> Verdict:
         """Offer a waiting request a slot, to compute this many of its uncached tokens in this step.
 
-        Raises PolicyError if the request has fewer uncached tokens, or if the budget has fewer tokens left.
+        Raises PolicyError if the request has fewer uncached tokens, the budget has fewer tokens left, or the request
+        was offered before in this schedule.
         """
         verdict = self.consider(request, num_tokens)
         if verdict is Verdict.ADMIT:
@@ -120,16 +122,16 @@ class Step(StepView):
 
     def consider(self, request: RequestView, num_tokens: int) -> Verdict:
         """Whether a waiting request may have a slot, and blocks for this many of its uncached tokens. If so, the slot
-        and the blocks are reserved for it, until the end of the step if it is not placed. Raises PolicyError."""
+        and the blocks are reserved for it in this schedule, even if it is not placed. Raises PolicyError."""
         self._expect_open()
         own, num_tokens = self._waits(request), operator.index(num_tokens)
         request, uncached = view_of(own), own.num_tokens - self.cached_tokens(own)
         if not 1 <= num_tokens <= uncached or own.arrival_index in self._considered:
-            raise PolicyError(f"{request}: {num_tokens} tokens of {uncached} uncached ones; or considered before")
+            raise PolicyError(f"{request}: considered before, or {num_tokens} tokens of {uncached} uncached ones")
         if self._num_free_slots <= 0:
             return self.reject(request, Verdict.STOP, "slots", f"all {self.max_num_seqs} are taken")
-        if self._considered and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
-            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it, {MAX_PLAN_BYTES} are possible"
+        if self._budgeted.num_bytes and self._budgeted.num_bytes + plan_bytes(own) > MAX_PLAN_BYTES:
+            detail = f"{self._budgeted.num_bytes} bytes of sequences are in it; at most {MAX_PLAN_BYTES} are possible"
             return self.reject(request, Verdict.STOP, "plan", detail)
         if (budget := self._over_budget(own, self._budgeted)) is not None:
             name, _, detail = budget.partition(": ")
@@ -161,7 +163,7 @@ class Step(StepView):
         num_new_tokens = considered.num_new_tokens if considered else 0
         if considered is None or not 1 <= num_tokens <= num_new_tokens or own.arrival_index in self._placed:
             raise PolicyError(
-                f"{request}: {num_tokens} tokens, blocks are set aside for {num_new_tokens}; or placed before"
+                f"{request}: placed before, or {num_tokens} tokens with blocks reserved for {num_new_tokens}"
             )
         same = num_tokens == considered.num_tokens
         self._place(considered if same else considered._replace(num_tokens=num_tokens))
@@ -188,7 +190,8 @@ class Step(StepView):
         self._closed = str(reason), str(detail)
 
     def pause(self, victims: Iterable[Running]) -> None:
-        """Preempt running sequences for recomputation. Raises Paused: the step is scheduled again without them."""
+        """Preempt running sequences, as the preemption policy's `requeue` and `mode` say. Raises Paused: the step is
+        scheduled again without them. Does nothing if `victims` is empty."""
         if own := self._own_all(victims):
             raise Paused(own)
 
@@ -235,7 +238,7 @@ class Step(StepView):
             raise self._lack
 
     def _decision(self) -> Decision:
-        """For the planner. It contains the requests themselves, which policies must not see."""
+        """The result of the schedule. It contains the requests themselves, which policies must not see."""
         generation = self._worker.batch.slots.generation
         match self._growth:
             case []:

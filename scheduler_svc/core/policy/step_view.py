@@ -138,7 +138,7 @@ class StepView:
 
     @property
     def num_departed(self) -> int:
-        """Sequences that ever left this worker."""
+        """Sequences that ever left this worker. A step for online requests does not count offline sequences."""
         batch = self._worker.batch
         return batch.num_departed if self._offline else batch.num_departed - batch.num_offline_departed
 
@@ -220,8 +220,9 @@ class StepView:
             yield request.view or view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
-        """Tokens of a waiting request that this worker need not compute: in its cache (on the device, or after that in
-        host memory), or computed in this step for another request. Whole blocks, never the last token."""
+        """Tokens of a waiting request that this worker need not compute. They are in its cache (on the device, or after
+        that in host memory), swapped out here, in the parent that it forks from, or computed in this step for another
+        request. With partial reuse they may end within a block. The last token is never among them."""
         own = request._request if isinstance(request, RequestView) else request
         return self._credit(own)[1]
 
@@ -287,9 +288,9 @@ class StepView:
         return len(self._growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
-        """Whether another request is just computing the first block of this request that is not on the device, or
-        copying it there. The other request runs, was admitted before in this step, or is one of `others`. Then it pays
-        to wait (TensorRT-LLM's prefix-aware scheduling)."""
+        """Whether another request is just computing a block that this request needs next, or copying it to the device:
+        this request's first block that is not on the device. The other request runs, was admitted before in this step,
+        or is one of `others`. Then it pays to wait (TensorRT-LLM's prefix-aware scheduling)."""
         depth = self._device_tokens(request._request.match_on(self._worker.id))
         wanted = depth + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:

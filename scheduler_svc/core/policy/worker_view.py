@@ -82,7 +82,7 @@ class WorkerView:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that are free or only cached."""
+        """Blocks that are free, only cached, or held by offline sequences (which yield)."""
         if self._free_blocks is None:
             self._free_blocks = self._worker.free_blocks
         return self._free_blocks
@@ -128,7 +128,7 @@ class WorkerView:
     # ── a request's prefix ───────────────────────────────────────────────────────────────────────────────────────────
 
     def matched_tokens(self, request: RequestView) -> int:
-        """Tokens of the request that the worker has in its cache, or swapped out."""
+        """Tokens of the request that the worker has: in its cache, swapped out, or in the parent that it forks from."""
         return request._request.match_on(self._worker.id).num_tokens
 
     def cached_tokens(self, request: RequestView) -> int:

@@ -7,8 +7,8 @@ The differences are on purpose:
   rounding.
 - Equal sums keep the order of the beams and, within a beam, of the worker's list. Of equal scores, the earlier ending
   comes first (there: as `torch.topk` orders them).
-- If the vocabulary has too few tokens to fill the width, beams and hypotheses are missing (there: impossible ones with
-  a sum of about -1e9 fill up).
+- If the vocabulary has too few tokens to fill the width, there are fewer beams and hypotheses (there: impossible ones
+  with a sum of about -1e9 take the empty places).
 - A width of 1 is a search too (there: `generate` turns it into greedy decoding). With early_stopping "never" and a
   positive length penalty it can find something better than the first end of sequence.
 """
@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 MAX_WIDTH = 64
-MAX_LENGTH_PENALTY = 10.0  # either side of zero; more would overflow length ** penalty
+MAX_LENGTH_PENALTY = 10.0  # either side of zero; far larger ones would overflow length ** penalty
 
 EarlyStopping = Literal["never"] | bool
 Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best first
@@ -88,7 +88,7 @@ class BeamSearch:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     max_new_tokens: int
-    min_new_tokens: int = 0  # below this number, eos and stop tokens end nothing
+    min_new_tokens: int = 0  # a beam of at most this many tokens cannot end with an eos or stop token
     eos_token_ids: Collection[int] = ()
     stop_token_ids: Collection[int] = ()
     live: Sequence[SearchBeam] = field(init=False, default=(PROMPT,))  # best first; empty when the search is over

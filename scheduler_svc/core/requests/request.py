@@ -50,7 +50,7 @@ class SubmissionMetadata:
     offline: bool = False  # it runs on what online requests leave, and yields to them
     conversation: str = ""  # the one that it continues; empty: none
     owner: str = ""  # name of the API key; empty: none
-    min_slo_s: float = 0.0  # the least time from arrival to deadline or SLO that an order counts
+    min_slo_s: float = 0.0  # seconds after arrival; an order moves an earlier deadline or SLO to that time
     trace_id: str = ""  # of the client's trace, for the log; empty: none
     accepted_before: bool = False  # by this scheduler or another one
     pooling: Pooling.ValueType = POOLING_UNSPECIFIED  # of the vector that is wanted; unspecified: tokens are wanted
@@ -140,7 +140,7 @@ class Request:
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether other samples of its prompt have not ended."""
+        """Whether at least one other sample of its prompt has not ended."""
         return any(other is not self and other.phase is not Phase.ENDED for other in self.family.samples or ())
 
     @property
@@ -176,7 +176,7 @@ class Request:
         return self.token_ids[start * TOKEN_BYTES :]
 
     def match_on(self, worker: int) -> PrefixMatch:
-        """What the worker has of the request in its cache, or swapped out."""
+        """What the worker has of the request: in its cache, swapped out, or in the parent that it forks from."""
         match = self.matches.get(worker, NO_MATCH) if self.matches else NO_MATCH
         if self.family.parent is None and not self.held.swapped_on:  # the common case
             return match
@@ -216,7 +216,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class BeamGroup:
-    """`root` is the client's request. It never runs itself, and waits in the queue until its search begins."""
+    """`root` is the client's request. It never runs itself. It waits in the queue only while the model is not known."""
 
     root: Request
     options: BeamOptions
@@ -321,7 +321,8 @@ class RequestView:
 
     @property
     def min_slo_s(self) -> float:
-        """The least time from arrival to deadline or goal that an order counts, in seconds. The API key sets it."""
+        """Seconds after the arrival. An order treats an earlier deadline or goal as if it were at that time. The API
+        key sets it."""
         return self._request.metadata.min_slo_s
 
     @property
@@ -384,7 +385,7 @@ class RequestView:
         return self._request.best_matched_tokens
 
     def matched_tokens(self, worker_id: int) -> int:
-        """Tokens of the request that the worker has in its cache."""
+        """Tokens of the request that the worker has: in its cache, swapped out, or in the parent that it forks from."""
         return self._request.match_on(worker_id).num_tokens
 
     def referenced_tokens(self, worker_id: int) -> int:

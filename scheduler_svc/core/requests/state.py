@@ -12,8 +12,9 @@ from scheduler_svc.core.requests.output_buffer import OutputBuffer
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """`sequence` is the cache's name for the current attempt. It is new each time the request enters the queue, so that
-    late blocks of an earlier attempt are not taken for blocks of this one. 0: the cache does not know the request."""
+    """`sequence` is the cache's name for the current attempt. A request that computes its tokens again gets a new one,
+    so that late blocks of an earlier attempt are not taken for blocks of this one. A request that is swapped out, or
+    that the cache had no room for, keeps its name. 0: the cache does not know the request."""
 
     sequence: int = 0
     num_registered: int = 0  # tokens of that sequence that the cache knows

@@ -36,7 +36,7 @@ class RequestTrace:
             self.chunks.append(TracedChunk(worker, step, num_tokens, samples, now_s))
 
     def ended(self, worker: int, step: int, now_s: float) -> None:
-        """The result of that step is there, and its chunk counts."""
+        """The result of that step has come in time: note when the request's chunk in it ended."""
         for chunk in reversed(self.chunks):  # it is one of the last: few steps are in flight
             if (chunk.worker, chunk.step) == (worker, step):
                 chunk.ended_s = now_s

@@ -65,8 +65,9 @@ class Decider:
         offline: bool,
         beside: Step | None = None,
     ) -> Step | None:
-        """As decide(), but without a check for progress, and no sequence is preempted for a waiting request. `offline`:
-        the class that the policies see. `beside`: the online part of the step; offline requests get what it leaves."""
+        """As decide(), but without a check for progress; `for_waiting` is not asked, and no offline sequence yields.
+        `offline`: the class that the policies see. `beside`: the online part of the step; offline requests get what it
+        leaves."""
         shares = policies.batch.shares_in_step
         over_budget = partial(self.life.budgets.exceeded, worker)
         step = Step(worker, waiting, now_s, over_budget, policies.order, shares, policies.capacity, _offline=offline)
@@ -115,7 +116,7 @@ class Decider:
             if slots <= 0 and blocks <= 0 and request.metadata.lora not in loras:
                 continue
             slots, blocks = slots - 1, blocks - int(batch.slots.capacity[slot]) // worker.block_size
-            self.life.preempt(request, "seniority", "recompute", "preempted for online requests")
+            self.life.preempt(request, "arrival", "recompute", "preempted for online requests")
         worker.yielded, worker.knows_cache = True, False
         return True
 

@@ -58,7 +58,7 @@ class Emitter:
 
     @staticmethod
     def _has_lost(worker: WorkerState, decision: Decision) -> bool:
-        """Whether a sequence that the step computes tokens for has ended since the step was scheduled."""
+        """Whether a sequence that the step computes prompt tokens for has ended since the step was scheduled."""
         generation = worker.batch.slots.generation
         ended = any(admission.request.phase is Phase.ENDED for admission in decision.admissions)
         return ended or any(generation[slot] != gen for slot, gen, _ in decision.chunks)
@@ -101,7 +101,7 @@ class Emitter:
         request = admission.request
         granted = admit_result(response, index)
         if granted is None or request.phase is Phase.ENDED:
-            return  # the caller requeues the request, or frees its blocks
+            return  # the caller requeues a refused request; an ended one has freed its sequence already
         num_cached_tokens, block_table = granted.num_cached_tokens, granted.block_table
         slot = worker.batch.start(request, self.publisher.index_of(request), block_table, num_cached_tokens)
         request.advance(Event.GRANT)

@@ -3,8 +3,8 @@
 A step is scheduled in two parts. First the policies in force schedule the online requests, and see the worker as if it
 ran no offline request: the slots, blocks and adapters of offline sequences count as free. If the online part takes any
 of them, offline sequences are preempted (Decider._yield), and the step is scheduled again. Then the default policies
-schedule offline requests with the rest of the step's tokens, slots and blocks. So the policies in force decide
-everything about online requests, whether there are offline requests or not.
+(for capacity: LeftoverCapacity) schedule offline requests with the rest of the step's tokens, slots and blocks. So the
+policies in force decide everything about online requests, whether there are offline requests or not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scheduler_svc.core.workers.state import WorkerState
 # Share of the pool that stays free when an offline request is admitted beside others. Without it, each block that an
 # online sequence grows by would preempt an offline one. The default preset uses the same share for preempted requests.
 RESERVE = 0.05
-# The online request exceeds a limit of its own, so it does not wait for anything that an offline request could take.
+# An online request rejected for one of these reasons is at a limit of its own: offline requests do not take its room.
 OWN_LIMITS = ("tenant", "lora")
 
 

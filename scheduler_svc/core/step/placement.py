@@ -13,7 +13,8 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 class Placement:
-    """Offers each waiting request, in queue order, the workers that have room for it. The policy chooses one of them.
+    """Offers each waiting request, in queue order, the workers that have room for it, and full ones to wait for. The
+    policy chooses one of them.
 
     Placement binds nothing. A request stays in the central queue until its worker schedules a step. A round serves all
     workers in turn, and ends when the first worker schedules for the second time. So a request is placed about once,

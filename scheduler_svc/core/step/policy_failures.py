@@ -26,7 +26,7 @@ class PolicyFailures:
     """The failures of the current policies, by kind of policy."""
 
     def __init__(self, policies: Policies, num_steps: int = 0) -> None:
-        """`num_steps`: steps that were planned before."""
+        """`num_steps`: steps that were planned before these policies were set."""
         self.by_kind: dict[str, PolicyFailure] = {}
         self.num_steps_before = num_steps
         self._kinds = {

@@ -36,7 +36,7 @@ class ResultReader:
     def apply(self, worker: WorkerState, result: StepResult, now_s: float) -> int:
         """Apply the result of the oldest step in flight. Returns the number of new tokens, and of inputs pooled.
 
-        Raises ProtocolError if the result is not of that step.
+        Raises ProtocolError if the result is not of that step, or lacks tokens or an embedding.
         """
         step = self._matching_step(worker, result)
         seconds = (result.finished_us - result.started_us) * 1e-6

@@ -91,7 +91,8 @@ class Rounds:
         return self._step_scheduler.schedule_step(self._decider, worker, self._workers, now_s, closed)
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
-        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns False if it is empty."""
+        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns whether the worker may
+        schedule again: always, except after an empty step for which no sequence was preempted."""
         worker.knows_cache = False
         preempted = bool(worker.preempted)
         worker.preempted.clear()

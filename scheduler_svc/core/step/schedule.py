@@ -62,9 +62,9 @@ class StepScheduler:
         self._counters = counters
         self.failures = PolicyFailures(policies)
         self._on_policy_error = on_policy_error
-        # Of the last scheduling pass: tenants at their limit, with their running tokens.
+        # Of the last step scheduled: tenants at their limit, with their running tokens.
         self.at_limit: dict[str, int] = {}
-        # Of the last scheduling pass: requests that were skipped because the worker still prepares their grammar.
+        # Of the last step scheduled: requests that were skipped because the worker still prepares their grammar.
         self.without_grammar: list[Request] = []
         self._placement: Placement | None = None  # of the current round
         self._placements_left = 0
@@ -226,7 +226,8 @@ class StepScheduler:
         takes: Callable[[Request], bool | None],
         at_limit: dict[str, int],
     ) -> Iterator[Request]:
-        """The requests that the worker could run now. `takes`: as of _taker(). Fills `at_limit`."""
+        """The requests that the worker could run now. `takes`: a function that _taker() made, or one like it.
+        Fills `at_limit`."""
         limited = self._budgets.online.limits_tenants
         for request in ordered:
             if request.matches is None:
@@ -251,7 +252,7 @@ class StepScheduler:
     def _taker(
         self, worker: WorkerState, workers: dict[int, WorkerState], policy: PlacementPolicy
     ) -> Callable[[Request], bool | None]:
-        """A function for one pass. It tells whether the worker may admit a request. None: not this request, and no
+        """A function for one step. It tells whether the worker may admit a request. None: not this request, and no
         later one, for now."""
         placement: Placement | None = None
 

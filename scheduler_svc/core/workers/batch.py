@@ -29,7 +29,7 @@ class Batch:
     decode_step: int = 0  # number of the next decode step
     num_departed: int = 0  # sequences that ever left the worker
     num_further: int = 0  # running sequences with Request.is_further_sequence
-    offline: set[int] = field(default_factory=set)  # slots of running sequences with Request.offline
+    offline: set[int] = field(default_factory=set)  # slots of the running sequences of offline requests
     num_offline_departed: int = 0  # of num_departed
     # Step timers, by decode step: the slots that sample their last token in it, with their decode epochs. That step is
     # known when a sequence starts to decode, so no step scans the running sequences.
@@ -93,7 +93,8 @@ class Batch:
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of the running sequences: what a step attends to that runs all of them."""
+        """Known tokens of the running sequences, without those that have their last token in flight: what a step that
+        runs all others attends to."""
         rows = self.slots.decode_rows()
         tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.paused.values())
         return tokens + sum(prefill.num_tokens for prefill in self.prefills.values())

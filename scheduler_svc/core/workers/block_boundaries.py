@@ -14,7 +14,7 @@ NONE: Slots = np.zeros(0, np.intp)
 @dataclass(slots=True)
 class Group:
     """Sequences that need a block at the same steps. From step `certain_from` on, every member needs one each time.
-    Before that step, some members have their block already."""
+    Before that step, some members may have their block already."""
 
     members: dict[int, None] = field(default_factory=dict)
     certain_from: int = 0
@@ -61,7 +61,8 @@ class BlockBoundaries:
         return lacking
 
     def grown(self, slots: Slots, step: int) -> bool:
-        """These slots got a block before that step. Returns whether they are exactly the slots that were due."""
+        """These slots got a block before that step. Returns whether `slots` is the array of a whole group, as `due`
+        returns it: then each slot occurs once. A part of a group is another array."""
         group = self._groups[step % self.block_size]
         group.certain_from = max(group.certain_from, step + 1)
         return slots is group.slots

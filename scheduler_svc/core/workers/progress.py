@@ -24,7 +24,7 @@ class WorkerProgress:
     _step: int = 0
     _num_heartbeats: int = 0
 
-    def told(self, heartbeat: Heartbeat, step: int, stall_s: float) -> str:
+    def find_stall(self, heartbeat: Heartbeat, step: int, stall_s: float) -> str:
         """A heartbeat has come while `step` is the oldest in flight (0: none is). Returns what is wrong, or "".
 
         `stall_s`: how long a message between scheduler and worker may take.

@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.output_buffer import FAR, OutputBuffer
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.block_boundaries import BlockBoundaries
 
-# Growths that are noted before they go into the block tables, all at once: noting one costs almost nothing.
+# After this many noted growths, all of them go into the block tables at once. Noting one costs almost nothing.
 NOTED_GROWTHS = 256
 
 
@@ -54,7 +54,7 @@ class SlotLedger:
         self.handle = np.zeros(num_slots, np.int64)
         self.session = np.zeros(num_slots, np.int64)
         self.stops_at_eos = np.zeros(num_slots, bool)
-        self.offline = np.zeros(num_slots, bool)  # Request.offline of the slot's sequence, or of its last one
+        self.offline = np.zeros(num_slots, bool)  # whether the slot's sequence, or its last one, is offline
         self.extra_stops: dict[int, frozenset[int]] = {}
         self.decoding = np.zeros(num_slots, bool)
         self.sequence = np.zeros(num_slots, np.int64)  # the cache's name for the sequence
@@ -73,7 +73,7 @@ class SlotLedger:
         return len(self._free)
 
     def occupy(self, request: Request, session_index: int, num_blocks: int) -> int:
-        """Put a request into a free slot; its known tokens are in `num_blocks` blocks. Returns the slot."""
+        """Put a request that holds `num_blocks` blocks into a free slot. Returns the slot."""
         slot = self._free.pop()
         self.requests[slot] = request
         request.held.unflushed = (self.output, slot)

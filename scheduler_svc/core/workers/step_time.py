@@ -20,7 +20,7 @@ MOST_TIMES_PREDICTED = 4.0
 # A worker has another speed if OTHER_SPEED_STEPS steps in a row are off by this factor, in the same direction.
 OTHER_SPEED = 2.0
 OTHER_SPEED_STEPS = 8
-# The model is solved after each of the first steps, later after this many. Solving takes 20 us: below 1 us a step.
+# The model is solved after 1, 2, 4, 8, 16 and 32 steps, later after every 32. Solving takes 20 us: below 1 us a step.
 SOLVE_EVERY_STEPS = 32
 LEAST_S = 1e-6
 # If the steps cannot tell two costs apart, the costs keep the proportions of the previous model (say, base 90 %, rows

@@ -11,8 +11,9 @@ from scheduler_svc.core.arrays import Longs, Slots
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.slots import DecodeRows
 
-# Bytes of the new sequences in one plan, at most: all their tokens, cached ones included. Less than half of the message
-# limit (services/runtime/rpc.py), because block tables come on top: as much again if a block has one token.
+# Bytes of the new sequences in one plan, at most, unless it has only one: all their tokens, cached ones included. Less
+# than half of the message limit (services/runtime/rpc.py), because block tables come on top: as much again if a block
+# has one token.
 MAX_PLAN_BYTES = 7 * 2**20
 
 

@@ -143,7 +143,7 @@ class PrefillFirst(BatchPolicy):
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
             within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
             fits = tokens <= step.budget_tokens and within
-            if fits or self.closes_when_full:  # a request without room closes the batch too
+            if fits or self.closes_when_full:  # also beyond the budget: a request without room closes the batch
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
                     return True

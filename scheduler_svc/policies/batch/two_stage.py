@@ -3,7 +3,7 @@
 Every decode costs a token of the budget, and is charged first. Without chunks a prompt runs whole (rules.py names the
 exceptions), and the first prompt that does not fit ends the search. With chunks the rest of the budget is shared out:
 first come, first served, or in equal progress, unit by unit. `batch_wait_iters` and `batch_wait_max_tokens_ratio` delay
-prefills while decodes run, until enough of them have gathered.
+prefills while decodes run, until enough prompt tokens have gathered, but for at most `batch_wait_iters` steps.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 One pass over all requests, running and waiting together, in order of rank. Each needs what its next step takes: a
 running sequence the block that its next token may open, a waiting request its whole prompt. A request that does not
 fit, for want of blocks or slots, pauses the last running sequence behind it and tries again; the pass looks at nothing
-from that sequence on. So a new request of higher priority preempts running ones of lower priority, and the first
-request always runs.
+from that sequence on. If no running sequence is behind a waiting request that does not fit, the pass ends. So a new
+request of higher priority preempts running ones of lower priority, and the first request always runs.
 
-Under an order that ranks only waiting requests (fair, lpm), running sequences come first, by queue position: no waiting
-request preempts them.
+Under an order that ranks only waiting requests (fair, lpm, dfs-weight, hrrn), running sequences come first, by queue
+position: no waiting request preempts them.
 
 If all running sequences fit and no waiting request is more urgent (the usual case), the pass skips the running ones.
 """

@@ -1,6 +1,6 @@
 """Depth first through the prefix tree; the child with most waiting requests below it comes first (SGLang `dfs-weight`).
 So requests that share a prefix are served together while the prefix is cached. Of children with equal weight, the child
-with the oldest request comes first, so that no request starves behind new branches.
+with the oldest request comes first, so that a new branch does not pass an old one of the same weight.
 
 The tree holds the matches of waiting requests and is updated as they come, go and change: O(matched blocks) each. A
 pass sorts the children of the nodes that it visits, and no others.

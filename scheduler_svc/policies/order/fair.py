@@ -32,7 +32,8 @@ from scheduler_svc.policies.options import Amount, PositiveAmount
 
 MAX_IDLE = 1024
 # A tenant's generated tokens are charged at an interval: CHARGE_INTERVAL_S, plus CHARGE_INTERVAL_S_PER_SEQUENCE for
-# each of its running sequences. Reading one sequence takes 1.5 us, so charging takes at most 1.5 % of a core.
+# each of its running sequences. Reading one sequence takes 1.5 us, so charging takes at most 1.5 % of a core for each
+# tenant.
 CHARGE_INTERVAL_S, CHARGE_INTERVAL_S_PER_SEQUENCE = 0.1, 1e-4
 
 # Running sequences of the client's request; queue position and arrival index of its next waiting sequence.

@@ -27,7 +27,7 @@ class HrrnEntry:
 
 
 class HighestResponseRatioNext(OrderPolicy):
-    """Orders by the age of a request, in served tokens, over the tokens that it has to compute."""
+    """Orders by the age of a request, in served tokens, divided by the tokens that it has to compute."""
 
     def __init__(self) -> None:
         self._served_tokens = 0

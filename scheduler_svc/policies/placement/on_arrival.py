@@ -1,5 +1,9 @@
-"""The common rule of routers in front of replicas: a request's worker is chosen once, when the request arrives, and the
-request waits for that worker even if another one has room first."""
+"""The common rule of routers in front of replicas: a request's worker is chosen once, and the request waits for that
+worker even if another one has room first.
+
+A router chooses when the request arrives. Here the first call of `place` for the request chooses. That call comes when
+the request's turn in the queue comes and at least one worker has room.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ MAX_CHOICES = 1 << 15
 
 
 class OnArrival(PlacementPolicy):
-    """Subclasses choose among all workers that could hold the request, with or without room now. If the worker is gone,
-    the request is placed again, as by a router that retries."""
+    """Subclasses choose among all workers that could hold the request, with or without room now. If the chosen worker
+    is no longer offered (it has left or drains), the request is placed again, as by a router that retries."""
 
     def __init__(self) -> None:
         # Worker id and reason for `paceline explain`, by the request's arrival index.
@@ -26,7 +30,7 @@ class OnArrival(PlacementPolicy):
         """The request's worker among these (by ascending id), and the reason."""
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
-        """The worker chosen earlier, if it is still attached; else the worker that `choose` returns."""
+        """The worker chosen earlier, if it is still offered; else the worker that `choose` returns."""
         offered = {worker.id: worker for worker in (*workers, *full)}
         worker_id, _ = self._chosen.get(request.arrival_index, (None, ""))
         if worker_id in offered:

@@ -1,8 +1,8 @@
 """The cost of Dynamo's KV router: `overlap_weight` · prefill blocks + decode blocks. The smallest cost is chosen.
 
 Prefill blocks are those that the worker would have to compute: queued prompts, and the request's uncached blocks.
-Decode blocks are those in use on the worker, plus the request's own. Of equal costs, the worker with the fewest
-requests wins.
+Decode blocks are those in use on the worker, plus the request's own that are not in use there yet. Of equal costs, the
+worker with the fewest requests wins.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ The cost of a worker, in seconds summed over requests:
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
 of a prefix; many do. For each prefix the policy sums up the time that requests have lost by following it to a worker
-that would not be the best one otherwise. When this sum reaches the cost of a second copy, the next request makes the
-copy. So the cost is at most twice that of a rule that knows the future (ski rental: Karlin et al., Algorithmica 1988).
-On a worker without rows half of the sum is enough, and the cost at most three times that of such a rule. Each request
-adds at least 1/20 of a copy to the sum, so that no worker stays without a prefix that all share.
+that would not be the best one otherwise. When the loss of the next request would bring this sum to the cost of a second
+copy, that request makes the copy instead. So the cost is at most twice that of a rule that knows the future (ski
+rental: Karlin et al., Algorithmica 1988). If the copy goes to a worker without rows, half of the copy's cost is enough,
+and the total cost is at most three times that of such a rule. Each request adds at least 1/20 of a copy's cost to the
+sum, so that no worker stays without a prefix that all requests share.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ SAME = 0.02
 # A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
 # would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
 # slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
-# (docs/placement-comparison.md).
+# (in the simulated cases of docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
 # With 1/50, workers stayed without the prefix for too long: 99th percentiles of TTFT were up to twice as long.
 LEAST_LOST = 1 / 20
 # Part of a copy's cost that the sum must reach if the copying worker has no rows: there the copy delays no other
 # request. With 1, such workers did nothing for longer: the average imbalance was 2.1 % above the best rule's, not 1.7 %
-# (docs/placement-comparison.md).
+# (in the simulated cases of docs/placement-comparison.md).
 IDLE_COPY = 1 / 2
 LEAST_STEP_S = 1e-6
 GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended
@@ -73,8 +74,8 @@ class PredictedTime(PlacementPolicy):
     def __init__(self) -> None:
         self._mean_tokens: float | None = None
         self._choices: dict[int, PlacementChoice] = {}  # of the round, by arrival index
-        self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # by bound requests
-        self._round_lost_s: dict[PrefixKey, float] = {}  # by those that the round has placed
+        self._lost_s: OrderedDict[PrefixKey, float] = OrderedDict()  # the sums; bound requests only
+        self._round_lost_s: dict[PrefixKey, float] = {}  # the sums with the requests that the round has placed
         self._bindings = itertools.count(1)
         self._last_binding: dict[int, int] = {}  # by worker
         self._patience_s = 1.0  # of the round
@@ -88,7 +89,7 @@ class PredictedTime(PlacementPolicy):
         self._round_lost_s.clear()
 
     def place(self, request: RequestView, workers: Sequence[WorkerView], full: Sequence[WorkerView]) -> WorkerView:
-        """The worker with the lowest cost, or the next best one if it makes a copy that pays."""
+        """The worker with the lowest cost. If a copy pays: the worker that would be the best if all had the prefix."""
         if len(workers) == 1:
             return workers[0]
         expected = self._expected_tokens(request)
@@ -123,7 +124,7 @@ class PredictedTime(PlacementPolicy):
         return chosen
 
     def bound(self, request: RequestView, worker_id: int) -> str:
-        """Add the lost time to the prefix's sum. Returns the predictions."""
+        """Add the lost time to the prefix's sum; a copy sets the sum to 0. Returns the predictions."""
         self._last_binding[worker_id] = next(self._bindings)
         if len(self._last_binding) > 4 * MAX_PREFIXES:  # of workers that have left
             del self._last_binding[min(self._last_binding, key=self._last_binding.__getitem__)]

@@ -1,8 +1,8 @@
 """The tenant and the request that hold most are preempted first, also to make room for waiting requests.
 
-If running sequences need more blocks than there are, the victim belongs to the tenant with most blocks (over its
-weight), and there to the request with the most running sequences; it is the sequence admitted last. With one tenant and
-one sequence for each request that is `last-in`.
+If running sequences need more blocks than there are, the policy takes the tenant with most blocks (divided by the
+tenant's weight), then that tenant's request with the most running sequences. The victim is the sequence of this request
+that was admitted last. With one tenant and one sequence for each request, that is `last-in`.
 
 If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims are sequences
 of requests that run several, from the request with the most, the last admitted first. A request always keeps one
@@ -30,7 +30,7 @@ class LargestShare(PreemptionPolicy):
 
     def __init__(
         self,
-        requeue: Literal["seniority", "front", "back"] = "seniority",
+        requeue: Literal["arrival", "front", "back"] = "arrival",
         mode: Mode = "recompute",
         tenant_weights: dict[str, PositiveAmount] | None = None,
     ) -> None:

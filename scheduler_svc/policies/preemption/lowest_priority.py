@@ -12,7 +12,7 @@ from scheduler_svc.policies.api import PreemptionPolicy, Running, Step
 class LowestPriority(PreemptionPolicy):
     """Preempts the least urgent sequences."""
 
-    def __init__(self, requeue: Literal["seniority", "front", "back"] = "seniority", mode: Mode = "recompute") -> None:
+    def __init__(self, requeue: Literal["arrival", "front", "back"] = "arrival", mode: Mode = "recompute") -> None:
         self.requeue = requeue
         self.mode = mode
 

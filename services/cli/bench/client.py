@@ -106,7 +106,7 @@ class LoadClient:
             self._idle.append(http)
 
     def _new_client(self) -> httpx.AsyncClient:
-        # The time of a request is limited as a whole.
+        # No read or write timeout: stream() and _ask() limit the whole time of a request.
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         return httpx.AsyncClient(headers=self._headers, timeout=timeout, verify=self._tls)
 

@@ -40,7 +40,7 @@ class BenchRun:
         self._notes: list[str] = []
 
     async def run(self) -> BenchReport:
-        """Raises ServerRefuses, TraceError."""
+        """Raises ServerRefuses and TraceError, and KeyboardInterrupt for Ctrl-C before the first stage."""
         o = self._options
         self._check_trace()
         loop = asyncio.get_running_loop()

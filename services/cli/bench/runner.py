@@ -49,7 +49,8 @@ class StageRun:
 
 
 class StageRunner:
-    """Runs stages one after another. Sessions go on where the stage before ended, so that no prompt comes twice."""
+    """Runs stages one after another. The caller gives all stages the same `sessions`: each stage continues where the
+    stage before ended, so synthetic prompts do not repeat. A stage with a trace's own times starts the trace again."""
 
     def __init__(self, target: BenchTarget, interrupt: asyncio.Event) -> None:
         self._target = target

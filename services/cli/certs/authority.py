@@ -26,10 +26,11 @@ class Pair:
 
 
 class Authority:
-    """A CA. Its keys, and those of its certificates, are ECDSA keys on P-256."""
+    """A CA. All keys that it makes are ECDSA keys on P-256."""
 
     def __init__(self, pair: Pair) -> None:
-        """Raises ValueError if the PEM cannot be read, or if the key is not ECDSA or not the certificate's."""
+        """Raises ValueError if the PEM cannot be read, or if the key is not ECDSA or not the certificate's. Raises
+        TypeError if the key is encrypted."""
         self.pair = pair
         self._cert = x509.load_pem_x509_certificate(pair.cert)
         key = load_pem_private_key(pair.key, password=None)

@@ -76,7 +76,7 @@ def _read_authority(cert: Path, key: Path) -> Authority:
         authority = Authority(Pair(cert.read_bytes(), key.read_bytes()))
     except OSError as error:
         raise CannotMake(f"{error.filename}: {error.strerror}; only the CA's key can sign certificates") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: the key is encrypted
         raise CannotMake(f"{cert}, {key}: {error}") from error
     if authority.expires < dt.datetime.now(dt.UTC):
         raise CannotMake(f"{cert}: expired on {authority.expires:%F}; --force makes a new CA and all certificates")

@@ -13,7 +13,7 @@ from services.cli.certs.folder import CA_KEY, CannotMake, make_set
 from services.runtime.tls.files import CA
 
 PROG = "paceline certs"
-MAX_DAYS = 825  # clients of Apple refuse longer ones
+MAX_DAYS = 825  # Apple's clients refuse certificates that are valid for longer
 _DNS_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -29,13 +29,13 @@ def parser() -> Parser:
         default=[],
         metavar="NAME",
         help="one more DNS name or IP address of this machine; may be repeated. The names of the compose file's "
-        "services and loopback are always in",
+        "services and of loopback are always included",
     )
     parser.add_argument(
         "--ca-key",
         type=Path,
         metavar="FILE",
-        help=f"private key of the CA, for a place that no service reads; default DIR/{CA_KEY}",
+        help=f"file of the CA's private key, to keep it where no service can read it; default DIR/{CA_KEY}",
     )
     parser.add_argument("--days", type=int, default=365, help=f"how long they are valid, 1..{MAX_DAYS}; default 365")
     parser.add_argument("--renew", action="store_true", help="new certificates for all services, of the same CA")

@@ -38,7 +38,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     arguments = parser().parse_args(argv)
-    for stream in (sys.stdin, sys.stdout):  # as under LANG=C
+    for stream in (sys.stdin, sys.stdout):  # under LANG=C, text that is not ASCII would raise an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "backslashreplace")
     question = " ".join(arguments.question).strip()

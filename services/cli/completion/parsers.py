@@ -13,7 +13,7 @@ from services.cli.arguments import Parser
 from services.cli.main import MODULES, SERVICES
 from services.runtime.settings import settings_parser
 
-# By the metavar of a flag. Settings show the type of a path.
+# What a flag's value completes to, by the flag's metavar. The metavar of a setting is its type, such as Path.
 _COMPLETED = {"FILE": shtab.FILE, "Path": shtab.FILE, "DIR": shtab.DIRECTORY}
 # Flags with folders, which are settings and therefore have another metavar.
 _FOLDERS = ("--model", "--tls-dir")

@@ -20,7 +20,7 @@ NVIDIA_SMI_S = 20.0
 # The first GPUs with bfloat16 matmul (Ampere).
 BF16_CAPABILITY = (8, 0)
 FLASHINFER = "flashinfer-python"
-# Packages with compiled kernels, which FlashInfer uses only in its own version.
+# Packages with compiled kernels. FlashInfer cannot be imported if their version differs from its own.
 KERNEL_PACKAGES = ("flashinfer-cubin", "flashinfer-jit-cache")
 INSTALL_GPU = "pip install -e '.[gpu]'"
 
@@ -67,7 +67,8 @@ def check_gpu(torch: TorchFacts | None, driver: Driver | None) -> Check:
 
 
 def check_flashinfer(versions: dict[str, str], needed: str, sees_gpu: bool, why_not: str) -> Check:
-    """`versions`: of the installed packages of FlashInfer. `why_not`: why it cannot be imported, or serve the model."""
+    """`versions`: those of FlashInfer's installed packages. `why_not`: why FlashInfer cannot be imported, or why it
+    cannot serve the model."""
     version = versions.get(FLASHINFER)
     found = version or "not installed"
     if not sees_gpu:
@@ -97,7 +98,8 @@ def flashinfer_versions() -> dict[str, str]:
 
 
 def needed_flashinfer() -> str:
-    """The least version that Paceline's own metadata names; 0 if they are not installed."""
+    """The least version of FlashInfer that Paceline's installed metadata require; "0" if they are not installed or name
+    none."""
     try:
         requirements = importlib.metadata.requires("paceline") or []
     except importlib.metadata.PackageNotFoundError:

@@ -28,8 +28,8 @@ def check_python() -> Check:
 
 
 def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> Check:
-    """`cores`: that this process may use. `quota`: the limit of its control group, in cores. `threads`: that all
-    workers' torch would start; not used on a GPU."""
+    """`cores`: the number that this process may use. `quota`: the limit of its control group, in cores. `threads`: the
+    number that torch would start in all workers together; not used on a GPU."""
     usable = cores if quota is None else min(cores, quota)
     found = f"{cores}" if usable == cores else f"{usable:g} of {cores} (cgroup limit)"
     if not on_gpu and threads > usable:
@@ -57,8 +57,8 @@ def check_memory(available: AvailableMemory | None) -> Check:
 
 
 def check_instructions(architecture: str, flags: frozenset[str], dtype: str, on_gpu: bool) -> Check:
-    """The processor's vector and bf16 instructions. `flags`: of /proc/cpuinfo. `dtype`: that a CPU worker computes
-    in."""
+    """The processor's vector and bf16 instructions. `flags`: those of /proc/cpuinfo. `dtype`: the type in which a CPU
+    worker computes."""
     name = "CPU instructions"
     is_x86 = architecture in ("x86_64", "AMD64")
     if not flags or not (is_x86 or architecture == "aarch64"):
@@ -91,7 +91,7 @@ def check_open_files(hard_limit: int | None) -> Check:
 
 
 def check_docker(version: str | None, trouble: str = "") -> Check:
-    """Optional. `version`: of its server."""
+    """Docker is optional. `version`: that of Docker's server; None if there is none."""
     if version:
         return Check("Docker (optional)", CheckStatus.OK, version)
     return Check("Docker (optional)", CheckStatus.NOTE, trouble or "not installed", "only `docker compose up` needs it")

@@ -26,9 +26,18 @@ def check_access(settings: UpSettings) -> Check:
     return Check("keys and TLS", CheckStatus.NOTE if why else CheckStatus.OK, found, why)
 
 
+def _asks_for_keys(settings: UpSettings) -> bool:
+    """Also if the keys cannot be used, which check_access reports."""
+    try:
+        return open_keys(settings.keys_file) is not None
+    except CannotStart:
+        return True
+
+
 def check_ports(settings: UpSettings) -> list[Check]:
-    """One check for each port that has a flag, and one more if they do not fit together."""
-    host, _ = safe_host(settings.host, has_keys=bool(settings.keys_file), insecure=settings.insecure)
+    """One check for each port of _OWN_PORTS. If none fails, but two ports are equal or a port for /metrics cannot be
+    used: one more check, which fails."""
+    host, _ = safe_host(settings.host, has_keys=_asks_for_keys(settings), insecure=settings.insecure)
     checks = []
     for name in _OWN_PORTS:
         address = host if name in ("port", "grpc_port") else LOOPBACK
@@ -36,7 +45,7 @@ def check_ports(settings: UpSettings) -> list[Check]:
     if all(check.status is not CheckStatus.FAILS for check in checks):
         try:
             Ports(settings)
-        except CannotServe as error:  # two flags with one port, or the port of some /metrics
+        except CannotServe as error:  # two flags name the same port, or a port for /metrics cannot be used
             checks.append(Check("ports", CheckStatus.FAILS, "not all free", str(error)))
     return checks
 

@@ -36,7 +36,7 @@ class Endpoint:
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: str = "API key") -> None:
-    """`kind`: of key that the command needs."""
+    """`kind`: the kind of key that the command needs."""
     parser.add_argument(
         "--url", help=f"of the server [env: {URL_ENV}] default: the running `paceline up`, else {DEFAULT_URL}"
     )

@@ -13,7 +13,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def fixed(text: str, width: int) -> str:
-    """A foreign text, cut or filled to `width` cells."""
+    """A text from outside, cut or filled to `width` cells, without characters that control a terminal."""
     text = plain(text)
     shown = set_cell_size(text, width)
     return shown if len(text) <= width or width < 2 else set_cell_size(text, width - 1) + "…"

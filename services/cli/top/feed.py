@@ -11,13 +11,13 @@ from typing import Any
 from services.cli.http.client import HttpApi, RequestFailed
 
 PATH = "/v1/live?stream=true"
-# Two snapshots come in a second.
+# The server sends one snapshot per second.
 SILENCE_S = 5.0
 RETRY_S = 1.0
-# Snapshots of which the tokens per second are kept: 30 s.
-NUM_RATES = 60
-# The third snapshot of a stream is the first with rates and percentiles over a whole second.
-FIRST_WITH_RATES = 3
+# The tokens per second of this many last snapshots are kept: 30 s.
+NUM_RATES = 30
+# The second snapshot of a stream is the first with rates and percentiles over a whole second.
+FIRST_WITH_RATES = 2
 
 Snapshot = dict[str, Any]
 
@@ -34,13 +34,13 @@ class LiveFollower:
     def __init__(self, server: HttpApi) -> None:
         self._server = server
         self.latest: Snapshot | None = None
-        self.version = 0  # changes with each of the attributes
+        self.version = 0  # changes when another attribute changes
         self.rates: deque[float] = deque(maxlen=NUM_RATES)
         self.trouble = ""  # why there is no connection, in one line
-        self.broken_s: float | None = None  # since when
-        self.back_s: float | None = None  # when the connection was there again
-        self.away_s = 0.0  # how long it was not
-        self.refused: RequestFailed | None = None  # there was never a connection
+        self.broken_s: float | None = None  # since when there is no connection
+        self.back_s: float | None = None  # when the connection came back
+        self.away_s = 0.0  # how long there was no connection before back_s
+        self.refused: RequestFailed | None = None  # why there was never a connection; then the thread ends
         self._thread = threading.Thread(target=self._follow, name="paceline-top", daemon=True)
 
     def start(self) -> None:

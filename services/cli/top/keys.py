@@ -37,7 +37,8 @@ def read_keys(descriptor: int, timeout_s: float) -> list[str]:
 
 
 def parse_keys(text: str) -> list[str]:
-    """Names of keys: a letter is its own. Unknown sequences of a terminal give no key."""
+    """Names of keys. A character is its own name, but k is "up", j is "down" and a tab is "tab". Unknown sequences of a
+    terminal give no key."""
     keys = []
     while text:
         if text.startswith(_ESCAPE):

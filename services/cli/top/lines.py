@@ -107,7 +107,7 @@ class Lines:
         return lines
 
     def workers(self) -> list[Text]:
-        """The title, a line for each worker, and what is known of the chosen one."""
+        """The title and a line for each worker."""
         name = 16 if self.width >= 100 else 10
         size = max(min((self.width - name - 52) // 2, MAX_BAR), 4)
         head = f"  {'worker':<{name}} {'slots':<{size + 8}} {'blocks':<{size + 12}} plans  step"
@@ -237,7 +237,8 @@ def condensed(cells: str, limit: int) -> tuple[str, int]:
 
 
 def step_s(worker: dict[str, Any]) -> float | None:
-    """The fitted time of a step in which all its running sequences decode, without attention. None: not known yet."""
+    """The fitted time of a step in which all running sequences of the worker decode, without attention. None: not known
+    yet."""
     fitted: float = worker["base_s"] + worker["row_s"] * worker["num_running"]
     return fitted or None
 

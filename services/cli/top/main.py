@@ -23,8 +23,8 @@ from services.cli.waiting import waiting
 from services.runtime.tls.files import TlsError
 
 PROG = "paceline top"
-# Without a terminal, every fourth snapshot is printed: one in 2 s.
-PLAIN_EVERY = 4
+# Without a terminal, every second snapshot is printed: one in 2 s.
+PLAIN_EVERY = 2
 KEYS_S = 0.1
 BACK_SHOWN_S = 5.0
 _KEYS = """\
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         server = HttpApi(find_endpoint(arguments))
     except (NoAddress, TlsError, ValueError) as error:
         return usage_error(PROG, str(error))
-    for stream in (sys.stdout, sys.stderr):  # as under LANG=C
+    for stream in (sys.stdout, sys.stderr):  # under LANG=C, text that is not ASCII would raise an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:

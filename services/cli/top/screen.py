@@ -77,7 +77,7 @@ def fitted(lines: Lines, status: ServerState, height: int) -> list[Text]:
             tables = [lines.workers(), lines.tenants() + lines.chosen()]
     sections.append(lines.services())
     space -= len(found) + sum(len(section) for section in sections)
-    for table in tables:  # first the least of each, so that no table takes all the room
+    for table in tables:  # reserve LEAST_ROWS lines for each, so that no table takes all the room
         space -= min(len(table), LEAST_ROWS)
     for section in sections:
         found += section
@@ -96,7 +96,8 @@ def fitted(lines: Lines, status: ServerState, height: int) -> list[Text]:
 
 
 def scrolled(table: Sequence[Text], room: int, choice: Choice | None) -> list[Text]:
-    """At most `room` lines of the table with its title, among them the chosen one."""
+    """The table, cut to `room` lines if it has more (3 at least: title, one row, number of hidden rows). The chosen row
+    stays visible."""
     if len(table) <= room:
         return list(table)
     title, *rows = table

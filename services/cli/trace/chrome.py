@@ -16,7 +16,7 @@ from services.cli.trace.records import Record, SchedulerRecords, Trace
 
 Event = dict[str, Any]
 GATEWAY = 1
-_TOLD, _WRITTEN, _REQUESTS = 1, 2, 3
+_MESSAGES, _WRITTEN, _REQUESTS = 1, 2, 3
 _CORE, _EXCHANGES, _STEPS = 1, 2, 3
 _COMPUTE, _LINK = 1, 2
 _FIRST_PID = 10
@@ -86,7 +86,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         event["ts"] = round(event["ts"] - start, 1)
         if "dur" in event:
             event["dur"] = round(event["dur"], 1)
-    # sort() is stable: of events of the same moment, an outer beginning stays before the inner one.
+    # sort() is stable: if two spans begin at the same moment, the outer span's event stays before the inner span's.
     made.events.sort(key=lambda event: event["ts"])
     return {
         "traceEvents": [*made.names, *made.events],
@@ -105,10 +105,12 @@ def _metadata(name: str, pid: int, tid: int, args: Event) -> Event:
 
 def _gateway(made: _Events, trace: Trace) -> None:
     made.process(
-        GATEWAY, "gateway", {_TOLD: "messages of the scheduler", _WRITTEN: "tokens to clients", _REQUESTS: "requests"}
+        GATEWAY,
+        "gateway",
+        {_MESSAGES: "messages of the scheduler", _WRITTEN: "tokens to clients", _REQUESTS: "requests"},
     )
-    for one in trace.told:
-        made.slice(GATEWAY, _TOLD, "read", one["received_us"], one["ended_us"], {"news": one["num_tokens"]})
+    for one in trace.messages:
+        made.slice(GATEWAY, _MESSAGES, "read", one["received_us"], one["ended_us"], {"news": one["num_tokens"]})
     for one in trace.written:
         made.slice(GATEWAY, _WRITTEN, "tokens", one["began_us"], one["ended_us"], {"tokens": one["num_tokens"]})
     for one in trace.requests:

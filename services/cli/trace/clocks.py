@@ -1,8 +1,9 @@
 """How far the clock of another service is ahead, estimated from messages to it and back.
 
-The estimate is that of NTP's clock filter (RFC 5905, section 10): of several round trips, the one with the least delay
-says most, and the offset is in the middle of what it allows (Cristian, "Probabilistic clock synchronization", 1989).
-Every further round trip can only narrow that, because both its messages took some time.
+The estimate is that of NTP's clock filter (RFC 5905, section 10): each round trip gives a lower and an upper bound of
+the offset, and the bounds of the round trip with the least delay are the closest. The estimate is in the middle of the
+bounds (Cristian, "Probabilistic clock synchronization", 1989). Other round trips can only narrow the bounds, because
+every message takes some time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SAME_CLOCK = ClockOffset(0.0, 0.0)
 
 
 def estimate(trips: Iterable[RoundTrip]) -> ClockOffset | None:
-    """None without a round trip. The error is at most half of the least delay.
+    """None if no round trip has a delay of 0 or more. The error is at most half of the least delay.
 
     Round trips are taken by their delays, the least first. A round trip that contradicts those before it shows that a
     clock has drifted meanwhile, and is left out. With the others, no message arrives before it was sent.

@@ -16,7 +16,8 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class SchedulerRecords:
-    """Of one scheduler process, with the clocks of the services beyond it. None: its offset is not known."""
+    """The records of one scheduler process, with the clocks of its cache and workers. A clock is None if its offset is
+    not known."""
 
     epoch: int
     clock: ClockOffset
@@ -32,7 +33,7 @@ class Trace:
     """Everything that was recorded."""
 
     schedulers: list[SchedulerRecords]
-    told: list[Record]
+    messages: list[Record]
     written: list[Record]
     requests: list[Record]
     num_missed: int
@@ -47,7 +48,7 @@ def read_records(records: list[Record]) -> Trace:
     of_gateway = [record["gateway"] for record in records]
     return Trace(
         schedulers=[_scheduler(epoch, parts) for epoch, parts in by_epoch.items()],
-        told=[one for part in of_gateway for one in part["told"]],
+        messages=[one for part in of_gateway for one in part["messages"]],
         written=[one for part in of_gateway for one in part["written"]],
         requests=[one for part in of_gateway for one in part["requests"]],
         num_missed=sum(part["num_missed"] for parts in by_epoch.values() for part in parts),

@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S = 2.0
 class HealthState(enum.Enum):
     """The result of a health check."""
 
-    SILENT = enum.auto()  # no answer in time: the event loop is stuck
+    SILENT = enum.auto()  # no answer in time: the service starts, has ended, or its event loop is stuck
     ANSWERS = enum.auto()
     SERVING = enum.auto()
 

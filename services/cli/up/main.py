@@ -125,7 +125,8 @@ def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator
 
 
 async def _wait_ready(supervisor: Supervisor, ports: Ports, dialler: Dialler) -> str:
-    """Wait until the gateway can serve, and return the model's name. Reports each service that becomes ready."""
+    """Wait until the gateway can serve, and return the model's name. With --workers 0, wait only until the services
+    listen. Reports each service that becomes ready."""
     pending = {
         "cache": (LOOPBACK, ports.cache),
         "scheduler": (LOOPBACK, ports.scheduler),

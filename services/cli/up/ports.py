@@ -79,7 +79,7 @@ class Ports:
         return {"gateway": f"{self.url}/metrics"} | inside
 
     def _pick_own(self, name: str, host: str) -> int:
-        """The port for a setting of its own."""
+        """The port for a service with its own setting, such as `grpc_port`."""
         settings = self._settings
         explicit = name in settings.model_fields_set
         return self._pick(host, getattr(settings, name), explicit, name.replace("_", "-"))

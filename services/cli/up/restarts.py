@@ -52,6 +52,6 @@ def describe_exit(status: int, last_lines: Sequence[str], oom_kills: int | None,
             cause = f"the kernel was out of memory and killed {oom_kills} process(es) of this control group"
         return f"was killed by signal 9 (SIGKILL): {cause}"
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    # A service that ends for a known reason prints a line like "paceline worker: ..." first.
+    # A service that ends for a known reason prints a line like "paceline serve worker: ..." before it ends.
     reasons = [line for line in last_lines if line.startswith("paceline ")]
     return f"{how}: {reasons[-1].split(': ', 1)[-1]}" if status > 0 and reasons else how

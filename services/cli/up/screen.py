@@ -88,12 +88,12 @@ class Screen:
         if settings.workers == 0:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)
-        # The settings that the scheduler requires to be equal.
+        # A further worker needs these settings, too. The scheduler refuses another model, data type or block size.
         same = settings.flags("model", "load_format", "dtype", "pooling", "block_size", "max_model_len", "tls_dir")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         if len(running_servers()) > 1:
-            line = f"  Other servers run here: chat, policy, cache and explain need --server {ports.http}."
+            line = f"  Other servers run here: the other commands, such as chat, need --server {ports.http}."
             self.console.print(line, highlight=False, soft_wrap=True)
         self.console.print("  Ctrl-C drains and stops.\n", highlight=False)
 

@@ -53,7 +53,8 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
         return self
 
     def flags(self, *names: str) -> list[str]:
-        """Flags for the values that the user chose for `up`. Other values come from the service's own settings."""
+        """Flags for the values that the user chose for `up`, except 0 and empty ones. Other values come from the
+        service's own settings."""
         flags = []
         for name in names:
             value = getattr(self, name)

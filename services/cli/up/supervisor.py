@@ -97,7 +97,8 @@ class Supervisor:
         self.screen.say(child, f"[red]{escape(why)}; it stays down[/]")
 
     async def _guard(self, child: Child) -> None:
-        """Note when the child is ready, and kill it when it hangs. Then `_watch` starts it again."""
+        """Note when a worker is ready (_wait_ready() notes it for the other services). Kill a child that hangs. Then
+        `_watch` starts it again."""
         process, watchdog, clock = None, Watchdog(0), time.monotonic
         last_s = clock()
         while True:

@@ -1,4 +1,4 @@
-"""A request's key, as the request's other checks see it."""
+"""The owner of a request: its API key, and the tenant and priority that the key permits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Caller:
 
         On a server without keys, OpenAI's `user` stands for a tenant. On a server with keys it names an end user, and
         may differ from the key's tenant. Raises ApiError 403 for another tenant than the key's, and for a priority
-        above the key's. The order of the queue counts a deadline or an SLO as at least the key's `min_slo_s` away.
+        above the key's. In the queue order, a deadline or an SLO that is nearer than the key's `min_slo_s` counts as
+        `min_slo_s` away.
         """
         key = self.key
         if self.offline:

@@ -17,14 +17,14 @@ _log = get_logger(__name__)
 # Balancers and orchestrators ask these without a key. The answers say nothing about requests or tenants.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 METRICS_PATH = "/metrics"
-# The page is static files: it shows nothing, and asks for a key itself.
+# The web page consists of static files without data of the server. The page itself asks the user for a key.
 PAGE_PATH, ASSETS_PATH = "/", "/assets"
-# A flood of wrong keys writes one line in this time.
+# At most one log line in this time, however many calls have no valid key.
 _LOG_EVERY_S = 10.0
 
 
 class AccessControl:
-    """Without keys every caller is ANYONE. A call costs one SHA-256 of its key, and nothing per token."""
+    """Without keys every caller is ANYONE. Finding a caller costs one SHA-256 of the key; a token costs nothing."""
 
     def __init__(
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic
@@ -52,8 +52,8 @@ class AccessControl:
         return caller
 
     def may_know_load(self, caller: Caller) -> bool:
-        """Whether the caller may know the load of all tenants, as the metrics show it. On a path that needs no key a
-        caller has none, also on a server with keys."""
+        """Whether the caller may know the load of all tenants, as the metrics show it. On a path that needs no key,
+        the caller has no key, even on a server with keys."""
         if self._keys is None or METRICS_PATH in self._open_paths:
             return True
         return caller.key is not None and (caller.key.metrics or caller.key.admin)

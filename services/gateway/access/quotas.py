@@ -1,4 +1,4 @@
-"""Quotas of keys: requests at a time, tokens in flight, tokens per minute. One gateway counts for itself.
+"""Quotas of keys: requests at a time, tokens in flight, tokens per minute. Each gateway counts for itself.
 
 Nothing is counted per token: a request is charged when it is submitted, and settled when its last sequence has ended.
 """
@@ -13,7 +13,7 @@ from services.gateway.errors import ApiError
 from services.gateway.outcome import SequenceOutcome
 from services.runtime.keys.entries import ApiKey
 
-# When a client should retry that has to wait for the end of one of its own requests. The end is not known before.
+# Retry-After for a client that must wait until one of its own requests ends. The gateway cannot know when that is.
 _RETRY_S = 1.0
 # Fields of ApiKey, in the order in which they are checked.
 QUOTAS = ("max_requests", "tokens_per_minute", "max_tokens_in_flight")
@@ -93,7 +93,8 @@ class Quotas:
     def entering(self, key: ApiKey | None, *, new: bool) -> Iterator[None]:
         """The context of a request from its head until its submission. Raises ApiError 429 before its body is read.
 
-        `new` False: the request may be running already. Then the check does not count the running requests.
+        `new` False: the request may be running already. Then the check counts no running requests, and ignores the
+        tokens per minute.
         """
         if key is None or not key.has_quotas:
             yield
@@ -153,13 +154,13 @@ class Quotas:
             return
         kept = limit // 2 if offline else 0
         if usage.tokens_left <= kept:
-            wait_s = (1 + kept - usage.tokens_left) * 60 / limit  # until one token is left
+            wait_s = (1 + kept - usage.tokens_left) * 60 / limit  # until one token more than `kept` is left
             raise self._refusal(key, "tokens_per_minute", f"{limit} tokens per minute", wait_s)
 
     def _check_in_flight(self, key: ApiKey, usage: KeyUsage, num_tokens: int, *, offline: bool = False) -> None:
         if (limit := key.max_tokens_in_flight) is None:
             return
-        # An offline request that is larger than half of the quota runs alone.
+        # An offline request that is larger than half of the quota starts only if the key has no tokens in flight.
         most = limit // 2 if offline and usage.tokens_in_flight else limit
         if usage.tokens_in_flight + num_tokens <= most:
             return

@@ -17,10 +17,10 @@ class AdmissionControl:
 
     The scheduler reports how many positions were free after how many submissions of the stream. Each later submission
     takes one of these positions. Other gateways take positions too, and requests leave the queue. So a report that was
-    not renewed for a while says nothing. Then only one limit is certain: no more requests go out at once than the
-    largest number ever reported.
+    not renewed between two ticks says nothing. Until the next report, each tick then sets the number of free positions
+    to the largest number that was reported on this stream.
 
-    A request takes a position from `enter` on, because the requests of one moment enter before the first is submitted.
+    A request takes a position from `enter` on: many requests may enter before the first of them is submitted.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class AdmissionControl:
     def new_stream(self) -> None:
         """Forget the last stream's reports."""
         self._sent = self._seen = 0  # submissions
-        self._free: int | None = None  # None: the scheduler reports nothing
+        self._free: int | None = None  # None: no report has come on this stream
         self._last_report = 0, 0
         self._most_free = 0
         self._is_fresh = False

@@ -34,7 +34,7 @@ class ParseLimiter:
 
     @property
     def is_full(self) -> bool:
-        """As many requests wait as may wait. The caller rejects the next request."""
+        """The largest allowed number of requests waits. The caller rejects the next request."""
         return len(self._waiting) >= self._max_waiting
 
     async def wait_turn(self, check: Check = lambda: None, *, num_bytes: int = 0) -> None:

@@ -18,12 +18,12 @@ from services.gateway.openai.format import Envelope
 
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 _NOT_ENDED: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-# A stream without events for this long gets a ping, so that no proxy takes it for dead.
+# A stream gets a ping after this long without events, or up to twice as long. Otherwise a proxy may close it.
 PING_S = 15.0
 
 
 class _MessageAnswer(RunningAnswer):
-    """`max_tokens`: as the request has it."""
+    """`max_tokens`: the limit that the request sets. The generation's limit is lower if the context ends before."""
 
     def __init__(self, reading: Reading, envelope: Envelope, *, max_tokens: int, request_id: str) -> None:
         super().__init__(reading, envelope)

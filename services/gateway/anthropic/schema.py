@@ -107,7 +107,8 @@ def _describe_types(schema: dict[str, Any]) -> None:
 
 
 class Block(_OpenPart):
-    """A content block. Fields that its type does not have are not looked at."""
+    """A content block. A field of another block type must have a valid form and is ignored; `content` must be
+    empty."""
 
     model_config = ConfigDict(json_schema_extra=_describe_types)
 
@@ -204,7 +205,7 @@ class MessageTool(ClosedPart):
 
 
 class CallChoice(ClosedPart):
-    """Which calls the answer must have."""
+    """Whether the answer may or must call a tool, and which tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -267,7 +268,7 @@ def _describe_unserved(schema: dict[str, Any]) -> None:
 
 
 class MessagesRequest(BaseModel):
-    """POST /v1/messages; without `max_tokens` POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages, and of POST /v1/messages/count_tokens, which needs no `max_tokens`."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", hide_input_in_errors=True, json_schema_extra=_describe_unserved
@@ -339,7 +340,7 @@ def read_request(body: Any, max_model_len: int) -> MessagesRequest:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Turns of one role that follow each other are one turn, as Anthropic has it; many templates refuse two."""
+    """Turns of one role that follow each other become one turn, as at Anthropic. Many templates refuse such turns."""
     merged: list[Message] = []
     for _, same_role in groupby(messages, key=lambda message: message.role):
         first, *more = same_role
@@ -392,7 +393,7 @@ def _check_tools(request: MessagesRequest) -> None:
 
 
 def _check_last(request: MessagesRequest) -> None:
-    """A last message of the assistant is continued, so it must have text at its end."""
+    """A last message of the assistant is continued, so it must have text and no tool calls."""
     last = request.messages[-1]
     if last.role != "assistant":
         return

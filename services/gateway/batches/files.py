@@ -19,7 +19,7 @@ MAX_LINES = 50_000  # OpenAI's limit of a batch
 MAX_FILES = 1000  # of one owner
 MAX_NAME_CHARS = 255
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
-_KINDS: tuple[DocumentKind, ...] = ("file", "batch")  # a batch has the bytes of its results until they are in files
+_KINDS: tuple[DocumentKind, ...] = ("file", "batch")  # a batch counts the bytes of its results until files have them
 # The label of a file that is being written. It counts for the owner, is shown to no client, and expires if its gateway
 # dies.
 _WRITING, _WRITING_S = "writing", 3600.0
@@ -27,8 +27,8 @@ _WRITING, _WRITING_S = "writing", 3600.0
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """The limits of files. `max_bytes`: of one file. `max_owner_bytes`: of all files of one owner. `ttl_s`: until a
-    file is deleted."""
+    """The limits of files. `max_bytes`: of one file. `max_owner_bytes`: of all files of one owner and the results of
+    its running batches. `ttl_s`: until a file is deleted."""
 
     max_bytes: int = 200 * 2**20
     max_owner_bytes: int = 2 * 2**30
@@ -171,8 +171,8 @@ class Files:
             yield Line(number, bytes(text))
 
     async def check_usage(self, owner: str, param: str, more_bytes: int = 0) -> None:
-        """Raises ApiError 413 if the owner's files exceed a limit, with those that are being written, and with so many
-        more bytes."""
+        """Raises ApiError 413 if the owner's files, with `more_bytes` more, exceed a limit. Files that are being
+        written count, too."""
         what = ""
         if (await self._store.usage("file", owner)).num_documents > MAX_FILES:
             what = f"all your files together may be at most {MAX_FILES} files"
@@ -184,7 +184,7 @@ class Files:
             raise ApiError(413, message, param=param, code="files_limit_exceeded")
 
     async def exceed_bytes(self, owner: str, more_bytes: int = 0) -> bool:
-        """Whether the owner's files and the results of its running batches, with so many more bytes, are above the
+        """Whether the owner's files and the results of its running batches, with `more_bytes` more, are above the
         limit."""
         sizes = [(await self._store.usage(kind, owner)).num_bytes for kind in _KINDS]
         return sum(sizes) + more_bytes > self.limits.max_owner_bytes

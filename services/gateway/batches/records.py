@@ -16,7 +16,8 @@ BatchStatus = Literal[
 Event = Literal["valid", "invalid", "cancel", "run", "expire", "lose", "finish"]
 # Lines that were not run get an error of this code in the error file.
 Unrun = Literal["", "batch_expired", "batch_cancelled", "api_key_revoked", "input_file_lost", "files_limit_exceeded"]
-# The statuses are OpenAI's. `run`: every line has a result. `finish`: the files are written.
+# The statuses are OpenAI's. `run`: every line has a result, or no further lines are run because the key was revoked or
+# the owner's files reached their limit. `finish`: the files are written.
 TRANSITIONS: dict[tuple[BatchStatus, Event], BatchStatus] = {
     ("validating", "valid"): "in_progress",
     ("validating", "invalid"): "failed",
@@ -30,7 +31,7 @@ TRANSITIONS: dict[tuple[BatchStatus, Event], BatchStatus] = {
     ("finalizing", "finish"): "completed",
 }
 ENDED: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
-# How a batch ends if not all of its lines were run, instead of as the table says.
+# A batch with lines that were not run for one of these reasons ends with this status, and not with that of the table.
 _ENDS: dict[Unrun, BatchStatus] = {"batch_expired": "expired", "input_file_lost": "failed"}
 # The field that has the time of a status. `validating` has no field: it begins at `created_at`.
 _TIMES: dict[BatchStatus, str] = {
@@ -50,8 +51,9 @@ class Counts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
     """A stored batch. `model`: the model of the gateway that made the batch. `times`: by the names of their fields.
-    `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `unrun`: why some lines were not run.
-    `num_bytes`: of the results that are in no file yet, without those of about the last second."""
+    `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `kept_s`: how long the batch is stored
+    after its completion window. `unrun`: why some lines were not run. `num_bytes`: of the results that are in no file
+    yet, without those of about the last second."""
 
     name: DocumentName
     model: str
@@ -134,7 +136,8 @@ class BatchRecord:
 
 
 def new_batch(name: DocumentName, model: str, request: BatchRequest, now_s: float, ttl_s: float) -> BatchRecord:
-    """A batch that a client asks for. `ttl_s`: of files, and of the batch after its window."""
+    """A batch that a client asks for. `ttl_s`: how long the batch is stored after its window, and its output files
+    unless the request says otherwise."""
     expiry = request.output_expires_after
     fields = request.model_dump(exclude={"output_expires_after"})
     return BatchRecord(name, model, fields, now_s, expiry.seconds if expiry is not None else ttl_s, ttl_s)

@@ -44,7 +44,9 @@ _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 _HELD_BYTES = 32 * 2**20
 _UNKNOWN_ID = ""  # custom_id of a line that this gateway cannot parse; results are in the order of the lines
 _WRITTEN = 256  # results of lines that were not run, in one write
-_CHECKED_BYTES = 2**20  # of results, between two checks of the owner's limit: Redis reads all documents for a check
+# Bytes of results between two checks of the owner's limit. With Redis, a check asks for the size of each document of
+# the owner.
+_CHECKED_BYTES = 2**20
 _EVENTS: dict[Unrun, Event] = {
     "": "run",
     "batch_expired": "expire",
@@ -57,7 +59,7 @@ _EVENTS: dict[Unrun, Event] = {
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """What all runs of a gateway share. `endpoints`: by path. `slots`: lines of all batches that may be in flight.
-    `lines`: of one batch. `held`: the bytes of all lines in flight."""
+    `lines`: the same limit for one batch. `held`: limits the bytes of all lines in flight."""
 
     gateway: Gateway
     store: DocumentStore
@@ -88,11 +90,12 @@ class BatchRun:
 
     def end_turn(self) -> None:
         """Begin no further line. Lines in flight end first: a line may take longer than a turn, and would begin again
-        in each one."""
+        in each turn."""
         self._turn_is_over = True
 
     async def run(self) -> None:
-        """Bring the batch to its end. Raises ApiError 503 if the store fails: then it can be begun again."""
+        """Bring the batch to its end. Raises ApiError 503 if the store fails or a line has no result: then the run can
+        be begun again. Raises ApiError 404 if the batch is deleted."""
         await self.look()
         if self.batch.status == "validating":
             await self._validate()
@@ -103,8 +106,8 @@ class BatchRun:
         _log.info("a batch has ended", id=self.batch.name.id, status=self.batch.status, **self.batch.counts._asdict())
 
     async def look(self) -> None:
-        """Call this about once a second. Notices that the batch was cancelled or has expired, and stores how far it
-        is."""
+        """Call this about once a second. Notices that the batch was cancelled or has expired, or that the owner has no
+        room for more results. Stores how far the batch is."""
         await self._change(None)
         if self.batch.status == "cancelling":
             self._stop("batch_cancelled")
@@ -320,7 +323,7 @@ class BatchRun:
                 await self._files.write(name.owner, file_id, f"{name.id}_{what}.jsonl", batch.ttl_s, chunks)
                 if usage is not None:
                     outcome["usage"] = usage.shown()
-        self._num_bytes = 0  # the files count from now on
+        self._num_bytes = 0  # from now on the bytes of the output files count instead
         if await self._change("finish", outcome=outcome, unrun=unrun):
             await self._store.drop_pieces(name)
 

@@ -37,7 +37,7 @@ Metadata = Annotated[dict[str, str], AfterValidator(_metadata)]
 
 
 class ExpiresAfter(ClosedPart):
-    """`seconds` after a file was made, it is deleted."""
+    """A file is deleted `seconds` after it was made."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]

@@ -1,7 +1,8 @@
 """All batches of a gateway: makes, finds and cancels them, and runs those that it has the lease of.
 
-A batch waits in the store with a lease that is over, as an abandoned response does. A gateway that serves its model
-claims it, and renews the lease each second. If the gateway dies, the lease ends, and the next gateway goes on.
+A waiting batch has an expired lease in the store, as an abandoned response has. A gateway that serves the batch's model
+claims the batch, and renews the lease each second. If the gateway dies, the lease expires, and another gateway takes
+over.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MAX_UNFINISHED = 100  # batches of one owner
 
 
 class Batches:
-    """`store` None: there are no files and no batches. `lines`: of one batch in flight. `all_lines`: of all batches
-    here."""
+    """`store` None: there are no files and no batches. `lines`: how many lines of one batch may be in flight.
+    `all_lines`: the same limit for all batches of this gateway."""
 
     def __init__(
         self,
@@ -109,7 +110,8 @@ class Batches:
         return [stored_batch(each) for each in await self._shared.store.page("batch", owner, (), after=last, most=most)]
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
-        """End a batch. The gateway that runs it notices within a second. Raises ApiError 400 if it has ended."""
+        """End a batch. The gateway that runs it notices within about a second. Raises ApiError 404 if this owner has
+        no batch with this id, and 400 if the batch has ended or its files are being written."""
         while True:
             batch = await self.find(owner, batch_id)
             if batch.status == "cancelling":
@@ -125,7 +127,7 @@ class Batches:
                 return cancelled
 
     async def delete_file(self, file: StoredFile) -> None:
-        """Delete a file. Raises ApiError 409 while a batch reads it."""
+        """Delete a file. Raises ApiError 409 while the file is the input of a batch that has not ended."""
         store, owner = self._shared.store, file.name.owner
         for batch_id in await store.unfinished("batch", owner):
             document = await store.get(DocumentName("batch", owner, batch_id))
@@ -163,7 +165,8 @@ class Batches:
                 _log.warning("a batch was not looked at", id=run.batch.name.id, error=error.message)
 
     async def _take_some(self) -> None:
-        """Take one batch of each owner. An owner without a run goes first. Owners take turns if they are too many."""
+        """Take one batch of each owner. An owner without a run goes first. If more than _MOST_OWNERS owners
+        wait, those that have waited longest go first."""
         if not self.gateway.ready:
             return
         for name in [name for name, (run, _) in self._runs.items() if run.is_idle]:
@@ -196,7 +199,7 @@ class Batches:
             found[1].cancel()
             await asyncio.wait([found[1]])
         await self._give_back([name])
-        _log.info("a batch waits for one of another key", id=name.id)
+        _log.info("a batch waits, so that a batch of another key can run", id=name.id)
 
     async def _give_back(self, names: Sequence[DocumentName]) -> None:
         """Let any gateway take these batches at once. Their tasks must have ended."""

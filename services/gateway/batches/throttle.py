@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 15.0
 _TURN_BYTES = 32 * 1024  # of the lines of one turn of the event loop
-_SHORT_BYTES = 2048  # a line counts at least so many
+_SHORT_BYTES = 2048  # added to the bytes of each line, because a short line takes time, too
 
 
 class Throttle:

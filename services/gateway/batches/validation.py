@@ -16,7 +16,7 @@ MAX_ERRORS = 100  # of one batch that are shown
 
 
 class InputCheck:
-    """The lines of one batch. `errors` has the first MAX_ERRORS of them."""
+    """Checks the lines of one batch. `errors`: the first MAX_ERRORS errors of them."""
 
     def __init__(self, gateway: Gateway, endpoint: str) -> None:
         self._gateway = gateway
@@ -73,7 +73,7 @@ class InputCheck:
 
 
 async def parse_line(gateway: Gateway, line: Line) -> BatchLine:
-    """The request of a line. Raises ApiError 400."""
+    """The request of a line. Raises ApiError 400, and 503 if the process that parses large lines has died."""
     if line.text is None:
         message = f"the line is larger than {gateway.max_body_bytes} bytes (--max-body-bytes)"
         raise invalid(None, message, code="line_too_large")

@@ -26,8 +26,8 @@ def embedding_info(gateway: Gateway) -> common_pb2.EmbeddingInfo:
     if model is not None and model.HasField("embedding"):
         return model.embedding
     message = (
-        f"the model {gateway.model_name!r} generates text and makes no embeddings; checkpoints of embedding models do "
-        "(with a modules.json, or with --pooling)"
+        f"the model {gateway.model_name!r} generates text and makes no embeddings; use the checkpoint of an embedding "
+        "model (with a modules.json, or with --pooling)"
     )
     raise invalid("model", message, code="no_embedding_model")
 
@@ -81,7 +81,8 @@ def embedding_job(
 
 
 async def vector_of(generation: Generation, info: common_pb2.EmbeddingInfo, dimensions: int | None = None) -> Vector:
-    """Wait for the vector of an embedding_job(), and cut it to `dimensions`. Raises what Generation.next raises."""
+    """Wait for the vector of an embedding_job(), and cut it to `dimensions`. Raises what Generation.next raises, and
+    ApiError 500 for a vector of another size."""
     while generation.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
         await generation.next()
     vector = np.frombuffer(generation.run.live.embedding, "<f4")

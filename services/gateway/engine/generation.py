@@ -14,7 +14,8 @@ from services.gateway.engine.sequence_run import FINISH_NAMES, SequenceRun, sche
 from services.gateway.parsing.reasoning import ReasoningCounter
 from services.gateway.text.detokenizer import TextStream
 
-# After a stop string, the answer waits this long for the scheduler's Ending, which has the count of cached tokens.
+# After a stop string, the answer waits at most this long for the scheduler's Ending, which has the count of cached
+# tokens.
 _ENDING_WAIT_S = 0.25
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -66,7 +67,7 @@ class Generation:
         )
         # Why the sequence ended; 0 (unspecified) while it runs.
         self.finish_reason: common_pb2.FinishReason.ValueType = _RUNNING
-        # Known after the scheduler's Ending; None if we ended the request ourselves.
+        # From the scheduler's Ending. None before it, and if no Ending comes in the short wait after a stop string.
         self.cached_tokens: int | None = None
         # The tokens of the last piece.
         self.token_ids: list[int] = []
@@ -109,8 +110,9 @@ class Generation:
 
     @property
     def prompt_scored(self) -> list[ScoredToken]:
-        """All prompt tokens but the first, with their log probabilities, if the client asks for them and an output
-        token has arrived."""
+        """All prompt tokens but the first, with their log probabilities; empty if the client does not ask for them.
+        Read this only after an output token has arrived. Before that, some log probabilities may be missing, which
+        raises KeyError."""
         positions = range(1, len(self.job.prompt_ids)) if self._live.prompt_scores else ()
         return scored([self.job.prompt_ids[i] for i in positions], [self._live.prompt_scores[i] for i in positions])
 
@@ -131,8 +133,8 @@ class Generation:
     async def next(self, limit: int | None = None) -> str:
         """Wait for tokens or the end, and return the text that can be shown now (perhaps "").
 
-        `limit`: read at most this many tokens of the sequence. Raises ApiError if the request failed, and the error
-        given to `interrupt`.
+        `limit`: do not read beyond this many tokens of the whole sequence. Raises ApiError if the request failed, and
+        the error given to `interrupt`.
         """
         live, begun = self._live, self._taken
         if len(live.tokens) == begun and live.ending is None and self._interrupt is None:

@@ -20,8 +20,9 @@ MAX_KEY_CHARS = 255
 class RequestKey:
     """A client's name for a request, unique within its tenant and owner. `fingerprint`: differs if the requests differ.
 
-    `owner`: the name of the API key, "" without keys. Answers, seeds and stored requests of another owner differ, so no
-    API key can read or resume the requests of another API key, at any gateway.
+    `owner`: the name of the API key, "" without keys. With the same idempotency key, another owner gets another
+    answer id, other seeds and another stored request. So no API key can read or resume the requests of another API key,
+    at any gateway.
     """
 
     tenant: str

@@ -19,8 +19,8 @@ class LiveRequest:
     """A request from its submission until it has ended, over all attempts.
 
     `tokens`: all output that has arrived, over all attempts. The consumer sets `wake`, which is called on news.
-    `metadata`: a submission with the fields that do not change from attempt to attempt; the deadline counts from
-    `submitted_s`.
+    `metadata`: a submission with the fields that do not change from attempt to attempt; `deadline_s`
+    and `ttft_slo_s` count from `submitted_s`.
     """
 
     handle: int
@@ -69,7 +69,7 @@ class LiveRequest:
         return submission
 
     def unseen_ending(self) -> inference_pb2.Ending | None:
-        """The ending of a request that has nothing left to generate; None for any other request."""
+        """The ending of a request that is cancelled or has nothing left to generate; None for any other request."""
         if self.cancelled:
             return ABORTED
         if self.embedding or (self.tokens and self.tokens[-1] in self.final_tokens):

@@ -105,7 +105,7 @@ class LogprobFormat:
         return named
 
     def _advance(self, token_id: int) -> int:
-        """Where the token begins, in characters. A token that only continues a character has that character's offset
+        """Where the token begins, in characters. A token that begins inside a character has that character's offset
         plus one."""
         offset = self.offset + bool(self._decoder.getstate()[0])
         self.offset += len(self._decoder.decode(self._shown_bytes(token_id)))
@@ -116,7 +116,7 @@ def echoed_logprobs(shape: LogprobFormat, first: int, others: Sequence[ScoredTok
     """The `logprobs` object of a prompt in a completion; null for the first token, which has no predecessor."""
     shaped = shape.shape([ScoredToken(first, 0.0, ()), *others])
     shaped["token_logprobs"][0] = shaped["top_logprobs"][0] = None
-    # Some tokenizers drop the space before the first word of a text.
+    # Some tokenizers drop the space of the first token from the text. Then the tokens have more characters.
     missing = max(0, shape.offset - len(echo.text))
     shaped["text_offset"] = echo.offsets or [max(0, offset - missing) for offset in shaped["text_offset"]]
     return shaped

@@ -1,4 +1,4 @@
-"""Checks and completes what a client asks for. Both APIs make their jobs for the scheduler here."""
+"""Checks and completes what a client asks for. All APIs that generate text make their jobs for the scheduler here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_SAMPLES = 64  # per prompt
-# The scheduler's limits. They apply here too, because submissions of several requests share one message.
+# The scheduler's limits. The gateway checks them too, because submissions of several requests share one message.
 MAX_RETENTION_RANGES = 64
 MAX_LENGTH_PENALTY = 10.0
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -62,8 +62,8 @@ class GenerateJob:
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
     final_tokens: frozenset[int]
-    token_bytes: Callable[[int], bytes]  # one token alone
-    shown_bytes: Callable[[int], bytes]  # one token in the text
+    token_bytes: Callable[[int], bytes]  # the bytes of a token
+    shown_bytes: Callable[[int], bytes]  # what a token adds to the text: nothing if it is a hidden special token
     new_detokenizer: Callable[[], Detokenizer]  # for output after the prompt
     arrival_s: float
     include_stop: bool = False  # whether the text contains the stop string or token
@@ -81,7 +81,7 @@ class RequestBuilder:
     """Turns prompts and sampling choices into jobs.
 
     `worker_model` gives the ModelInfo of the running workers, if known. It has precedence over config.json.
-    `max_model_len` limits both.
+    `max_model_len`: an upper limit of the context length that either of them gives.
     """
 
     def __init__(
@@ -362,8 +362,9 @@ def check_copies(sampling: common_pb2.SamplingParams, count: int) -> None:
     if count * (sampling.ByteSize() + _BIAS_BYTES * len(sampling.logit_bias)) > _MAX_COPIED_BYTES:
         raise invalid(
             "n",
-            f"n: {count} sequences for all prompts are too many with so large a logit_bias, list of bad_words or "
-            "allowed_token_ids, or grammar, of which each sequence has a copy; send several requests",
+            f"n: all prompts together ask for {count} sequences. Each gets a copy of logit_bias, bad_words, "
+            f"allowed_token_ids and the grammar, and all copies may take at most {_MAX_COPIED_BYTES >> 20} MiB; "
+            "send several requests",
         )
 
 
@@ -376,7 +377,8 @@ def check_samples(n: int | None, best_of: int | None, stream: bool) -> tuple[int
     if best_of < n:
         raise invalid("best_of", f"best_of must be at least n ({n}), not {best_of}")
     if best_of > n and stream:
-        raise invalid("best_of", "which samples are the best is known in the end only: stream needs best_of equal to n")
+        message = f"best_of must be n ({n}) with stream, because the best samples are known only at the end"
+        raise invalid("best_of", message)
     return n, best_of
 
 

@@ -82,7 +82,7 @@ class _Kept:
 
     @property
     def final_error(self) -> ApiError | None:
-        """The error of a run that would fail again."""
+        """The error of a run that ended with an internal error; None if no run did."""
         return next((final_error for run in self.runs if (final_error := run.final_error) is not None), None)
 
     @property

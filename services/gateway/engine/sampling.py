@@ -130,7 +130,7 @@ def refuse_for_beams(choices: SamplingChoices) -> None:
     neutral |= {"logprobs": (), "prompt_logprobs": ()}
     for name, values in neutral.items():
         if (numbers[name] if name in numbers else getattr(choices, name)) not in (None, *values):
-            raise invalid(name, f"{name}: beam search does not sample, and knows no such thing; leave it out")
+            raise invalid(name, f"{name}: beam search does not sample, so it has no such option; leave it out")
     if choices.stop:
         raise invalid("stop", "beam search knows no stop strings; use stop_token_ids")
 
@@ -159,7 +159,7 @@ def _checked(value: float, param: SamplingParam, name: str) -> float:
 
 def _seed(choices: SamplingChoices, names: FieldNames) -> int:
     if choices.seed is None:
-        # The seed is chosen once, so that a repetition of the request gets the same tokens.
+        # The seed is chosen once, so that the request gets the same tokens when it is submitted to a scheduler again.
         return random.getrandbits(64)
     if not -(2**63) <= choices.seed < 2**64:
         raise invalid(names.of("seed"), f"{names.of('seed')} must fit into 64 bits")

@@ -116,7 +116,7 @@ class SequenceRun:
 
     @property
     def final_error(self) -> ApiError | None:
-        """The error with which the sequence ended, if a repetition would end the same way."""
+        """The error with which the sequence ended, if it is an internal error (see is_final); None otherwise."""
         ending = self.live.ending
         if ending is None or not self.failed:
             return None
@@ -131,20 +131,22 @@ class SequenceRun:
 
     @property
     def times(self) -> RunTimes:
-        """The times of a run that has ended, as the scheduler reports them. If a scheduler was lost or sent no report,
-        they are computed from when tokens reached the gateway. Then `prompt_s` includes the time in the queue."""
+        """The times of a run that has ended, as the scheduler reports them. If the run was submitted again, or the
+        scheduler sent no report, they are computed from when readers got the tokens. Then `prompt_s` includes the time
+        in the queue."""
         if (timing := self.timing) is not None and not self.num_resubmissions:
             return RunTimes(timing.queue_s, timing.prefill_s, timing.decode_s)
         return RunTimes(None, self.ttft_s, None if self._first_s is None else self._last_s - self._first_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """From the request's arrival to the first token that a reader has read; None before it."""
+        """From the request's arrival to the first token that a reader has read. None before it, and for a run that
+        continues output of another run (`GenerateJob.delivered`)."""
         return None if self._first_s is None else self._first_s - self.job.arrival_s
 
     @property
     def num_resubmissions(self) -> int:
-        """How often the run went to another scheduler, because one was lost."""
+        """How often the run was submitted again, because the stream to the scheduler had ended."""
         return max(self.live.attempt - 1, 0)
 
     @property

@@ -45,8 +45,9 @@ def _away() -> ApiError:
 class SchedulerSession:
     """Submits requests to the scheduler and wakes their consumers.
 
-    All submissions and cancellations of one event-loop turn travel in one message. A broken stream is reopened after
-    50 ms to 1 s, and all unfinished requests are submitted again.
+    All submissions and cancellations of one event-loop turn travel in one message, or in several if the submissions
+    take more than 4 MiB. A broken stream is reopened after 50 ms to 1 s (±20 %), and all unfinished requests are
+    submitted again.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class SchedulerSession:
 
     @property
     def ready(self) -> bool:
-        """The scheduler is connected and accepts work."""
+        """The scheduler is connected and accepts work, and the workers have the gateway's model."""
         status = self._core.status
         return not self._closing and self._core.opened and status is not None and status.ready and not self.mismatch
 
@@ -127,7 +128,8 @@ class SchedulerSession:
 
     @property
     def load(self) -> inference_pb2.SchedulerLoad | None:
-        """The load of all workers, at most 0.25 s old while heartbeats arrive; None before the first one."""
+        """The load of all workers by online requests, at most 0.25 s old while heartbeats arrive; None until the
+        connected scheduler has sent one."""
         return self._core.load
 
     @property
@@ -332,7 +334,7 @@ class SchedulerSession:
                 received_us = now_us() if self.trace.recording else 0
                 self._wake(touched := core.receive(response))
                 if received_us and touched:
-                    self.trace.told(received_us, len(touched))
+                    self.trace.message(received_us, len(touched))
                 if core.model is not None:
                     self._model_told.set()
                 # The core knows what to send now: submissions after the opening, acknowledgements.

@@ -14,11 +14,12 @@ _SERVER_TIMING = (("queue", "queue_ms"), ("prompt", "prompt_ms"), ("predicted", 
 
 
 def timings(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Over all sequences of an answer that has ended: sums of tokens and preemptions, the longest times.
+    """Over all sequences of an answer that has ended: sums of tokens and preemptions, the longest times, and the
+    largest number of restarts.
 
     Names and meanings are those of llama.cpp's server (tools/server/README.md) up to `predicted_per_second`: `cache_n`
     counts prompt tokens with reused KV, `prompt_n` the computed ones, `predicted_n` output tokens. A time is null if no
-    service knows it, and a rate is null without tokens or time.
+    service knows it. A quotient is null if its time is null or its divisor is 0.
     """
     prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt share it
     cached = sum(g.cached_tokens or 0 for g in prompts)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 class ClosedPart(BaseModel):
     """An object inside a request. A field that it does not have is refused with its path (as_api_error), so that a
-    misspelled field is not ignored. null is accepted in any field, as at the top of a request."""
+    misspelled field is not ignored. An unknown field with the value null is dropped, as at the top of a request."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 

@@ -1,8 +1,8 @@
 """Fields of OpenAI, vLLM and other servers that are not served here: refused by name, or ignored on purpose. A field in
 no table is refused, as by OpenAI, so that a misspelled field is not ignored.
 
-Tests compare the tables with vLLM's request classes and OpenAI's specification, so that all of their fields are known,
-and with docs/unserved-fields.md, which shows them.
+Tests compare the tables with vLLM's request classes and OpenAI's specification, so that all of their fields are known.
+Tests also compare the tables with docs/unserved-fields.md, which shows them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ IGNORED_TYPES: dict[str, type] = {
     "user_profile_id": str,
 }
 _JSON_TYPES: dict[type, str] = {bool: "boolean", dict: "object", int: "integer", str: "string"}
-# The same for objects inside a request, by their paths.
+# Refused fields of messages, and ignored fields of all objects inside a request, by their paths.
 REFUSED_IN_MESSAGES: tuple[str, ...] = ("audio", "function_call", "task", "tools")
 IGNORED_INSIDE: dict[str, str] = {
     "messages.refusal": "says why the assistant refused; no template shows it",

@@ -13,7 +13,8 @@ from services.gateway.parsing.grammar import CallGrammars, behind_reasoning
 from services.gateway.parsing.reasoning import thinking_at, thinking_in
 from services.gateway.parsing.reply import ReplyFormat
 
-# The last tokens of a prompt, in which an opening or closing tag of the reasoning may be spelled out, with white space.
+# So many tokens at the end of a prompt hold the opening or closing tag of the reasoning, if the prompt ends with one. A
+# tag may take several tokens, and white space may follow.
 NUM_PROMPT_END = 16
 
 
@@ -36,7 +37,7 @@ def reply_format(
     """How to read the output; None if all of it is content. `prompt_end`: the text of the prompt's last tokens.
     `continued`: the text of a last message that the output continues.
 
-    Raises ApiError 400 if the model's format of tool calls is unknown.
+    Raises ApiError 400 if the answer may call tools, none is forced, and the model's format of calls is unknown.
     """
     callable_tools = chosen(use.tools, use.choice)
     thinking = None

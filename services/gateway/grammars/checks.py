@@ -71,8 +71,8 @@ class GrammarChecks:
     ) -> str:
         """The value for SamplingParams.grammar of a request that samples so many sequences.
 
-        Raises ApiError 400 if the structure has a mistake or is above a limit, 429 if too many trials wait, and Gone if
-        `gone()` while the request waits. A trial without a waiting request is ended.
+        Raises ApiError 400 if the structure has a mistake or is above a limit, 429 if too many trials wait, 503 if the
+        trial did not finish, and Gone if `gone()` while the request waits. A trial without a waiting request is ended.
         """
         check_size(structure)
         key = structure.kind, structure.text, structure.any_whitespace, structure.prefix
@@ -123,7 +123,8 @@ class GrammarChecks:
         return trial
 
     def _evict_trial(self, tenant: str) -> None:
-        """Refuse the newest trial of the tenant with the most trials. Raises ApiError 429 if that is this tenant."""
+        """Refuse the newest waiting trial of the tenant with the most. Raises ApiError 429 if this tenant, with one
+        trial more, would have at least as many."""
         full = ApiError(429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1)
         largest = max(self._queues, key=lambda name: len(self._queues[name]))
         if len(self._queues[largest]) <= len(self._queues.get(tenant, ())) + 1:

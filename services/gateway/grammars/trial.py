@@ -5,8 +5,8 @@ a few tokens under limits on CPU time and memory. At a limit only the fork dies.
 it.
 
     stdin   a message per trial: [kind, text, any_whitespace, prefix] of a structure, as JSON
-    stdout  a message per trial: {"grammar": …}, {"refused": …}, or {"unfinished": …} if something other than its limits
-            has ended it
+    stdout  a message per trial: {"grammar": …, "mask_us": …}, {"refused": …}, or {"unfinished": …} if something other
+            than its limits has ended it
 
 A message is its length in 4 bytes, little-endian, and then its bytes. The end of stdin ends the process.
 """

@@ -115,7 +115,7 @@ class Engine:
             yield chunk
 
     def load_fields(self) -> dict[str, Any]:
-        """The fields of SchedulerLoad that both contracts have."""
+        """The fields that the SchedulerLoad messages of both contracts have."""
         metrics = self.gateway.metrics
         hit_rate = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
         tokens_per_s = self._throughput.per_s(time.monotonic())

@@ -116,7 +116,8 @@ class Throughput:
 
 
 def load_fields(load: SchedulerLoad | None, *, tokens_per_s: float, hit_rate: float) -> dict[str, Any]:
-    """The fields of SchedulerLoad that the contracts have in common. All workers together are one engine."""
+    """The fields that the SchedulerLoad messages of the contracts have in common, from Paceline's own `load`. All
+    workers together are one engine."""
     load = load or SchedulerLoad()
     usage = load.num_used_blocks / load.num_blocks if load.num_blocks else 0.0
     return {

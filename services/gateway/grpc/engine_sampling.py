@@ -59,7 +59,7 @@ def numbers(message: Message, zeros: frozenset[str] = frozenset()) -> dict[str, 
 
 
 def vllm_choices(params: vllm.SamplingParams) -> SamplingChoices:
-    """Of a request to vLLM's engine. Raises ApiError 400."""
+    """The choices of a request to vLLM's engine. Raises ApiError 400."""
     refuse_set(params, ("truncate_prompt_tokens",), _PREFIX)
     return SamplingChoices(
         numbers=numbers(params),
@@ -78,7 +78,7 @@ def vllm_choices(params: vllm.SamplingParams) -> SamplingChoices:
 
 
 def sglang_choices(request: sglang.GenerateRequest) -> SamplingChoices:
-    """Of a request to SGLang's scheduler. Raises ApiError 400."""
+    """The choices of a request to SGLang's scheduler. Raises ApiError 400."""
     params = request.sampling_params
     refuse_set(params, ("custom_params",), _PREFIX)
     if params.HasField("stream_interval") and params.stream_interval != 1:

@@ -11,7 +11,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 
 
 class EngineStubs:
-    """Each call ends with UNIMPLEMENTED, and says what to do instead."""
+    """Each call ends with UNIMPLEMENTED. The message says why, or what to use instead."""
 
     async def FlushCache(self, request: smg.FlushCacheRequest, context: _Context) -> smg.FlushCacheResponse:
         """Not served."""

@@ -27,9 +27,10 @@ _log = get_logger(__name__)
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 VERSION = "1"  # of the model
-# Streams that are open at once. No other limit holds for the memory of messages that streams receive.
+# At most so many streams are open at once, and fewer if the memory limit for bodies holds fewer bodies of the largest
+# size. Nothing else limits the memory of the messages that streams receive.
 MAX_STREAMS = 256
-# Requests of one stream that run at once. Further messages of the stream wait unread.
+# Requests of one stream that run at once. Of further messages, one is read and waits; the others wait unread.
 MAX_STREAMED = 64
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 # Fields of the HTTP API that have no place in the answers of this protocol, or are given in another way.

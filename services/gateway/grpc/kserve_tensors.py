@@ -12,7 +12,7 @@ import orjson
 from paceline.third_party import kserve_inference_pb2 as pb
 from services.gateway.errors import invalid
 
-MAX_PARAMETERS_BYTES = 2**20  # of sampling_parameters
+MAX_PARAMETERS_BYTES = 2**20  # characters of sampling_parameters
 # Entries of a request's lists, checked before any loop over them: 1,000,000 outputs took the event loop 1.5 s. This
 # server knows fewer than 100 parameters, 5 inputs and 3 outputs.
 MAX_PARAMETERS, MAX_TENSORS = 256, 16

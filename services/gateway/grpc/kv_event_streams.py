@@ -43,7 +43,9 @@ class KvEventStreams:
         if self._closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
         if len(self._calls) >= MAX_SUBSCRIBERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SUBSCRIBERS} subscribers are here already")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {MAX_SUBSCRIBERS} subscribers, which is the limit"
+            )
         translator = KvEventTranslator()
         key = [(name, value) for name, value in context.invocation_metadata() or () if name in _CREDENTIALS]
         async with open_channel(self._target, tls=self._tls) as channel:  # a new channel has the newest certificates

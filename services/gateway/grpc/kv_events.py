@@ -1,7 +1,7 @@
 """The cache's events in the form of smg's contracts. All workers together are one engine.
 
-A block may be on several workers, and on a worker in device and in host memory. A router sees the block stored with its
-first copy, and removed with its last copy.
+A block may be on several workers, and on a worker in device and in host memory. A router is told that a block is stored
+when its first copy is stored, and that it is removed when its last copy is removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from paceline.third_party import smg_common_pb2 as smg
 from paceline.v1 import cache_pb2
 
-# Events in one message of a snapshot. An event has a run of blocks.
+# Events in one message of a snapshot, at most. A stored event has a run of consecutive blocks.
 _CHUNK_EVENTS = 64
 _SIGN = 2**63
 
@@ -39,7 +39,7 @@ class KvEventTranslator:
     """Translates the events of one WatchEvents stream. A stream begins with a snapshot.
 
     A batch has the number of the cache's event, also if the event changes nothing for a router, so numbers have no gap.
-    The last message of a snapshot has the number of the snapshot, and the messages before it have the numbers before.
+    The last message of a snapshot has the number of the snapshot, and the messages before it have the numbers below.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class KvEventTranslator:
         self._num_events = 0
 
     def take(self, response: cache_pb2.WatchEventsResponse) -> list[smg.KvEventBatch]:
-        """The batches for one message of the cache. None of them before a snapshot is complete. Raises NoTokens."""
+        """The batches for one message of the cache. No batches until a snapshot is complete. Raises NoTokens."""
         match response.WhichOneof("event"):
             case "snapshot":
                 return self._take_snapshot(response)
@@ -89,7 +89,7 @@ class KvEventTranslator:
         ids, held = stored.prefix_ids, self._held[stored.worker, stored.tier]
         tokens = np.frombuffer(stored.token_ids, "<i4")
         if not ids or not len(tokens) or len(tokens) % len(ids):
-            return []  # blocks of unequal size, which no cache sends
+            return []  # no blocks, no tokens, or blocks of unequal size: no cache with tokens sends these
         size = len(tokens) // len(ids)
         events, run = [], list[int]()  # indices of consecutive blocks that are new to the router
         for i, prefix_id in enumerate(ids):

@@ -51,7 +51,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
     ) -> AsyncIterator[pb.GenerateResponse]:
         """With `stream`: a chunk per batch of tokens of a sample, and a Complete per sample. Else only the Completes.
 
-        As SGLang's own servicer does, counts in chunks are those of the sample so far.
+        As in SGLang's own servicer, `completion_tokens` of a chunk counts all tokens of the sample so far.
         """
         requests, request_id = self._engine.requests, request.request_id
         stream, start = request.stream, request.logprob_start_len
@@ -142,7 +142,7 @@ class SglangScheduler(EngineStubs, sglang_scheduler_pb2_grpc.SglangSchedulerServ
     async def SubscribeKvEvents(
         self, request: smg.SubscribeKvEventsRequest, context: _Context
     ) -> AsyncIterator[smg.KvEventBatch]:
-        """Stored and removed blocks. UNIMPLEMENTED without --cache."""
+        """Stored and removed blocks: an admin call. UNIMPLEMENTED without --cache, or if the cache sends no tokens."""
         async with aclosing(self._engine.kv_events.subscribe(context)) as batches:
             async for batch in batches:
                 yield batch

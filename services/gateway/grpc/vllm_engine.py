@@ -47,7 +47,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """With `stream`: a chunk per batch of tokens of a sample, and a Complete per sample. Else only the Completes.
 
-        As vLLM's own servicer does, counts in chunks are those of the chunk.
+        As in vLLM's own servicer, `completion_tokens` of a chunk counts only the tokens of this chunk.
         """
         requests, request_id, stream = self._engine.requests, request.request_id, request.stream
         try:
@@ -71,7 +71,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
         """Abort the caller's live requests with these ids. Any other id is ignored: its request may have ended."""
         try:
             caller = self._engine.caller(context)
-            if (count := len(request.request_ids)) > MAX_ABORTED:  # no other request is served meanwhile
+            if (count := len(request.request_ids)) > MAX_ABORTED:  # the loop below blocks the event loop
                 raise invalid("request_ids", f"request_ids has {count} ids; at most {MAX_ABORTED} are possible")
         except ApiError as error:
             await abort(context, error)
@@ -121,7 +121,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: smg.SubscribeKvEventsRequest, context: _Context
     ) -> AsyncIterator[smg.KvEventBatch]:
-        """Stored and removed blocks: an admin call. UNIMPLEMENTED without --cache."""
+        """Stored and removed blocks: an admin call. UNIMPLEMENTED without --cache, or if the cache sends no tokens."""
         async with aclosing(self._engine.kv_events.subscribe(context)) as batches:
             async for batch in batches:
                 yield batch

@@ -76,7 +76,8 @@ class HeldBody:
             self._bodies.arriving.pop(self, None)
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more that have arrived. Raises TooManyBodies."""
+        """Count `num_bytes` more that have arrived. Raises TooManyBodies if the sum is above the limit and no body that
+        is still arriving is larger than this one."""
         bodies = self._bodies
         self.num_bytes += num_bytes
         bodies.num_bytes += num_bytes
@@ -125,7 +126,7 @@ def decode_json(body: bytes) -> Any:
         return _decode(body)
     except orjson.JSONDecodeError as error:
         name = _field_without_number(body)
-        where = "" if name is None else f"{name} has a number that is none in JSON (NaN, or infinite): "
+        where = "" if name is None else f"{name} contains NaN or an infinite number, which JSON does not allow; "
         raise invalid(name, f"{where}the body is not valid JSON: {error}", code="invalid_json") from None
 
 
@@ -143,7 +144,8 @@ def _decode(body: bytes) -> Any:
 
 
 def _field_without_number(body: bytes) -> str | None:
-    """The first field with NaN or an infinite number (also 1e999); None if the error is another one."""
+    """The first field with NaN or an infinite number (also 1e999). None if the body has another error, or is too large
+    to be searched."""
     if len(body) > _MAX_LOOKED_THROUGH_BYTES:
         return None
     try:

@@ -20,7 +20,8 @@ from services.gateway.http.clients import ConnectionCounts, has_gone
 from services.gateway.http.slow_clients import Reader
 from services.runtime.clients import client_of
 
-# Size limit of the request line and the headers together, and of what a client may send ahead of its answer.
+# Size limit of the request line and the headers together. Reading also pauses when this many received bytes wait for
+# uvicorn: an unread body, or the next requests.
 _MAX_HEAD_BYTES = 64 * 1024
 # An unread body up to this size is dropped, and its connection stays open. It costs less than a new connection.
 _MAX_SKIPPED_BYTES = 64 * 1024
@@ -113,7 +114,7 @@ class HttpConnection(asyncio.Protocol):
         self._stop_waiting()
         self.is_closing = True
         self._held.clear()
-        self._uvicorn.connection_lost(None)  # given `exc`, uvicorn would keep its timer, and with it all of this
+        self._uvicorn.connection_lost(None)  # with `exc`, uvicorn would keep its timer, and the timer this object
 
     def data_received(self, data: bytes) -> None:
         if self.is_closing:
@@ -132,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
 
     def enter(self, transport: asyncio.Transport) -> ApiError | None:
         """Count the connection. With TLS, this is called before the handshake, and connection_made() after it. Returns
-        why the connection has to be refused; None if it has not."""
+        why the connection has to be refused; None if it is accepted."""
         self._loop = asyncio.get_running_loop()
         self._is_counted, self.transport = True, transport
         self._sock = transport.get_extra_info("socket")
@@ -182,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
         return has_gone(self._sock)
 
     def drop(self) -> None:
-        """Close the connection at once, because no client reads the answer."""
+        """Close the connection at once. What was not sent yet is lost."""
         self.is_closing = True
         self.transport.abort()
 
@@ -220,7 +221,8 @@ class HttpConnection(asyncio.Protocol):
             self.transport.write(data)
 
     def close(self) -> None:
-        """Close the connection when the client has received what was written."""
+        """Close the connection after everything written has been sent. If the client may still send, this takes up to
+        _LINGER_S: what it sends is read and dropped."""
         if self.is_closing:
             return
         self.is_closing = True

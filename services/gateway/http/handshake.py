@@ -68,7 +68,7 @@ class TlsListener:
         self._loop = asyncio.get_running_loop()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._num_told = 0
-        self._num_failed, self._noted_s = 0, -_LOG_EVERY_S  # handshakes since the last log line, and its time
+        self._num_failed, self._noted_s = 0, -_LOG_EVERY_S  # failures since the last log line, and its time
         self._resuming: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._loop.add_reader(sock.fileno(), self._accept)
@@ -153,7 +153,8 @@ class TlsListener:
             self._num_failed, self._noted_s = 0, self._loop.time()
 
     def _keep_open(self, sock: socket.socket) -> int | None:
-        """A second file descriptor of the socket, which stays open when a failed handshake closes the first."""
+        """A second file descriptor of the socket, which stays open when a failed handshake closes the first. None at
+        the limit _MAX_TOLD, or without a free descriptor."""
         if self._num_told >= _MAX_TOLD:
             return None
         try:

@@ -28,7 +28,8 @@ class AllowedOrigins:
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
     def refusal(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> ApiError | None:
-        """The error for a request that a page of a foreign origin sends, None for any other request."""
+        """The error for a request that a page of a foreign origin sends. None for any other request, and for a method
+        that changes nothing."""
         if self._all or method in _SAFE_METHODS:
             return None
         given = {name: value for name, value in headers if name in (b"origin", b"host", b"sec-fetch-site")}

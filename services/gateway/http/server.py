@@ -50,12 +50,13 @@ class HttpServer:
     connection) began. It is also closed if its client reads nothing of an answer for `send_timeout_s`, while `watch`
     runs.
 
-    A client may have `max_per_client` connections (default: half of `max_connections`); one more gets 429. At
-    `max_connections`, a new connection closes a connection that waits for a request, of the client with the most
-    connections. If the new connection's own client has as many, it gets 503. `max_connections` is lowered if the limit
-    of open files does not leave room for so many besides `other_connections`.
+    A client may have `max_per_client` connections (default: half of `max_connections`, at least 64); one more gets 429.
+    At `max_connections`, a new connection closes a connection that waits for a request, of the client with the most
+    connections. If that client has no such connection, or if the new connection's own client has as many connections,
+    the new connection gets 503. `max_connections` is lowered if the limit of open files does not leave room for so many
+    besides `other_connections`.
 
-    With `tls`, it speaks HTTPS only.
+    With `tls`, it speaks HTTPS only, and closes a connection above the limits without an answer.
     """
 
     def __init__(

@@ -28,7 +28,9 @@ class Reader:
     def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
         self._sock, self._transport = sock, transport
         self._is_tls = transport.get_extra_info("sslcontext") is not None
-        self._taken: int | None = None  # bytes read at the last check; None: no data waited
+        # At the last check: the acknowledged bytes or, if the system does not report them, minus the unsent bytes.
+        # None: no data waited.
+        self._taken: int | None = None
         self._idle_looks = 0
 
     @property
@@ -77,4 +79,4 @@ def _num_acked(sock: socket.socket) -> int | None:
     if len(info) < _BYTES_ACKED + 8:
         return None
     num_bytes: int = struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
-    return num_bytes or None  # even a client that reads nothing acknowledges what its kernel buffers, so 0 is no count
+    return num_bytes or None  # 0: not reported. Even a client that reads nothing acknowledges what its kernel buffers

@@ -22,7 +22,7 @@ _RETRY_OLDER_S = 30.0
 
 
 class CacheWatch:
-    """The newest snapshot of one cache. `target`: its host:port; empty: none is read. `tls`: shown to the cache.
+    """The newest snapshot of one cache. `target`: its host:port; empty: none is read. `tls`: for the connection.
 
     A gateway asks for an admin key before it shows a snapshot, so the cache asks for none.
     """
@@ -41,7 +41,7 @@ class CacheWatch:
         return bool(self.target) and not self._is_older
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Read snapshots until cancelled. Returns at once without a target."""
         self._first.clear()
         loop = asyncio.get_running_loop()
         try:
@@ -60,7 +60,7 @@ class CacheWatch:
             self._first.clear()
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Until there is a snapshot or it is known that none will come, or no longer than this."""
+        """Wait until there is a snapshot or it is known that none will come, for at most `timeout_s`."""
         if not self.target:
             return
         try:

@@ -7,13 +7,13 @@ from collections import deque
 from services.gateway.live_view.schema import GatewayFigures, Percentiles
 from services.gateway.openai.gateway import Gateway
 
-# Percentiles and rates are over this many snapshots.
-WINDOW = 20
+# Percentiles and rates are over this many snapshots. There is one per second, so the last 11 span 10 s.
+WINDOW = 11
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class RecentFigures:
-    """Rates and percentiles since the snapshot WINDOW ago, or since the first one."""
+    """Rates and percentiles since the oldest of the last WINDOW snapshots."""
 
     def __init__(self, gateway: Gateway) -> None:
         metrics = gateway.metrics

@@ -1,7 +1,7 @@
 """GET and POST /v1/policies: the scheduler's policies, as `paceline policy` shows and changes them.
 
-The scheduler decides whether the caller may do this. The gateway passes on the caller's key, and adds no rights of its
-own.
+Both the gateway and the scheduler check whether the caller may do this. The gateway passes on the caller's key, and
+adds no rights of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENI
 
 class PoliciesRequest(RequestBody):
     """POST /v1/policies. A preset, policies that replace its policies, and options by name. Without a preset, the
-    policies in force are changed."""
+    changes apply to the policies in force."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[Mapping[str, str]] = {}
@@ -81,13 +81,14 @@ def policies_api(gateway: Gateway) -> OtherApi:
 
     @described(answer=PoliciesAnswer, errors=(401, 403, 503))
     async def policies(request: Request) -> Response:
-        """The policies in force, all that the scheduler knows, and whether the caller may set them. With API keys only
-        for an admin key."""
+        """The policies in force, all that the scheduler knows, and whether the caller may set them. With API keys,
+        only an admin key may read them."""
         return _answer(await _call(gateway, request, _get), why_not_settable(request))
 
     @described(body=PoliciesRequest, answer=PoliciesAnswer, errors=(*BODY_ERRORS, 403, 503))
     async def set_policies(request: Request) -> Response:
-        """Other policies from the next step on. No request is dropped. With API keys only for an admin key."""
+        """Set policies, which apply from the next step on. No request is dropped. With API keys, only an admin key may
+        set them."""
         check_admin(caller_of(request), _WHY)
         check_local(request)
         with gateway.held_body() as held:
@@ -133,7 +134,8 @@ async def _get(stub: AdminServiceAsyncStub, metadata: _Metadata) -> GetPolicyRes
 async def _call(
     gateway: Gateway, request: Request, work: Callable[[AdminServiceAsyncStub, _Metadata], Awaitable[GetPolicyResponse]]
 ) -> GetPolicyResponse:
-    """Raises ApiError: 400 with the scheduler's message, 403 if it refuses the caller, 503 without a connection."""
+    """Raises ApiError: 400 with the scheduler's message, 403 if the gateway or the scheduler refuses
+    the caller, 503 for any other failure (no connection, no answer in time)."""
     check_admin(caller_of(request), _WHY)
     names = ("authorization", "x-api-key")
     metadata = tuple((name, value) for name in names if (value := request.headers.get(name)) and value.isascii())

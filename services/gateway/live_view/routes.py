@@ -31,8 +31,8 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
 
     @described(answer=LiveSnapshot, event=LiveSnapshot, query=_STREAM, errors=(400, 401, 403, 429, 503))
     async def live(request: Request) -> Response:
-        """What the scheduler and its workers do now, or a stream of it, twice a second. With API keys only for an admin
-        key, since it names all tenants."""
+        """What the scheduler and its workers do now, or a stream of it, once a second. With API keys, only an admin
+        key may read it, since it names all tenants."""
         check_admin(caller_of(request), "the live view names all tenants")
         streamed = request.query_params.get("stream", "false")
         if streamed not in ("true", "false"):
@@ -48,8 +48,8 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
     @described(answer=TraceRecord, event=TraceRecord, query=_SECONDS, errors=(400, 401, 403, 429, 503))
     async def trace(request: Request) -> Response:
         """A stream of what all services do, each with its own clock, for the given time: `paceline trace` makes a file
-        for Perfetto of it. With API keys only for an admin key, since it names all tenants and requests. One at a
-        time."""
+        for Perfetto of it. With API keys, only an admin key may read it, since it names all tenants and requests. Only
+        one trace at a time."""
         check_admin(caller_of(request), "a trace names all tenants")
         seconds = check_seconds(request.query_params.get("seconds"))
         return EventStream(traces.begin(seconds), max_s=seconds + MAX_BEHIND_S)

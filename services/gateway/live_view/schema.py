@@ -19,8 +19,8 @@ class Percentiles(BaseModel):
 
 
 class GatewayFigures(BaseModel):
-    """The figures of this gateway. Rates and percentiles are those of the last `window_s` seconds; counts are since the
-    gateway's start."""
+    """The figures of this gateway. Rates and percentiles are those of the last `window_s` seconds. `prompt_tokens` and
+    `generation_tokens` are counts since the gateway's start."""
 
     ready: bool
     draining: bool
@@ -37,7 +37,7 @@ class GatewayFigures(BaseModel):
 
 
 class LoadShown(BaseModel):
-    """Online requests, on all workers."""
+    """The load by online requests, over all workers. The last three fields are counts since the scheduler's start."""
 
     num_running: int
     num_waiting: int
@@ -122,7 +122,8 @@ class SequenceShown(BaseModel):
 
 
 class SchedulerView(BaseModel):
-    """The scheduler. Counts are since its start, and `core_s` is the CPU time of its core."""
+    """The scheduler. `num_finished` to `num_failures` are counts since its start. `core_s` is the time that events
+    and steps have taken in its core since then."""
 
     at_s: float
     epoch: int
@@ -151,7 +152,7 @@ class SchedulerView(BaseModel):
 class ServiceShown(BaseModel):
     """A service that this gateway knows. `num_restarts`: restarts of the service that the gateway has seen since the
     gateway's start; null if the gateway cannot see them. `up_s`: how long the service has been up, as far as the
-    gateway knows; null while the service is down."""
+    gateway knows; null while the service is not up, or if the gateway does not know."""
 
     kind: Literal["gateway", "scheduler", "cache", "worker"]
     name: str
@@ -171,8 +172,9 @@ class LiveSnapshot(BaseModel):
 
 
 class TimelineSpan(BaseModel):
-    """One reason, from `from_s` to `to_s` after the request's arrival. `behind`: the request that it waited for.
-    `worker`: the one that it waited for or ran on; null for several."""
+    """One reason, from `from_s` to `to_s` after the request's arrival. `behind`: the waiting request
+    before it in the queue; null if there was none, and if the caller may not see other requests. `worker`: the worker
+    that it waited for or ran on; null for several workers or none."""
 
     reason: str
     detail: str

@@ -9,7 +9,8 @@ from paceline.v1 import cache_pb2, live_pb2
 from services.gateway.live_view.schema import ServiceShown
 from services.gateway.openai.gateway import Gateway
 
-# For this long after a new scheduler was first seen, workers of the last scheduler may still be connecting to it.
+# For this long after a new scheduler was first seen, workers of the previous scheduler may still be connecting to the
+# new one.
 SETTLING_S = 10.0
 # A worker that is gone is shown for this long. At most MAX_GONE such workers are shown.
 GONE_SHOWN_S = 600.0
@@ -55,7 +56,8 @@ class ServiceStates:
         now_s: float,
         unix_s: float,
     ) -> list[ServiceShown]:
-        """The services now. `watches_cache`: whether `cache` None means that there is no connection to it."""
+        """The services now. `watches_cache`: whether the gateway watches the cache. If it does, `cache` None means that
+        there is no connection to the cache."""
         shown = [self._gateway_shown(now_s), self._scheduler_shown(unix_s)]
         if watches_cache:
             shown.append(self._cache_shown(cache, unix_s))

@@ -16,7 +16,7 @@ import orjson
 from paceline.v1 import live_pb2
 from services.gateway.live_view.plain import as_dict
 from services.gateway.live_view.trace_schema import ExchangeTrace, RunTrace, StepTrace
-from services.gateway.telemetry.trace_log import Ended, Noted
+from services.gateway.telemetry.trace_log import Ended, TraceItems
 
 MAX_ITEMS = 128
 
@@ -29,9 +29,9 @@ class SchedulerAnswer(NamedTuple):
     got_us: int
 
 
-def records(of_scheduler: SchedulerAnswer | None, noted: Noted, at_us: int) -> Iterator[bytes]:
+def records(of_scheduler: SchedulerAnswer | None, items: TraceItems, at_us: int) -> Iterator[bytes]:
     """Each a TraceRecord (trace_schema.py). There is at least one."""
-    most = max(len(noted.told), len(noted.written), len(noted.ended))
+    most = max(len(items.messages), len(items.written), len(items.ended))
     if of_scheduler is not None:
         answer = of_scheduler.answer
         most = max(most, len(answer.steps), len(answer.exchanges), len(answer.runs))
@@ -40,9 +40,9 @@ def records(of_scheduler: SchedulerAnswer | None, noted: Noted, at_us: int) -> I
         record = {
             "gateway": {
                 "at_us": at_us,
-                "told": [asdict(one) for one in noted.told[part]],
-                "written": [asdict(one) for one in noted.written[part]],
-                "requests": [_request(one) for one in noted.ended[part]],
+                "messages": [asdict(one) for one in items.messages[part]],
+                "written": [asdict(one) for one in items.written[part]],
+                "requests": [_request(one) for one in items.ended[part]],
             },
             "scheduler": _scheduler(of_scheduler, part) if of_scheduler is not None else None,
         }

@@ -1,5 +1,5 @@
-"""The JSON of a trace's records. Trace in protos/paceline/v1/live.proto says what the scheduler's fields mean. All
-times are microseconds, each of the clock of its service."""
+"""The JSON of a trace's records. Trace in protos/paceline/v1/live.proto says what the scheduler's fields mean. Fields
+that end in `_us` are microseconds, each of the clock of its service."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExchangeTrace(BaseModel):
 
 
 class RunTrace(BaseModel):
-    """An event in the scheduler: applied, and then planned."""
+    """An event in the scheduler. The scheduler applies the event, and then plans what it can."""
 
     began_us: int
     applied_us: int
@@ -47,7 +47,8 @@ class RunTrace(BaseModel):
 
 
 class SchedulerTrace(BaseModel):
-    """`asked_us` and `got_us` are of the gateway's clock: when it asked for this record, and when it came."""
+    """`asked_us` and `got_us` are of the gateway's clock: when the gateway asked for the scheduler's
+    part of this record, and when that part came."""
 
     asked_us: int
     received_us: int
@@ -60,7 +61,7 @@ class SchedulerTrace(BaseModel):
     num_missed: int
 
 
-class ToldTrace(BaseModel):
+class MessageTrace(BaseModel):
     """A message of the scheduler with tokens or endings."""
 
     received_us: int
@@ -69,7 +70,7 @@ class ToldTrace(BaseModel):
 
 
 class WrittenTrace(BaseModel):
-    """Tokens that left for clients, one shortly after the other."""
+    """A group of tokens that left for clients, with less than 0.5 ms between one and the next."""
 
     began_us: int
     ended_us: int
@@ -77,7 +78,8 @@ class WrittenTrace(BaseModel):
 
 
 class EndedTrace(BaseModel):
-    """A sequence that has ended. Times are seconds; null if not known."""
+    """A sequence that has ended. `latency_s`, `queue_s` and `ttft_s` are seconds. A field is null if its value is not
+    known."""
 
     request_id: str
     answer_id: str
@@ -94,10 +96,10 @@ class EndedTrace(BaseModel):
 
 
 class GatewayTrace(BaseModel):
-    """What the gateway noted until `at_us`."""
+    """What the gateway recorded until `at_us`."""
 
     at_us: int
-    told: list[ToldTrace]
+    messages: list[MessageTrace]
     written: list[WrittenTrace]
     requests: list[EndedTrace]
 

@@ -1,4 +1,4 @@
-"""Records of what all services do, for a trace: the scheduler's LiveViewService.Trace, and what the gateway noted."""
+"""The records of a trace: those of the scheduler (LiveViewService.Trace), and those of the gateway itself."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class RunningTrace:
         while True:
             call: Any = None
             try:
-                # Without an iterator, because read() and write() are missing in the stubs.
+                # Called without an iterator of requests, for read() and write(). The cast: the type stubs lack both.
                 call = cast(Any, live_pb2_grpc.LiveViewServiceStub(self._gateway.session.channel)).Trace()
                 while True:
                     asked_us = now_us()

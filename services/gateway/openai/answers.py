@@ -27,7 +27,7 @@ _log = get_logger(__name__)
 RAW_SEND = "paceline.send"
 # Writes the answer to an error. Gets the error and the request's id.
 WriteError = Callable[[ApiError, str], Response]
-# The key in the scope's state for the WriteError of a path. Its errors do not have OpenAI's shape.
+# The key in the scope's state for the WriteError of a path. The path's errors do not have OpenAI's shape.
 WRITE_ERROR = "write_error"
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -191,8 +191,9 @@ class WholeAnswer(RunningAnswer):
         return prompt_logprobs(generation.prompt_scored, generation.job.token_bytes)
 
     def _best(self) -> list[int]:
-        """The samples to answer with. Samples of one prompt come in order of their log probability per token, as OpenAI
-        defines `best_of`."""
+        """The samples to answer with, at most `keep` of each prompt. If a prompt has more samples than that, the ones
+        with the highest log probability per token come, the highest first, as OpenAI defines `best_of`. Otherwise all
+        come, in the order of their indices."""
         best: list[int] = []
         start = 0
         for end in range(1, len(self._generations) + 1):
@@ -206,7 +207,8 @@ class WholeAnswer(RunningAnswer):
         return best
 
     async def _collect(self, generation: Generation) -> tuple[str, list[ScoredToken], list[int]]:
-        """The text of a generation, its tokens if the client wants log probabilities, and their ids."""
+        """The text of a generation, its scored tokens if the client wants log probabilities, and all its
+        token ids."""
         parts, tokens, token_ids = [], [], []
         while generation.finish_reason == _RUNNING:
             parts.append(await generation.next())
@@ -281,7 +283,7 @@ class StreamAnswer(RunningAnswer):
         client has."""
         await together([self._skip(i, position) for i, position in enumerate(after.positions)])
         if self._progress.checksum != after.checksum:
-            raise cannot_resume("what comes before it is not what this request generates")
+            raise cannot_resume("the output before it is not what this request generates")
 
     async def _skip(self, index: int, position: ChoicePosition) -> None:
         generation, scores = self._generations[index], self._scores[index]

@@ -24,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 def usage(generations: Sequence[Generation], num_tokens: int | None = None) -> dict[str, Any]:
     """OpenAI's usage object over all choices. `num_tokens`: output tokens sent, if fewer than have arrived.
 
-    `cached_tokens` is missing until the scheduler has reported it with a request's ending; `reasoning_tokens` if the
-    model marks no reasoning.
+    `cached_tokens` is missing until the scheduler has reported it for every prompt, with the endings of the sequences.
+    `reasoning_tokens` is missing if the model marks no reasoning.
     """
     prompts = [g for g in generations if not g.job.sample] or generations  # samples of one prompt share it
     prompt = sum(len(g.job.prompt_ids) for g in prompts)
@@ -150,7 +150,8 @@ class StreamFormat:
         self._tail = tail
 
     def first(self, index: int, echo: str | None, logprobs: dict[str, Any] | None) -> bytes:
-        """The event before a choice's output: the role for a chat; the echoed prompt, if any, for a completion."""
+        """The event before a choice's output. In a chat it has the role. In a completion it has the echoed prompt or
+        the prompt's token ids; b"" if the request asks for neither."""
         tail = self._tail_of(index, num_tokens=0)
         prompt = b""
         if self._shown.token_ids:

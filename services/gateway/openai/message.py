@@ -50,7 +50,8 @@ class MessageWriter:
         return orjson.dumps(self._shaped(self._parser.push_last(text)))
 
     def finish_name(self, reason: common_pb2.FinishReason.ValueType) -> str:
-        """The finish reason: `tool_calls` for an answer that ends itself with a call."""
+        """The finish reason: `tool_calls` for an answer that has a call and ended by itself, unless the client has
+        named the function."""
         return _finish_name(self._reply, self._parser.num_calls, reason)
 
     def _shaped(self, delta: MessageDelta) -> dict[str, Any]:

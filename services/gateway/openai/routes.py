@@ -61,9 +61,10 @@ _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().en
 def create_app(
     gateway: Gateway, hosts: AllowedHosts, origins: AllowedOrigins, root_path: str = "", apis: Sequence[OtherApi] = ()
 ) -> RequestMiddleware:
-    """The ASGI application. It answers only requests to these hosts. It refuses requests of web pages of other origins,
-    except those that change nothing. `root_path`: a prefix that paths may have, because a proxy leaves it there.
-    `apis`: those that it serves besides OpenAI's."""
+    """The ASGI application. It answers only requests to these hosts; probes (OPEN_PATHS) may address any host, and
+    /metrics any IP address. It refuses requests of web pages of other origins, except those that change nothing.
+    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those that it serves besides
+    OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
@@ -233,7 +234,8 @@ def _token_routes(gateway: Gateway) -> list[Route]:
 def _session_routes(gateway: Gateway) -> list[Route]:
     @described(statuses={204: "Released"}, errors=(400, 401, 404, 429, 503))
     async def release_session(request: Request) -> Response:
-        """End a session (x-session-id) of this caller: its blocks lose their retention, and its queue position ends."""
+        """End a session (x-session-id) of this caller: its blocks lose their retention, and its next request goes to
+        the end of the queue."""
         session_id, caller = request.path_params["session_id"], caller_of(request)
         with gateway.access.quotas.entering(caller.key, new=True):
             known = await gateway.session.release_conversation(conversation_name(session_id, caller.owner))
@@ -296,7 +298,7 @@ async def entered(
     gateway: Gateway, request: Request, kind: Kind, cls: type[R], make_jobs: MakeJobs[R], *, max_bytes: int = 0
 ) -> AsyncIterator[Entered[R]]:
     """The context in which a request is submitted: it has been admitted, read, checked, and turned into jobs.
-    `max_bytes`: as of Gateway.read_request.
+    `max_bytes`: as in Gateway.read_request.
 
     Counts a request that is refused here or inside the context. Raises ApiError and Gone.
     """

@@ -96,7 +96,7 @@ class CacheRetention(ClosedPart):
 
 
 class StreamOptions(ClosedPart):
-    """`include_usage`: a last chunk has the usage. `continuous_usage_stats`: every chunk has it.
+    """`include_usage`: a last chunk has the usage. `continuous_usage_stats`: with `include_usage`, every chunk has it.
     `include_event_ids`: each event has an id, with which the stream can be resumed."""
 
     include_usage: Flag | None = None

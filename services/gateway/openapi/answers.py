@@ -242,7 +242,8 @@ class CountedTokens(_Answer):
 
 
 class ResponseObject(_Answer):
-    """A response, with `stream: true` as events. `output`: items of type message, reasoning and function_call."""
+    """A response. With `stream: true` the answer is a stream of events. `output`: items of type message, reasoning and
+    function_call."""
 
     id: str
     object: Literal["response"]

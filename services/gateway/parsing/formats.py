@@ -26,8 +26,8 @@ ReasoningName = Literal["qwen3", "deepseek_r1"]
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """A format of tool calls. `markers`: tokens that the parser must see, also where the tokenizer calls them special.
-    `id_chars`: letters and digits of a call's id behind `id_prefix`."""
+    """A format of tool calls. `markers`: tokens that the parser must see, even if they are special tokens of the
+    tokenizer. `id_chars`: letters and digits of a call's id behind `id_prefix`."""
 
     name: CallStyleName
     parser_type: type[ToolParser]
@@ -76,7 +76,8 @@ def model_formats(
     calls: str = "auto",
     reasoning: Literal["auto", "none"] | ReasoningName = "auto",
 ) -> ModelFormats:
-    """What a model writes. `calls` and `reasoning`: the names of formats; `auto`: what the template shows; `none`."""
+    """What a model writes. `calls` and `reasoning`: the name of a format; or `auto`: what the template shows; or
+    `none`: no format."""
     style = find_call_style(template) if calls == "auto" else CALL_STYLES.get(calls)
     found = find_reasoning(template) if reasoning == "auto" else None if reasoning == "none" else reasoning
     formats = ModelFormats(style, found)

@@ -41,7 +41,8 @@ class CallGrammars:
         return f"start: calls\n{self._calls(tools, parallel)}{_schemas(tools, forced=True)}"
 
     def allowed(self, tools: Sequence[GrammarTool], *, parallel: bool) -> str:
-        """Text, calls, or both: the calls that come follow their schemas."""
+        """Text, calls, or both (with Llama's format, one of the two). The arguments of strict tools follow their
+        schemas."""
         schemas = _schemas(tools, forced=False)
         if self._style.name == "llama3_json":  # a call is the whole output
             calls = self._calls(tools, parallel)

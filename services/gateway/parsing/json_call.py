@@ -198,5 +198,5 @@ class JsonCall:
 
 
 def _without_surrogates(text: str) -> str:
-    """The text with a replacement character for each half of a surrogate pair: no answer can be written with a half."""
+    """The text with a replacement character for each unpaired surrogate, which no answer in UTF-8 can contain."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -57,7 +57,8 @@ class ToolParser:
             text = self._steps[self._phase](text, out)
 
     def finish(self, out: MessageDelta) -> None:
-        """The text is over: what was kept is content. White space behind a call is dropped."""
+        """The text is over: what was kept is content. White space and an incomplete closing tag behind a call are
+        dropped."""
         if self._phase is _Phase.AFTER or (self._phase is _Phase.TEXT and self.num_calls and not self._held.strip()):
             return
         out.content += self._unsure + self._held

@@ -17,7 +17,8 @@ from services.gateway.responses_api.events import EventWriter, whole_response
 from services.gateway.responses_api.long_work import with_pieces
 from services.gateway.responses_api.running import RunningResponse
 
-# Pieces that are written in one turn of the event loop. Old pieces need no wait, so other requests would get no turn.
+# At most this many pieces are written in one turn of the event loop. Old pieces need no wait, so without this limit
+# other requests would get no turn.
 _BATCH = 64
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -14,7 +14,7 @@ from services.gateway.responses_api.schema import FunctionTool, NamedFunction, R
 
 # Fields that both APIs have, under one name.
 _SAME = (*SAMPLING, *METADATA, "user", "seed", "stop", "min_tokens", "ignore_eos", "chat_template_kwargs")
-# A chat's fields as this API calls them, the longest first.
+# A chat's fields as this API calls them. A field stands before each field that is a prefix of its name.
 _RENAMED = (
     ("response_format.json_schema.schema", "text.format.schema"),
     ("response_format.json_schema", "text.format"),
@@ -24,7 +24,7 @@ _RENAMED = (
     ("tool_choice.function.name", "tool_choice.name"),
     ("messages", "input"),
 )
-# The first of them, up to this many, are no English words, so a message can have them renamed anywhere.
+# The first _NUM_DISTINCT names of _RENAMED are no English words, so they are replaced wherever a message has them.
 _NUM_DISTINCT = 5
 _TOOL_FIELD = re.compile(r"^(tools\.\d+)\.function\.")
 

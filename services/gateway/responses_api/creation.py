@@ -122,7 +122,7 @@ class _Creation:
         is_stored = parsed.is_stored and responses.has_store
         if is_stored:
             _check_logprobs(jobs[0])
-        # Otherwise the client learns the id at the end.
+        # Whether the client can know the id before the end: from its key, or from the first event or answer.
         is_known = self._is_named or (is_stored and bool(parsed.stream or parsed.background))
         head = response_head(
             parsed,

@@ -51,9 +51,9 @@ class EventWriter:
         return self._take()
 
     def end(self, outcome: Outcome, after: int = -1) -> list[bytes]:
-        """The last events. `after`: the number of the last event that the client has. If the response was cancelled,
-        that may be above the numbers here, because the store has no output of a response that another gateway cancels.
-        The very last event then follows `after`.
+        """The last events. `after`: the number of the last event that the client has. If another gateway has cancelled
+        the response, the store has no output of it, so `after` may be above the numbers here. The very last event then
+        follows `after`.
         """
         if not self.output and outcome.status in ("completed", "incomplete"):
             self._open("text", OutputPiece("text", ""))  # clients expect a message
@@ -80,8 +80,8 @@ class EventWriter:
     def error(self, code: str | None, message: str, after: int = -1) -> list[bytes]:
         """The event of a break: the stream ends here, and the response may go on. It repeats the number of the event
         before it, so that a client that goes on after the last number it saw loses nothing. `after`: the number of the
-        last event that the client has; it may be above the numbers here, and a smaller one would give the client events
-        twice."""
+        last event that the client has; it may be above the numbers here. The error has at least this number, because a
+        client that goes on after a smaller number would get events twice."""
         self._number = max(0, self._number - 1, after)
         self._event("error", code=code, message=message, param=None)
         return self._take()

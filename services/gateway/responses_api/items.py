@@ -207,7 +207,8 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], has: Sequence[str] = ()) -> dict[str, Any]:
-    """The assistant's turn that the item belongs to: the last one, unless it has one of the fields `has`."""
+    """The assistant's message that the item belongs to: the last message, if it is the assistant's and has none of the
+    fields `has`, else a new one."""
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant" and not any(last.get(name) for name in has):
         return last

@@ -1,4 +1,4 @@
-"""What the events of a response are made of: a piece for each token that shows something.
+"""What the events of a response are made of: one or more pieces for each token that shows something.
 
 A response generated again gives the same tokens, and so the same pieces. Tokens may arrive together in one run and
 apart in another, so they are read one by one. Then the events and their numbers agree between all gateways.

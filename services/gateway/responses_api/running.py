@@ -17,8 +17,8 @@ class RunningResponse:
     """The pieces of a response so far. It ends with an `outcome`, or is `broken`: then it can be asked for again.
 
     `is_stored`: the store has its record. `late_record`: its record, if it is stored only at its end, because no client
-    could ask for it before. `runs_alone`: it goes on without a client. Otherwise it is cancelled `grace_s` after its
-    last client has left.
+    could ask for it before. `runs_alone`: it goes on without a client. Otherwise its generation stops
+    `grace_s` after its last client has left; a stored response then stays in progress, for any gateway to go on.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RunningResponse:
         await future
 
     def end(self, outcome: Outcome) -> None:
-        """The response has ended. All pieces are shown, unless it was cancelled: then those that are stored."""
+        """The response has ended. Readers see all pieces or, if it was cancelled, only those that are shown now."""
         if outcome.status != "cancelled":
             self.pieces = self.all_pieces
         self.outcome = outcome
@@ -124,7 +124,7 @@ class RunningResponse:
 def ended(
     name: ResponseName, head: Mapping[str, Any], pieces: Sequence[OutputPiece], outcome: Outcome
 ) -> RunningResponse:
-    """A response from the store, for the same readers."""
+    """An ended response from the store, in the form that the readers of running responses take."""
     response = RunningResponse(name, head, is_stored=True)
     response.show(pieces)
     response.outcome = outcome

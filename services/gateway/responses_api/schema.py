@@ -186,7 +186,7 @@ class ResponsesRequest(PlainFields):
 
     @property
     def is_stored(self) -> bool:
-        """OpenAI's default is to store."""
+        """Whether the client wants the response to be stored. OpenAI's default is true."""
         return self.store is not False
 
     @property

@@ -8,7 +8,8 @@ has:
                ▲                     │
                └──── lease over ─────┘   the gateway is gone, or has given the lease back
 
-A document belongs to its owner, the API key that made it ("" without keys): every operation names the owner.
+A document belongs to its owner, the API key that made it ("" without keys). Only `waiting` and `purge` reach the
+documents of all owners: the gateways call them for their own work. Every other operation names the owner.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DocumentKind = Literal["file", "batch"]
 
 
 class DocumentName(NamedTuple):
-    """An owner has one document of a kind and an id."""
+    """The key of a document: an owner has at most one document of a kind with an id."""
 
     kind: DocumentKind
     owner: str
@@ -51,7 +52,7 @@ class ContentPiece(NamedTuple):
 
 
 class StoreUsage(NamedTuple):
-    """Of all documents of one kind and one owner."""
+    """The number and the size of all documents of one kind and one owner."""
 
     num_documents: int
     num_bytes: int
@@ -86,7 +87,8 @@ class DocumentStore(Protocol):
         ...
 
     async def replace(self, document: Document, *, ends_work: bool = False) -> bool:
-        """Store label, expiry, size and data. False if the stored version is another one than the document's."""
+        """Store label, expiry, size and data. False if the stored version is not the document's version, or if there is
+        no document of this name."""
         ...
 
     async def delete(self, name: DocumentName) -> bool:
@@ -119,7 +121,7 @@ class DocumentStore(Protocol):
         ...
 
     async def claim(self, name: DocumentName, lease_s: float) -> bool:
-        """Take the lease. False if another gateway has the lease, or if there is no work."""
+        """Take the lease. False if a gateway (this one, too) has the lease, or if there is no work."""
         ...
 
     async def renew(self, names: Sequence[DocumentName], lease_s: float) -> list[DocumentName]:

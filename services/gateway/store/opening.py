@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """What is stored, and the file or server that has it."""
+    """The stores of responses and of documents, and the file or server in which both keep their data."""
 
     responses: ResponseStore
     documents: DocumentStore
@@ -33,9 +33,9 @@ class Stores:
 
 def open_stores(value: str, *, ttl_s: float, max_bytes: int) -> Stores | None:
     """The stores; None for `none`. `sqlite`: a file in the user's state folder; sqlite:////var/x.db is absolute.
-    `ttl_s`, `max_bytes`: of responses.
+    `ttl_s`, `max_bytes`: of responses; Redis ignores `max_bytes`.
 
-    Connects at the first use. Raises OSError if the user has no home.
+    Connects at the first use. Raises OSError for `sqlite` if the user has no home.
     """
     if value == NONE:
         return None

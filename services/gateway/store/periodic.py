@@ -1,4 +1,4 @@
-"""How gateways keep their leases, and what they do again and again for what is stored."""
+"""Periods of the gateways' work on the stores (leases, deletion), and the loop that repeats such work."""
 
 from __future__ import annotations
 

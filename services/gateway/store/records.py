@@ -4,8 +4,8 @@
              │       ▲
              └ claim ┘   the lease is over, because the gateway is gone, and another gateway takes the response over
 
-A response belongs to its owner, the API key that made it ("" without keys): every operation names the owner, so no key
-reaches a response of another key.
+A response belongs to its owner, the API key that made it ("" without keys). Every operation for a client names the
+owner, so no key reaches a response of another key. `abandoned` and `purge` are for the gateways: they reach all owners.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StoredResponse:
 
     `fingerprint` tells different requests apart that have the same idempotency key. `request`: what the response object
     shows of its request, and the input items. `work`: the chat that generates the output, with its seed. `tokens`: the
-    output up to the last renewal of the lease, as packed 32-bit integers. Both are empty when the response has ended.
-    `result`: the output and how it ended; empty before.
+    output up to the last renewal of the lease, as packed 32-bit integers. `work` and `tokens` are empty when the
+    response has ended. `result`: the output and how it ended; empty before the end.
     """
 
     owner: str
@@ -50,7 +50,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the texts."""
+        """The size that counts for the owner: of `request`, `work` and `result`."""
         return len(self.request) + len(self.work) + len(self.result)
 
 
@@ -61,8 +61,8 @@ class ResponseStore(Protocol):
     """
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
-        """Add a response, in progress or ended. False if the owner has one of this id already. Raises ApiError 400 and
-        429 if there is no room for it."""
+        """Add a response, in progress or ended. False if the owner has one of this id already. Raises ApiError 400 if
+        the response is larger than the whole store, and ApiError 429 if there is no room for it now."""
         ...
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -74,8 +74,8 @@ class ResponseStore(Protocol):
         ...
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
-        """Take the lease of a response in progress. False if another gateway has the lease, or the response has
-        ended."""
+        """Take the lease of a response in progress. False if a gateway (this one, too) has the lease, or if there is
+        no such response in progress."""
         ...
 
     async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
@@ -111,7 +111,8 @@ def too_large(num_bytes: int, max_bytes: int) -> ApiError:
 
 
 def full() -> ApiError:
-    """The error for a response when its owner's responses in progress, which are never deleted, leave it no room."""
+    """The error for a response without room. It may displace no response in progress, and no response of another owner
+    that stores no more than the response's owner."""
     message = "the response store has no room beside the responses in progress: wait for some, or set store: false"
     return ApiError(429, message, code="store_full", retry_after_s=1.0)
 

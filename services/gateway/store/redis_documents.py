@@ -10,7 +10,8 @@ Keys (an owner has no colon):
     paceline:work:KIND:LABEL          sorted set: OWNER:ID of documents with work, by the end of their leases
 
 Scripts change related keys in one atomic step. Redis deletes documents and their pieces after their time; their names
-leave the sets when a gateway next reads them there. A set of one owner lasts as long as the owner's last document.
+leave the sets when a gateway next reads them there. The sets of an owner live as long as the owner's document with the
+latest expiry. The hash has a field `holder`, too, from the first claim on: the gateway that has, or had, the lease.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from services.gateway.store.redis_link import RedisLink
 _LOOKED_AT = 256  # documents that are read at once for a page
 _MOST_WAITING = 10_000  # names that are read to find the first one of each owner
 # KEYS of all scripts: document, pieces, marks, documents, unfinished, work. ARGV begins with the id and OWNER:ID.
-# The sets of an owner expire with its last document. PEXPIRE's GT would say so, but Redis has it only since 7.0.
+# The sets of an owner expire with its document of the latest expiry. PEXPIRE with NX, and then with GT, does the same,
+# but has these options only since Redis 7.0.
 _KEEP = """
 for i = 4, 5 do
   if redis.call('PTTL', KEYS[i]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[i], ARGV[3]) end
@@ -192,7 +194,7 @@ class RedisDocuments:
 
     async def waiting(self, kind: DocumentKind, label: str, most: int) -> list[DocumentName]:
         over = self._link.redis.zrangebyscore(_work(kind, label), "-inf", self._clock(), start=0, num=_MOST_WAITING)
-        first: dict[str, str] = {}  # the id of each owner
+        first: dict[str, str] = {}  # by owner: the id of the document that has waited longest
         for member in await self._link.ask(over):
             first.setdefault(*member.decode().split(":", 1))
         names = [DocumentName(kind, *member) for member in list(first.items())[:most]]

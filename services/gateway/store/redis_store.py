@@ -125,7 +125,7 @@ class RedisStore:
         return [(owner, response_id) for owner, response_id in names]
 
     async def purge(self) -> None:
-        """Redis deletes responses itself. Names of deleted responses leave the leases with `claim`."""
+        """Redis deletes expired responses itself. Their names leave the leases when a gateway next claims them."""
 
     async def _script(self, script: str, name: ResponseName, *values: Any) -> Any:
         return await self._link.script(script, [_key(name), _LEASES], _member(name), *values)

@@ -76,7 +76,7 @@ class SqliteDocuments:
         return await self._file.run(lambda db: db.execute(sql, values).rowcount > 0)
 
     async def delete(self, name: DocumentName) -> bool:
-        # The document is gone at once. If the gateway dies before its pieces are deleted, purge() goes on.
+        # The document is gone at once. If the gateway dies before the pieces are deleted, purge() deletes the rest.
         sql = f"UPDATE documents SET expires_s = 0, lease_until_s = NULL WHERE {_NAMED} AND expires_s > 0"
         if is_there := await self._file.run(lambda db: db.execute(sql, name).rowcount > 0):
             await self._remove(name)

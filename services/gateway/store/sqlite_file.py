@@ -19,13 +19,15 @@ T = TypeVar("T")
 
 # In the file's user_version. A file of another version is refused.
 _VERSION = 1
-# The write-ahead log is cut to this size when it is empty. It keeps the size of the largest transaction otherwise.
+# SQLite cuts the file of the write-ahead log to this size when it starts the log anew. Without this limit, the log
+# would keep the size of the largest transaction so far.
 _LOG_BYTES = 64 * 2**20
 # How long a write waits for the writes of other gateways.
 _BUSY_S = 5.0
 # What changes every second has its own table, `progress`, because SQLite writes a whole row anew, and a request may
 # have megabytes. `documents.lease_until_s` is null for a document without work.
-# Triggers count each owner's bytes of responses. A file of a version without them is counted once.
+# Triggers count each owner's bytes of responses in the table `usage`. While that table is empty, opening the file fills
+# it: a file from an earlier release, without the triggers, has responses and no counts.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
@@ -87,7 +89,7 @@ class SqliteFile:
 
     @property
     def has_content(self) -> bool:
-        """Whether anything was ever stored."""
+        """Whether the file exists. If not, nothing was ever stored."""
         return self._opened is not None or self._path.exists()
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, reads: bool = False) -> T:
@@ -96,8 +98,8 @@ class SqliteFile:
         asked_s = time.monotonic()
 
         def run() -> T:
-            # Writes that came while one waited in vain for the lock fail with it. Otherwise each would wait after the
-            # other, and a hundred requests would hang for minutes.
+            # When a write waits in vain for the lock, the writes that came meanwhile fail, too. Otherwise they would
+            # wait one after the other, and a hundred requests would hang for minutes.
             if not reads and asked_s < self._locked_s:
                 raise sqlite3.OperationalError("database is locked")
             try:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, full, too_large
 from services.gateway.store.sqlite_file import SqliteFile, marks
 
-# Deleted at a time, so that other gateways' writes come between.
+# Responses that one transaction deletes. Between two transactions, other gateways can write.
 _BATCH = 256
 _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
 
 
 class SqliteStore:
     """Stores responses in SQLite. `ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all
-    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. So no owner's
-    responses displace those of another owner within an equal share."""
+    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. A new response
+    displaces only responses of its own owner, and of owners that have more bytes than its owner."""
 
     def __init__(
         self, file: SqliteFile, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time
@@ -141,8 +141,8 @@ class SqliteStore:
             pass
 
     def _make_room(self, db: sqlite3.Connection, owner: str, num_bytes: int) -> None:
-        """Delete ended responses until so many more bytes of the owner fit: its own, or those of owners that have more
-        than it will have. Raises ApiError 429 if they are too few; then nothing is deleted."""
+        """Delete ended responses until `num_bytes` more of the owner fit: responses of this owner, or of owners with
+        more bytes than this owner will have. Raises ApiError 429 if they are too few; then nothing is deleted."""
         usage: dict[str, int] = dict(db.execute("SELECT owner, num_bytes FROM usage").fetchall())
         usage[owner] = usage.get(owner, 0) + num_bytes
         excess = sum(usage.values()) - self._max_bytes

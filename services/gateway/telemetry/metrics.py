@@ -1,7 +1,7 @@
 """The gateway's Prometheus series.
 
-Counting happens on the token path, so a sample costs one list increment. prometheus_client's objects exist only at
-scrape time.
+Counting happens on the token path, so it only adds to plain integers and lists. prometheus_client's objects exist only
+at scrape time.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class GatewayMetrics(Collector):
         self.registry.register(self)
 
     def tokens(self, num_tokens: int, waited_s: float, *, first: bool) -> None:
-        """`num_tokens` output tokens arrived together, `waited_s` after the request (`first`) or after the last
-        ones."""
+        """`num_tokens` output tokens of a sequence arrived together, `waited_s` after the request (`first`) or after
+        the sequence's previous tokens."""
         self.generation_tokens += num_tokens
         if self._trace.recording:
             self._trace.tokens(num_tokens)
@@ -116,7 +116,7 @@ class GatewayMetrics(Collector):
     def _requests(self) -> Iterable[Metric]:
         labels, values = list(self._labels), list(self._labels.values())
         requests = CounterMetricFamily(
-            _PREFIX + "requests", "Sequences that ended, by how.", labels=[*labels, "endpoint", "finish_reason"]
+            _PREFIX + "requests", "Ended sequences by finish reason.", labels=[*labels, "endpoint", "finish_reason"]
         )
         for of_requests, count in sorted(self.requests.items()):
             requests.add_metric([*values, *of_requests], count)

@@ -22,7 +22,8 @@ class RequestLog:
         self._enabled = enabled
 
     def entry(self, num_sequences: int, key: str = "") -> Callable[[SequenceOutcome], None] | None:
-        """A callback for the outcomes of a request with this many sequences. The last outcome writes the line.
+        """A callback for the outcomes of a request with this many sequences. The last outcome writes the line. None if
+        no line is to be written: the log is off, or its level is above info.
 
         `key`: name of the request's API key, "" without keys.
         """

@@ -56,7 +56,7 @@ class TenantMetrics:
         names, values = [*labels, "tenant"], list(labels.values())
         tenants = [*self._tenants.items(), (OTHERS, self._others)]
         requests = CounterMetricFamily(
-            prefix + "tenant_requests", "Sequences of a tenant that ended, by how.", labels=[*names, "finish_reason"]
+            prefix + "tenant_requests", "A tenant's ended sequences by finish reason.", labels=[*names, "finish_reason"]
         )
         prompt = CounterMetricFamily(
             prefix + "tenant_prompt_tokens", "Prompt tokens of a tenant's finished sequences.", labels=names

@@ -1,4 +1,4 @@
-"""What a trace needs of the gateway. Nothing is noted while no trace is recorded."""
+"""What a trace contains of the gateway. Items are recorded only while a trace runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TOGETHER_US = 500
 
 
 def now_us() -> int:
-    """The gateway's clock of a trace."""
+    """The time of a trace's items, in microseconds on this machine's monotonic clock."""
     return time.monotonic_ns() // 1000
 
 
 @dataclass(slots=True)
-class Told:
+class SchedulerMessage:
     """A message of the scheduler, from its arrival until its tokens were handed to their requests."""
 
     received_us: int
@@ -45,10 +45,10 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Noted:
+class TraceItems:
     """Items of all kinds, each kind in order."""
 
-    told: list[Told]
+    messages: list[SchedulerMessage]
     written: list[Written]
     ended: list[Ended]
 
@@ -58,17 +58,17 @@ class GatewayTraceLog:
 
     def __init__(self) -> None:
         self.recording = False
-        self._told: deque[Told] = deque(maxlen=MAX_KEPT)
+        self._messages: deque[SchedulerMessage] = deque(maxlen=MAX_KEPT)
         self._written: deque[Written] = deque(maxlen=MAX_KEPT)
         self._ended: deque[Ended] = deque(maxlen=MAX_KEPT)
 
-    # To be called only while `recording`:
+    # `message`, `tokens` and `ended` are called only while `recording`.
 
-    def told(self, received_us: int, num_tokens: int) -> None:
-        self._told.append(Told(received_us, now_us(), num_tokens))
+    def message(self, received_us: int, num_tokens: int) -> None:
+        self._messages.append(SchedulerMessage(received_us, now_us(), num_tokens))
 
     def tokens(self, num_tokens: int) -> None:
-        """Note that this many tokens go to a client now."""
+        """Record that this many tokens go to a client now."""
         at_us = now_us()
         if self._written and at_us - self._written[-1].ended_us < _TOGETHER_US:
             last = self._written[-1]
@@ -80,18 +80,18 @@ class GatewayTraceLog:
         self._ended.append(Ended(now_us(), outcome))
 
     def start(self) -> None:
-        """Notes items from now on. Only one trace at a time."""
+        """Records items from now on. Only one trace at a time."""
         self.recording = True
 
     def stop(self) -> None:
-        """Notes no more items, and forgets those that were not taken."""
+        """Records no more items, and drops those that were not taken."""
         self.recording = False
         self.take()
 
-    def take(self) -> Noted:
+    def take(self) -> TraceItems:
         """The items since the last take. The oldest are missing if there were too many."""
-        taken = Noted(list(self._told), list(self._written), list(self._ended))
-        self._told.clear()
+        taken = TraceItems(list(self._messages), list(self._written), list(self._ended))
+        self._messages.clear()
         self._written.clear()
         self._ended.clear()
         return taken

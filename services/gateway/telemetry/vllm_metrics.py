@@ -56,7 +56,7 @@ class VllmMetrics(Collector):
             if reason in counts:  # not: rejected
                 counts[reason] += count
         names = [*self._labels, "finished_reason"]
-        family = CounterMetricFamily(PREFIX + "request_success", "Sequences that ended, by how.", labels=names)
+        family = CounterMetricFamily(PREFIX + "request_success", "Ended sequences by finish reason.", labels=names)
         for reason, count in counts.items():
             family.add_metric([*self._labels.values(), reason], count)
         return family

@@ -77,7 +77,7 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
         """The checkpoint's template, or `override` (a template or its path). None if there is no template.
 
-        Raises ValueError if it does not compile.
+        Raises OSError or ValueError if a file cannot be read, and ValueError if the template does not compile.
         """
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.is_file() else {}
@@ -107,7 +107,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         extras: ChatExtras = NO_EXTRAS,
     ) -> str:
-        """The chat as text. Raises ApiError 400 if the template refuses it."""
+        """The chat as text. Raises ApiError 400 if the template refuses it, or if `variables` sets a reserved name."""
         taken = _RESERVED.union(self._tokens).intersection(variables)
         if taken:
             raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set {', '.join(sorted(taken))}")

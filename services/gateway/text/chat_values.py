@@ -1,4 +1,4 @@
-"""The strings inside what a chat template gets from a client: counted, searched, and replaced."""
+"""What a chat template gets from a client, and functions that list, replace and cut the strings in it."""
 
 from __future__ import annotations
 

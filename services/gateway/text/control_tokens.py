@@ -30,7 +30,7 @@ _WORD = re.compile(r"\w+")
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, by their written form."""
+    """The special tokens of a tokenizer, by their written form. A token of a single character is left out."""
 
     def __init__(self, written: Iterable[str]) -> None:
         tokens = sorted(token for token in written if len(token) > 1)
@@ -54,7 +54,7 @@ class ControlTokens:
         return _marks(self._parts, mark)
 
     def has_parts(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts could be a part of a control token."""
+        """Whether one of the texts contains something that could be a part of a control token."""
         return self._parts is not None and any(map(self._parts.search, texts))
 
     def found_in(self, text: str) -> list[str]:
@@ -83,7 +83,8 @@ def _first_of_each(tokens: Sequence[str]) -> re.Pattern[str] | None:
 def _parts_of_any(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """Matches the first character of each pair of neighbours in a text that are neighbours in a token, too. Also
     matches the last character of a text if a token has this character before the token's end. Ignores the case of
-    letters. Two characters of a word do not count: else "user" would be a part of `<|user|>`."""
+    letters. A pair of word characters does not count, and neither does a word character at the end of a text: else
+    "user" would be a part of `<|user|>`."""
     seconds: dict[str, set[str]] = defaultdict(set)  # by first
     for token in tokens:
         for first, second in pairwise(token.lower()):

@@ -73,7 +73,8 @@ class TableDetokenizer:
 
 
 class PrefixDetokenizer:
-    """For any other tokenizer: decodes a short window twice, and returns the difference.
+    """For any other tokenizer: decodes a short window of tokens without and with the new token, and returns the
+    difference.
 
     `context_ids`: the last prompt tokens. With them a decoder that strips the space before the first word of a text
     does not strip it in the middle of a text."""

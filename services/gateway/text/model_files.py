@@ -39,7 +39,8 @@ def resolve_folder(model: str) -> Path:
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Read config.json and generation_config.json. Raises FileNotFoundError or ValueError."""
+    """Read config.json and generation_config.json. Raises FileNotFoundError if there is no config.json, and OSError or
+    ValueError if a file cannot be read or has an invalid value."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: no config.json")
@@ -64,7 +65,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     except KeyError as error:
         raise ValueError(f"{path}: no {error.args[0]}") from error
     except (TypeError, ValueError) as error:
-        # One rule for values of all unexpected types.
+        # A value of an unexpected type may raise either error, above or in _default().
         raise ValueError(f"{folder}: its configuration has a value that makes no sense: {error}") from error
 
 

@@ -153,7 +153,8 @@ class TextTokenizer:
         """Render a chat with its template. Returns the text in parts.
 
         Special tokens in messages, variables, tools and documents stay text: each is cut in two, and its halves are in
-        different parts. Raises ApiError 400 if the model has no template or the template refuses the chat.
+        different parts. Raises ApiError 400 if the model has no template, if the template refuses the chat, or if the
+        chat is nested too deep or cannot be continued as `extras` asks.
         """
         if self._template is None:
             raise invalid("messages", "this model has no chat template; use /v1/completions")
@@ -194,7 +195,8 @@ class TextTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
-        """What one token adds to a text. A special token adds its written form, an unknown token adds nothing."""
+        """What one token adds to a text. A special token adds its written form, or nothing with `skip_special_tokens`.
+        An unknown token adds nothing."""
         table = self._table if skip_special_tokens else self._full_table
         if table is None:
             return str(self._tokenizer.decode([token_id], skip_special_tokens=skip_special_tokens)).encode()

@@ -27,7 +27,8 @@ class MessageGate:
         self._max_waiting = max_waiting
         self._num_waiting = 0
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._unlimited: OrderedDict[asyncio.Timeout, float] = OrderedDict()  # reads, and the start of each
+        # The reads that `patience_s` does not limit yet, and the start of each.
+        self._unlimited: OrderedDict[asyncio.Timeout, float] = OrderedDict()
 
     async def read(self, context: Any) -> bytes:
         """The request. Aborts the call with RESOURCE_EXHAUSTED if too many calls wait or the request is too slow, and

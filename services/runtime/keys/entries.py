@@ -51,7 +51,7 @@ class ApiKey(BaseModel):
     admin: bool = False  # policies, pins, reset, explain, cache events
     metrics: bool = False  # the gateway's /metrics
     max_priority: float = Field(0.0, allow_inf_nan=True)
-    # The order of the queue counts a deadline or an SLO of its requests as at least this many seconds away.
+    # In the queue order, a deadline or an SLO of its requests that is nearer counts as this many seconds away.
     min_slo_s: float = Field(DEFAULT_MIN_SLO_S, ge=0, le=86400.0, allow_inf_nan=False)
     max_requests: _Quota | None = None  # at a time
     max_tokens_in_flight: _Quota | None = None

@@ -86,10 +86,10 @@ def default_folder() -> Path:
 
 @contextlib.contextmanager
 def lock() -> Iterator[MemoryClaims]:
-    """No other process checks or claims memory while the block runs.
+    """No other process of this user checks or claims memory while the block runs.
 
     If the folder cannot be written, as in a container of one worker with a read-only disk, or if another user may
-    change it, the claims of other processes are not known.
+    change it, nothing is locked, and the claims of other processes are not known.
     """
     with contextlib.ExitStack() as stack:
         folder: Path | None = None

@@ -16,7 +16,7 @@ _PATIENCE_S = 10.0
 
 
 class NoSuchModel(Exception):
-    """The folder does not exist, and the hub does not have the model. The message is one line."""
+    """The model's files cannot be found or fetched, or are GGUF. The message is one line."""
 
 
 def local_folder(model: str) -> Path | None:
@@ -86,7 +86,8 @@ def _fetch(name: str, patterns: Sequence[str], ignore: Sequence[str], revision: 
 
 
 def _why_silent(name: str) -> Exception | None:
-    """None if the hub has the model. snapshot_download() asks too, but it would wait forever for an answer."""
+    """Why the hub cannot be asked; None if it has the model. snapshot_download() asks the hub, too, but would wait
+    forever for an answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 

@@ -1,7 +1,7 @@
 """Hashes that tell two checkpoints apart, computed from their files without loading weights.
 
-A worker reports these hashes when it registers, and a gateway compares them with the hashes of its own files. A hash is
-empty if the folder has no such file.
+A worker reports these hashes when it registers, and a gateway compares them with the hashes of its own files. The hash
+of the tokenizer or of the weights is empty if the folder does not have the files. config.json must exist.
 """
 
 from __future__ import annotations

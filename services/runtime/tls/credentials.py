@@ -116,5 +116,5 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
     paths = files.paths
     try:
         context.load_cert_chain(paths.cert, paths.key)
-    except (OSError, ssl.SSLError) as error:  # they have changed since they were read
+    except (OSError, ssl.SSLError) as error:  # the files on disk have changed since `files` read them
         raise TlsError(f"{paths.cert}, {paths.key}: {error}") from error

@@ -1,4 +1,4 @@
-"""Tells whether an address can be reached from other machines, and warns if it is not encrypted there."""
+"""Tells whether a server's address can be reached from other machines, and warns about such a server without TLS."""
 
 from __future__ import annotations
 

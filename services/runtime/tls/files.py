@@ -124,7 +124,8 @@ def read(paths: TlsPaths, now: dt.datetime | None = None) -> Certificates:
 
 
 def name_of(cert: bytes) -> str:
-    """The first name or address for which the certificate (in PEM) is valid. Raises TlsError."""
+    """The first DNS name for which the certificate (in PEM) is valid; without DNS names, the first IP address. For
+    `*.example.com` it is `any.example.com`. Raises TlsError."""
     from cryptography import x509
 
     try:

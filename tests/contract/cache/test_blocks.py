@@ -59,7 +59,7 @@ async def test_a_watcher_sees_blocks_and_prefixes_change(cache: Running) -> None
     call.cancel()
 
 
-async def test_watchers_share_snapshots_and_nothing_is_made_without_one(
+async def test_watchers_share_a_snapshot_and_without_watchers_none_is_made(
     cache: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = 0
@@ -80,7 +80,9 @@ async def test_watchers_share_snapshots_and_nothing_is_made_without_one(
     assert made == 1
 
 
-async def test_exchanges_go_on_between_the_slices(cache: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exchanges_go_on_between_the_slices_of_a_snapshot(
+    cache: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live_view, "SLICE_NODES", 1)
     link = cache.link()
     await ask(link, 1, d.add_worker_op(0, 4096, 4))
@@ -107,7 +109,7 @@ async def test_wrong_intervals_and_too_many_watchers_are_refused(
     call = watch(cache)
     await shown(call)
     code, message = await ended(watch(cache))
-    assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1 watchers are here already")
+    assert (code, message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 1 watchers, which is the limit")
     call.cancel()
 
 

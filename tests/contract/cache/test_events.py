@@ -139,7 +139,7 @@ async def test_the_number_of_watchers_is_limited(cache: Running, monkeypatch: py
     calls = [watch(cache), watch(cache)]
     for call in calls:
         await kinds(call, 2)
-    assert await ended(watch(cache)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "2 watchers are here already")
+    assert await ended(watch(cache)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "there are 2 watchers, which is the limit")
     calls[0].cancel()
 
     async def admitted() -> bool:

@@ -294,6 +294,6 @@ async def test_a_scheduler_before_the_newest_leader_cannot_take_over_the_link(ca
 
 
 @pytest.mark.parametrize("fence", ["x", "-1", "1.5", "18446744073709551616", "9" * 4000])
-async def test_a_fence_that_is_no_number(cache: Running, fence: str) -> None:
+async def test_a_fence_that_is_no_number_is_refused(cache: Running, fence: str) -> None:
     reason = "paceline-fence: must be a number of 64 bits"
     assert await ended(cache.link(fence)) == (grpc.StatusCode.INVALID_ARGUMENT, reason)

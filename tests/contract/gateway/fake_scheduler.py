@@ -182,7 +182,7 @@ class FakeScheduler(
         self.explained.append(request.explain)
         if not isinstance(self.explanation, admin_pb2.ExplainResponse):
             await context.abort(self.explanation, "as scripted")
-            raise AssertionError("abort returns never")
+            raise AssertionError("abort never returns")
         return live_pb2.GetTimelineResponse(explained=self.explanation)
 
     async def GetPolicy(self, request: admin_pb2.GetPolicyRequest, context: Any) -> admin_pb2.GetPolicyResponse:

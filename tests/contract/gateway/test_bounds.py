@@ -76,7 +76,7 @@ async def test_texts_that_wait_to_be_tokenised_count_towards_the_limit_of_bodies
     await until_served(running, 4 * LONG)  # all bytes were given back
 
 
-async def test_grpc_messages_count_too(start: Start, stuck: threading.Event) -> None:
+async def test_texts_of_grpc_messages_count_towards_the_limit_of_bodies(start: Start, stuck: threading.Event) -> None:
     running = await start(settings={"max_bodies_bytes": 5 * len(LONG)})
     async with AsyncPacelineClient(running.addresses.grpc or "") as client:
         tasks = [asyncio.create_task(generate(client, LONG)) for _ in range(12)]

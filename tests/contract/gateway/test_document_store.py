@@ -1,4 +1,4 @@
-"""Both stores of files and batches keep one promise: about owners, versions, pieces, pages and leases."""
+"""Both stores of files and batches behave alike: owners, versions, pieces, pages and leases."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ async def completion(running: Running, **body: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
-async def test_the_prompt_stands_before_what_follows_it(running: Running) -> None:
+async def test_an_echo_puts_the_prompt_before_the_output(running: Running) -> None:
     [plain] = (await completion(running, prompt="Once there was"))["choices"]
     [echoed] = (await completion(running, prompt="Once there was", echo=True))["choices"]
     assert echoed == plain | {"text": "Once there was" + plain["text"]}
@@ -76,7 +76,7 @@ async def test_text_offsets_in_a_prompt_of_token_ids(running: Running) -> None:
     assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<|user|>" * 2, [0, *range(8, 16)])
 
 
-async def test_the_prompt_is_scored_with_what_follows_it(start: Start) -> None:
+async def test_an_echoed_prompt_has_log_probabilities_if_its_output_has_them(start: Start) -> None:
     running = await start(next_token=scripted(IDS))
     options: dict[str, Any] = {"prompt": IDS, "max_tokens": len(IDS), "seed": 2, "temperature": 1.0, "logprobs": 2}
     [plain] = (await completion(running, **options))["choices"]
@@ -165,7 +165,7 @@ async def test_echo_fields_that_are_wrong_or_above_a_limit_are_refused(running: 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
 
 
-async def test_echoes_have_a_limit_in_all_choices(running: Running) -> None:
+async def test_the_echoes_of_all_choices_together_have_a_limit(running: Running) -> None:
     text = " fox" * 1000
     count = MAX_ECHO_CHARS // len(text) // 64 + 1
     body = {"model": MODEL, "prompt": [text] * count, "n": 64, "echo": True, "max_tokens": 1}

@@ -122,7 +122,7 @@ def tokenizer_folder(folder: Path, *, ends_texts: bool, **config: Any) -> Path:
         ({}, False, False),
     ],
 )
-async def test_add_eos_token_without_such_a_post_processor_is_a_warning(
+async def test_add_eos_token_is_a_warning_if_the_tokenizer_adds_no_eos_token(
     start: Start, tmp_path: Path, config: dict[str, Any], ends_texts: bool, warns: bool
 ) -> None:
     """Texts become the tokens that transformers makes of them."""

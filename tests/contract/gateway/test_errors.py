@@ -388,7 +388,7 @@ ASKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d
 LAST_CHUNK = b"0\r\n\r\n"
 
 
-async def test_a_head_that_begins_during_an_answer_and_ends_after_it(
+async def test_a_head_that_begins_during_an_answer_may_end_after_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The idle time of a connection begins after the answer, and ends with the next head."""

@@ -101,7 +101,7 @@ async def test_wrong_fields_are_refused_by_name(running: Running, arguments: dic
     assert field.rpartition(".")[2] in str(caught.value)
 
 
-async def test_other_errors(start: Start) -> None:
+async def test_overload_an_absent_scheduler_and_another_model_have_their_errors(start: Start) -> None:
     running = await start(settings={"scheduler_wait_s": 0.2})
     running.scheduler.reject = lambda _: inference_pb2.Ending(reason=ERROR, code=8, message="full", retry_after_s=2.5)
     async with AsyncPacelineClient(running.addresses.grpc or "", retry_for_s=0) as client:

@@ -245,7 +245,7 @@ async def test_requests_that_outlast_the_drain_get_503(start: Start) -> None:
     await asyncio.wait_for(running.task, 30)
 
 
-async def test_a_port_that_is_taken(start: Start) -> None:
+async def test_a_gateway_does_not_start_on_a_port_that_is_taken(start: Start) -> None:
     running = await start()
     http_port, grpc_port = (int((a or "").split(":")[1]) for a in (running.addresses.http, running.addresses.grpc))
     with pytest.raises(OSError, match="in use"):
@@ -255,7 +255,7 @@ async def test_a_port_that_is_taken(start: Start) -> None:
     assert (await running.http.get("/v1/models")).json()["data"][0]["id"] == MODEL
 
 
-async def test_a_request_before_the_scheduler_gets_no_more_than_its_workers_can_hold(start: Start) -> None:
+async def test_a_request_from_before_the_scheduler_is_limited_by_the_model_of_its_workers(start: Start) -> None:
     model = common_pb2.ModelInfo(name="demo", vocab_size=1024, max_model_len=100, eos_token_ids=[5, 1])
     running = await start(scheduler_up=False, model=model)
     body = {"messages": [{"role": "user", "content": "one two three"}]}  # no max_tokens; the files say 2048
@@ -275,7 +275,7 @@ async def test_a_request_before_the_scheduler_gets_no_more_than_its_workers_can_
         assert len(submission.prompt_token_ids) // 4 + submission.sampling.max_tokens == 100
 
 
-async def test_a_request_before_the_first_worker_waits_for_it_longer_than_for_a_scheduler(start: Start) -> None:
+async def test_a_request_waits_longer_for_the_first_worker_than_for_a_scheduler(start: Start) -> None:
     running = await start(scheduler_up=False, settings={"scheduler_wait_s": 0.2})
     body = {"messages": [{"role": "user", "content": "one two three"}]}
     unserved = await running.http.post("/v1/chat/completions", json=body)

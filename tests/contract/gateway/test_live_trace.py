@@ -38,12 +38,12 @@ async def test_records_have_the_scheduler_s_times_and_the_gateway_s_own(start: S
     first = await anext(found)
     answer = await running.http.post("/v1/completions", json=COMPLETION)
     assert answer.status_code == 200
-    told: list[Any] = []
+    messages: list[Any] = []
     written: list[Any] = []
     requests: list[Any] = []
     while not requests:
         of_gateway = (await anext(found))["gateway"]
-        told += of_gateway["told"]
+        messages += of_gateway["messages"]
         written += of_gateway["written"]
         requests += of_gateway["requests"]
     await found.aclose()  # type: ignore[attr-defined]
@@ -53,11 +53,11 @@ async def test_records_have_the_scheduler_s_times_and_the_gateway_s_own(start: S
     [request] = requests
     assert (request["answer_id"], request["output_tokens"]) == (answer.json()["id"], 5)
     assert sum(one["num_tokens"] for one in written) == 5
-    assert all(first["gateway"]["at_us"] <= one["received_us"] <= one["ended_us"] for one in told)
-    assert sum(one["num_tokens"] for one in told) >= 5
+    assert all(first["gateway"]["at_us"] <= one["received_us"] <= one["ended_us"] for one in messages)
+    assert sum(one["num_tokens"] for one in messages) >= 5
 
 
-async def test_a_trace_ends_by_itself_and_nothing_is_noted_after_it(start: Start) -> None:
+async def test_a_trace_ends_by_itself_and_nothing_is_recorded_after_it(start: Start) -> None:
     running = await start()
     began_s = asyncio.get_running_loop().time()
     assert len([one async for one in records(running, 0.3)]) >= 2

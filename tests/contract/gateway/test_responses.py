@@ -465,7 +465,7 @@ async def test_ignored_fields_change_nothing(start: Start, stored: dict[str, Any
     assert (await create(running, **more, conversation=None)).status == "incomplete"
 
 
-async def test_queries_that_make_no_sense(start: Start, stored: dict[str, Any]) -> None:
+async def test_wrong_queries_are_refused_by_name(start: Start, stored: dict[str, Any]) -> None:
     running = await start(settings=stored)
     path = f"{PATH}/{(await create(running)).id}"
     for query, param in (

@@ -76,7 +76,8 @@ async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n
 
 
 async def test_a_resumed_stream_keeps_the_id_that_explain_takes(start: Start) -> None:
-    """At another gateway, and when the first one submits again since its scheduler was away."""
+    """Also when the first gateway submits the request again after the loss of its scheduler, and when another gateway
+    resumes the stream."""
     first, second, request = await start(step_s=0.003), await start(), body(max_tokens=400)
     reading = asyncio.create_task(events(first, request, KEY, 40))
     await until(lambda: first.scheduler.num_running == 1)
@@ -167,7 +168,7 @@ async def test_the_newest_connection_takes_over(start: Start) -> None:
     assert len(running.scheduler.submissions) == 2
 
 
-async def test_a_key_of_another_request(start: Start) -> None:
+async def test_the_idempotency_key_of_another_request_is_refused(start: Start) -> None:
     running = await start()
     assert told(await events(running, body(), KEY)).reasons == {0: ["length"]}
     status, param, message = await refused(running, KEY, max_tokens=61)
@@ -292,7 +293,7 @@ async def test_grpc_goes_on_after_the_last_token(start: Start) -> None:
         assert after[-1].usage == whole.usage
 
 
-async def test_grpc_keys_that_do_not_fit(start: Start) -> None:
+async def test_grpc_refuses_wrong_idempotency_keys_and_resume_fields_by_name(start: Start) -> None:
     running = await start(step_s=0.005, next_token=hash_token(6, 200))
     async with AsyncPacelineClient(running.addresses.grpc or "") as client:
         ends_before = {"idempotency_key": "m", "resume_after": 5, "stop_token_ids": list(range(6, 200))}

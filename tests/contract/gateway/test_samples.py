@@ -177,7 +177,9 @@ async def test_fields_that_beam_search_does_not_support_are_refused(
         (inference_pb2.BeamOptions(width=2, early_stopping=9), "early_stopping"),  # type: ignore[arg-type]
     ],
 )
-async def test_bad_beams_over_grpc(running: Running, beam: inference_pb2.BeamOptions, field: str) -> None:
+async def test_bad_beam_options_over_grpc_are_refused_by_name(
+    running: Running, beam: inference_pb2.BeamOptions, field: str
+) -> None:
     async with grpc.aio.insecure_channel(str(running.addresses.grpc)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

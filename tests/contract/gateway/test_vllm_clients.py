@@ -93,7 +93,9 @@ async def test_tokens_named_by_their_ids(start: Start) -> None:
         ({}, "stop", None),
     ],
 )
-async def test_why_an_answer_ended(start: Start, options: dict[str, Any], finish_reason: str, stop_reason: Any) -> None:
+async def test_finish_reason_and_stop_reason_say_why_an_answer_ended(
+    start: Start, options: dict[str, Any], finish_reason: str, stop_reason: Any
+) -> None:
     running = await start(next_token=scripted([*IDS, 5]))  # 5: end of sequence
     for path, prompt in ((COMPLETIONS, {"prompt": [7]}), (CHATS, {"messages": CHAT})):
         body = {"max_tokens": 50, **options, **prompt}

@@ -131,7 +131,8 @@ async def test_the_figures_of_the_scheduler(start: Start) -> None:
 
 
 async def test_requests_that_a_limit_of_the_queue_refuses_are_counted_by_limit(start: Start) -> None:
-    """The gateway refuses some by the scheduler's status, and the scheduler others; a bad request is neither."""
+    """The scheduler refuses some requests. The gateway refuses others, because the scheduler has reported a full queue.
+    A bad request is not counted."""
     running = await start()
     limits = iter((QUEUE_LIMIT_REQUESTS, QUEUE_LIMIT_TOKENS))
     running.scheduler.reject = lambda submission: Ending(

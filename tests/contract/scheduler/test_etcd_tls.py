@@ -59,7 +59,7 @@ async def test_a_renewal_is_used_from_the_next_request_on(
     own = issue(authority_of(certificates), tmp_path / "own")
     client = etcd(process, own)
     await client.read_leader()
-    stranger(own, certificates)  # of another CA: etcd refuses it, so it is used
+    stranger(own, certificates)  # of another CA: if etcd refuses it, the client has used it
     with pytest.raises(EtcdError):
         await client.read_leader()
     issue(authority_of(certificates), own)

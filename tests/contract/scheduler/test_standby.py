@@ -40,7 +40,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 
 @pytest.fixture
 async def etcd(process: EtcdProcess, request: pytest.FixtureRequest) -> AsyncIterator[Etcd]:
-    """For a candidate of the test's own; the first endpoint is dead."""
+    """A client of an election that only this test uses. The first of its endpoints is dead."""
     client = Etcd([f"http://127.0.0.1:{free_port()}", process.url], request.node.name, timeout_s=10.0)
     with pytest.raises(EtcdError, match="All connection attempts failed"):
         await client.read_leader()
@@ -135,8 +135,8 @@ async def test_endpoints_that_fail_at_the_same_time_are_passed_over_together(pro
     await etcd.close()
 
 
-async def test_connections_that_are_reset_at_once() -> None:
-    """The HTTP client's own error does not always have a text."""
+async def test_a_connection_that_is_reset_at_once_is_an_etcd_error() -> None:
+    """Also if the error of the HTTP client has no text."""
     proxy = Proxy(free_port())
     proxy.cut()
     etcd = Etcd([f"http://127.0.0.1:{proxy.port}"], "x", timeout_s=3.0)
@@ -150,7 +150,7 @@ async def test_connections_that_are_reset_at_once() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"header": {}, "responses": [1, 2]}'])
-async def test_another_server_at_etcd_s_address(body: bytes) -> None:
+async def test_an_answer_of_another_server_is_an_etcd_error(body: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))

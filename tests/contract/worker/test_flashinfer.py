@@ -1,5 +1,8 @@
-"""The path of a GPU worker through FlashInfer, as far as a CPU can prove it: the package's own Python with reference
-kernels (tests/support/flashinfer_kernels.py), so what is not proven is the kernels, the streams and the speed."""
+"""The path of a GPU worker through FlashInfer, as far as a CPU can test it.
+
+FlashInfer's own Python code runs with reference kernels (tests/support/flashinfer_kernels.py). Not tested: the real
+kernels, CUDA streams and speed.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ def test_a_model_is_as_in_transformers_with_graphs(
 
 
 def test_the_kernels_get_bf16(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
-    """Every kernel asserts its types; that the text is close to fp32's is for a GPU to show."""
+    """Every kernel asserts its types. Only a GPU can show that the output is close to fp32's (tests/gpu)."""
     driver = Driver(twin(flashinfer, reference("qwen3").folder, dtype="bfloat16", graph_sizes=(8,)), 64)
     sequences = [driver.add(prompt, 4) for prompt in PROMPTS]
     driver.run()

@@ -109,7 +109,7 @@ async def test_a_step_is_launched_while_the_one_before_runs(rig: Rig) -> None:
 
 
 async def test_steps_go_on_while_a_grammar_is_compiled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar to forget is forgotten after the plans that arrived before."""
+    """An order to forget a grammar is executed after the plans that arrived before the order."""
     compiles, may_end, forgotten = threading.Event(), threading.Event(), list[tuple[int, int]]()
 
     def prepare(grammars: PreparedGrammars, tokenizer: object, number: int, grammar: str) -> str:

@@ -71,7 +71,7 @@ class Rig:
     ready: asyncio.Future[Addresses]
 
     async def accept(self) -> WorkerLink:
-        """The next link; fails with the worker's own error if that ends first."""
+        """The next link. Raises the worker's error if the worker ends first."""
         accepting = asyncio.ensure_future(self.scheduler.accept())
         await asyncio.wait((accepting, self.worker), return_when=asyncio.FIRST_COMPLETED)
         if self.worker.done():

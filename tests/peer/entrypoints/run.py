@@ -54,7 +54,8 @@ def fetch(python: Path) -> Path:
         file.extractall(HOME, filter="data")
     archive.unlink()
     shutil.rmtree(folder / "vllm")
-    shutil.rmtree(folder / "vllm.egg-info")  # its version hides the installed one, which tells vLLM of the CPU
+    # It would hide the version of the installed vLLM, from which vLLM knows that it is built for a CPU.
+    shutil.rmtree(folder / "vllm.egg-info")
     return folder
 
 

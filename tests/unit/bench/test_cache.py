@@ -14,7 +14,7 @@ from bench.peers.cache_work import LENGTH, LONG, Work, store
 FIGURES = ("match_hit_1024_us", "match_3000_us", "insert_1024_us", "evict_1024_at_32_us", "match_8_workers_1024_us")
 
 
-def test_a_report_without_the_peer(tmp_path: Path) -> None:
+def test_a_report_without_the_peer_has_our_figures(tmp_path: Path) -> None:
     sizes = Sizes(calls=32, evict=(32, 64), memory=64, times=16, repeats=1)
     with Console(quiet=True) as console:
         report = cache(tmp_path, console, sizes)

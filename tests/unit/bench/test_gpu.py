@@ -28,7 +28,7 @@ def config(name: str) -> DecoderConfig:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_bench_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert "no NVIDIA GPU here" in capsys.readouterr().err
 
@@ -103,7 +103,7 @@ def test_a_worker_accepts_every_plan_of_a_load(requests: list[LoadRequest], conc
     assert not table.occupied.any()
 
 
-def test_a_load_that_does_not_fit_says_so() -> None:
+def test_a_load_that_does_not_fit_is_refused() -> None:
     load = Load(SlotLimits(4, 32, 400, 8, 5, 97, ()), [LoadRequest(30, 0, 30)])
     with pytest.raises(NoRoom):
         list(load.steps(1))

@@ -136,11 +136,11 @@ def test_a_sequence_may_stand_more_than_once_in_a_commit(link: Driver) -> None:
     link.start(1, A[:2])
     link.one(d.commit_op([(1, A[2:3], 2), (1, A[3:5], 4)]))
     assert link.probe(A) == {0: (4, 4)}
-    with refused(Code.INVALID_ARGUMENT):  # the second entry goes back before the first
+    with refused(Code.INVALID_ARGUMENT):  # the second entry has fewer computed tokens
         link.one(d.commit_op([(1, [], 5), (1, [], 4)]))
 
 
-def test_an_equal_block_stays_private_and_the_shared_one_is_held(link: Driver) -> None:
+def test_a_duplicate_stays_private_and_the_equal_block_of_the_tree_is_kept(link: Driver) -> None:
     """Two sequences compute the same prompt at once. The first one's blocks are in the tree, and stay while they are
     needed."""
     link.start(1, A)

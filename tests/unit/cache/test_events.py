@@ -242,7 +242,7 @@ def test_a_watcher_with_a_number_from_another_start_gets_a_snapshot(link: d.Driv
 
 
 def test_a_snapshot_shows_the_state_at_the_time_of_the_call(link: d.Driver) -> None:
-    """However slowly it is read."""
+    """However slowly the snapshot is read."""
     link.add_worker(0, 8)
     link.run(1, A)
     follower = Follower()

@@ -120,17 +120,17 @@ def test_no_part_of_a_block_is_copied_if_the_host_has_a_whole_one() -> None:
     assert (result.num_cached_tokens, result.copy_from, len(d.pairs(result))) == (16, 0, 1)
 
 
-def test_the_least_recently_used_makes_room() -> None:
+def test_the_least_recently_used_block_makes_room() -> None:
     cache = link(num_host=8, num_blocks=4)
     for number, tokens in enumerate((A, B, C[:12]), 1):
         cache.run(number, tokens)
-    cache.run(4, [*A[:5], 5])  # a hit of A's first block, for which the last of C go
+    cache.run(4, [*A[:5], 5])  # reuses A's first block, and evicts C's last block for its second one
     assert (tiers(cache, A), tiers(cache, B)) == ((4, 8), (0, 16))
     cache.run(5, FILL[:16])  # C replaces A's blocks on the host, except the first; B's blocks would be next
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 4), (0, 16), (0, 12))
 
 
-def test_the_last_used_of_blocks_evicted_together_are_kept_first() -> None:
+def test_the_host_keeps_the_last_used_of_blocks_evicted_together() -> None:
     cache = link(num_host=6)
     cache.run(1, A)
     cache.run(2, B)
@@ -179,7 +179,7 @@ def test_a_host_without_room_keeps_nothing() -> None:
     assert tiers(cache, A) == (0, 0)
 
 
-def test_as_much_of_the_beginning_is_kept_as_there_is_room_for() -> None:
+def test_the_host_keeps_as_many_first_blocks_as_it_has_room_for() -> None:
     cache = link(num_host=3)
     cache.run(1, A)
     cache.start(2, FILL)
@@ -246,9 +246,9 @@ def test_retention_continues_in_host_memory() -> None:
     cache.admit(1, 0)
     cache.commit(1, [], 16)  # B goes to the host
     cache.free(1)
-    cache.run(3, C)  # and now A, which takes two of B's
+    cache.run(3, C)  # A goes to the host too, and takes two of B's host blocks
     assert (tiers(cache, A), tiers(cache, B)) == ((0, 16), (0, 8))
-    cache.run(4, FILL[:16])  # C takes the other two, and then two of A's
+    cache.run(4, FILL[:16])  # C takes B's other two, and then two of A's
     assert (tiers(cache, A), tiers(cache, B), tiers(cache, C)) == ((0, 8), (0, 0), (0, 16))
     cache.run(5, D)  # FILL takes the blocks of C, which was used later than A
     assert (tiers(cache, A), tiers(cache, C)) == ((0, 8), (0, 0))
@@ -293,7 +293,7 @@ def test_a_demoted_block_keeps_a_priority_below_0() -> None:
         link.admit(sequence, 0)
         link.commit(sequence, [], 4)
         link.free(sequence)
-    link.start(4, [7] * 4)  # a third one is demoted, for which one has to go
+    link.start(4, [7] * 4)  # the third block is demoted too, so the host drops the one of lowest priority
     found = [d.tiers(link.one(d.match_op(10 + i, [i] * 5)).match.matches) for i in (1, 2, 3)]
     assert found == [{0: (0, 0, 4)}, {}, {0: (0, 0, 4)}]
 
@@ -316,7 +316,7 @@ def test_blocks_evicted_one_by_one_form_a_run_again() -> None:
 
 
 def test_a_block_keeps_its_priority_between_device_and_host() -> None:
-    """Also one below 0, when it is evicted for the second time and the host has it already."""
+    """Also a priority below 0, when the block is evicted again and the host already has a copy."""
     cache = link(eviction="priority")
     for sequence in (1, 3):
         cache.exchange(d.match_op(sequence, [*A, 5], priority=-2.0), d.admit_op(sequence, 0))

@@ -50,14 +50,14 @@ def test_nothing_is_said_of_new_tokens_and_of_the_last_block() -> None:
     assert admitted(cache, 2, A) == (20, 0, 0, 0, 0)
 
 
-def test_tokens_of_another_worker() -> None:
+def test_tokens_cached_on_another_worker_are_counted() -> None:
     cache = link(workers=2)
     cache.run(1, A[:8], worker=1)
     cache.run(2, A, worker=2)
     assert admitted(cache, 3, A, worker=1) == (8, 12, 2, 0, 0)
 
 
-def test_tokens_that_another_sequence_computes() -> None:
+def test_tokens_that_another_sequence_computes_are_counted() -> None:
     cache = link(workers=2)
     cache.start(1, A, worker=2)
     assert admitted(cache, 2, A) == (0, 0, 0, 20, 0)
@@ -67,7 +67,7 @@ def test_tokens_that_another_sequence_computes() -> None:
     assert admitted(cache, 4, A) == (0, 8, 2, 0, 0)  # no sequence computes the rest any more
 
 
-def test_evicted_tokens() -> None:
+def test_evicted_tokens_are_counted() -> None:
     cache = link(num_blocks=8)
     cache.run(1, A, worker=1)
     cache.run(2, [7] * 32, worker=1)  # evicts all of A
@@ -80,7 +80,7 @@ def test_evicted_tokens() -> None:
     assert admitted(cache, 6, [*A[:8], *B[:8]]) == (0, 0, 0, 0, 8)
 
 
-def test_evicted_tokens_after_a_copied_beginning() -> None:
+def test_evicted_tokens_after_a_copied_beginning_are_counted() -> None:
     cache = link(num_blocks=8, partial_reuse=True)
     cache.run(1, A, worker=1)
     cache.run(2, [*A[:2], *[7] * 30], worker=1)
@@ -111,7 +111,7 @@ def test_a_reset_forgets_the_evicted_tokens() -> None:
     assert admitted(cache, 3, A) == (0, 0, 0, 0, 0)
 
 
-def test_few_evicted_tokens_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_evicted_tokens_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evicted, "GENERATION_BYTES", 256)  # four runs
     cache = link(num_blocks=8)
     for sequence in range(50):
@@ -127,12 +127,14 @@ prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=20)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(prompts, st.integers(1, 2), st.booleans()), max_size=12), st.booleans())
-def test_the_tokens_are_those_before_the_last_block(runs: list[tuple[list[int], int, bool]], partial: bool) -> None:
+def test_the_counted_tokens_are_those_before_the_last_block(
+    runs: list[tuple[list[int], int, bool]], partial: bool
+) -> None:
     cache = link(num_blocks=10, workers=2, partial_reuse=partial)
     for sequence, (prompt, worker, computes) in enumerate(runs):
         cached, other, _, in_flight, evicted_tokens = admitted(cache, sequence, prompt, worker)
-        border = (len(prompt) - 1) // 4 * 4
-        assert cached + other + in_flight + evicted_tokens <= max(border, cached)
+        boundary = (len(prompt) - 1) // 4 * 4
+        assert cached + other + in_flight + evicted_tokens <= max(boundary, cached)
         if computes or sequence % 2:
             cache.commit(sequence, [], len(prompt))
         cache.free(sequence)

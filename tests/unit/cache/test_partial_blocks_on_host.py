@@ -55,12 +55,12 @@ def test_a_match_may_end_within_a_whole_host_block() -> None:
 
 
 def test_a_beginning_outlives_the_block_that_it_was_copied_from() -> None:
-    """The source is evicted in its turn, as if unused: its beginning is in the copy, which is newer."""
+    """The source is evicted as if it had not been copied. The copy has the same beginning and is newer."""
     cache = host(num_host=4, num_blocks=4)
     cache.run(1, A[:4])
     cache.run(2, FILL[:16])  # A is on the host, and is the oldest there
     cache.run(3, [*A[:3], 5])
-    cache.run(4, OTHER[:16])  # the copy goes to the host, and three of FILL, for one of which A has to go
+    cache.run(4, OTHER[:16])  # demotes the copy and three blocks of FILL, so the host drops A
     assert [tiers(cache, tokens) for tokens in (A[:4], A[:3], [*A[:3], 5])] == [(0, 3), (0, 3), (0, 4)]
 
 
@@ -116,11 +116,11 @@ def test_without_room_for_the_copy_an_admission_uses_the_device_blocks_alone() -
     cache = host(num_blocks=4)
     cache.run(1, A[:6])
     cache.run(2, [7] * 12)
-    cache.run(5, A[:4])  # what is used last
+    cache.run(5, A[:4])  # A's first block is now the last used one
     cache.start(3, [8] * 8)  # one block of A and one of the other are left
     assert tiers(cache, A[:6]) == (4, 2)
     cache.match(4, A[:12])
-    result = cache.one(d.admit_op(4, 0, new_tokens=3)).admit  # 6 + 3 tokens need two more, 4 + 3 one
+    result = cache.one(d.admit_op(4, 0, new_tokens=3)).admit  # 6 + 3 tokens need two more blocks, 4 + 3 need one
     assert (result.num_cached_tokens, d.pairs(result)) == (4, [])
     assert len(d.unpack(result.block_table)) == 2
 
@@ -138,7 +138,7 @@ def test_without_room_for_the_copy_an_admission_uses_the_whole_host_blocks() -> 
     cache.run(1, A[:10])
     cache.run(2, [7] * 12)
     cache.match(3, A[:14])
-    result = cache.one(d.admit_op(3, 0, new_tokens=3)).admit  # 10 + 3 tokens need four, 8 + 3 three
+    result = cache.one(d.admit_op(3, 0, new_tokens=3)).admit  # 10 + 3 tokens need four blocks, 8 + 3 three
     table = d.unpack(result.block_table)
     assert (result.num_cached_tokens, len(table)) == (8, 3)
     assert d.pairs(result) == [(table[0], 1), (table[1], 2)]

@@ -123,7 +123,7 @@ def test_a_refused_extension_aborts_the_planned_tokens_of_its_exchange() -> None
 
 
 @pytest.mark.parametrize("planned", [2, 5])
-def test_more_planned_than_there_are_blocks_for_is_refused(planned: int) -> None:
+def test_more_planned_tokens_than_the_blocks_hold_are_refused(planned: int) -> None:
     cache = link()
     cache.match(1, A)
     with pytest.raises(Refused, match="num_planned_tokens"):

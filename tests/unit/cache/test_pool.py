@@ -29,7 +29,7 @@ def cached(memory: Memory, tokens: bytes) -> PrefixNode:
     return node
 
 
-def test_blocks_are_handed_out_free_first_then_evicted_oldest_node_first_from_its_end() -> None:
+def test_free_blocks_are_granted_first_and_then_the_oldest_node_is_evicted_from_its_end() -> None:
     memory = Memory(0, PrefixTree(1), 6, keeps=True)
     cached(memory, b"aaaabbbbcccc")
     cached(memory, b"dddd")

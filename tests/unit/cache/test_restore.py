@@ -80,7 +80,7 @@ def test_blocks_may_be_shared_as_far_as_tokens_agree() -> None:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_the_shared_one_of_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
+def test_the_shared_block_among_equal_blocks_is_stored(order: tuple[int, ...]) -> None:
     entries = [
         d.restored(1, A, 16, [1, 2, 3, 4]),  # blocks 3 and 4 are not shared
         d.restored(2, [*A, 5], 16, [1, 2, 13, 14, 15]),  # shares all but the last
@@ -219,7 +219,7 @@ BAD_ENTRIES = {
     "a negative block": (d.restored(3, A[:8], 8, [1, -1]), Code.INVALID_ARGUMENT, "block -1 is not"),
     "a block twice": (d.restored(3, A[:8], 8, [1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
     "a short table": (d.restored(3, A[:8], 5, [1]), Code.INVALID_ARGUMENT, "1 blocks of 4 tokens, where 5"),
-    "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5, of 4 tokens"),
+    "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5 is more than the 4 tokens"),
     "crossed ranges": (CROSSED, Code.INVALID_ARGUMENT, "retention.start"),
     "a known one": (d.restored(1, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 1 is known already"),
     "a swapped one": (d.restored(2, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 2 is known already"),
@@ -227,10 +227,14 @@ BAD_ENTRIES = {
     "one of another worker": (d.restored(7, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 7 is known already"),
     "other tokens": (d.restored(3, [*A[:7], 0, 0], 9, [5, 3, 1]), Code.FAILED_PRECONDITION, "for other tokens"),
     "another namespace": (OTHER_SALT, Code.FAILED_PRECONDITION, "another namespace"),
-    "another place": (d.restored(3, A[4:9], 5, [3, 1]), Code.FAILED_PRECONDITION, "at another place"),
+    "another position": (d.restored(3, A[4:9], 5, [3, 1]), Code.FAILED_PRECONDITION, "at another place"),
     "behind its end": (d.restored(3, [*A, 1], 17, [1, 2, 4, 9, 5]), Code.FAILED_PRECONDITION, "at another place"),
-    "a begun block": (d.restored(3, A[:12], 12, [5, 3, 9]), Code.FAILED_PRECONDITION, "so it is private"),
-    "not computed by this": (d.restored(3, A[:9], 7, [5, 3, 1]), Code.FAILED_PRECONDITION, "not all computed by this"),
+    "a partial block": (d.restored(3, A[:12], 12, [5, 3, 9]), Code.FAILED_PRECONDITION, "so the block is private"),
+    "not all computed": (
+        d.restored(3, A[:9], 7, [5, 3, 1]),
+        Code.FAILED_PRECONDITION,
+        "this sequence has not computed",
+    ),
     "both kinds": (d.restored(3, A[:4], 4, [1], host=[1]), Code.INVALID_ARGUMENT, "block_table: not empty"),
     "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens have 2"),
     "no such host block": (d.restored(3, A[:4], 4, host=[5]), Code.INVALID_ARGUMENT, "block 5 is not within 1..4"),
@@ -267,7 +271,7 @@ def test_a_position_in_the_tree_cannot_have_two_shared_blocks(prefix_caching: bo
     first = [d.restored(i, A[:5], 5, [1, 10 + i]) for i in (1, 2)]
     second = [d.restored(i, A[:5], 5, [2, 10 + i]) for i in (3, 4, 5)]
     link = Driver()
-    # Without prefix caching these would be two families; one that has a block of each makes them one.
+    # Without prefix caching these would be two families. An entry with a block of each family joins the two.
     both = [d.restored(6, A[:9], 9, [1, 7, 9]), d.restored(5, A[:9], 9, [2, 7, 8])]
     entries = [*first, *second[:2], *both]
     refused = refusals(link, *entries, prefix_caching=prefix_caching)
@@ -310,8 +314,8 @@ def test_a_restore_is_possible_only_right_after_the_worker_was_added() -> None:
 
 
 @pytest.mark.parametrize("host", [None, []])
-def test_a_worker_is_restored_once_whether_or_not_that_took_blocks(host: list[int] | None) -> None:
-    """A sequence of which nothing is computed may have none: on the device, or swapped out."""
+def test_a_worker_is_restored_only_once_even_if_the_restore_took_no_blocks(host: list[int] | None) -> None:
+    """A sequence without computed tokens may have no blocks, on the device or swapped out."""
     link = make(d.restored(1, A, 0, host=host))
     with pytest.raises(Refused) as refused:
         link.one(d.restore_op(0, [d.restored(2, A, 4, [1])]))

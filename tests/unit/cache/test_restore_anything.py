@@ -72,7 +72,7 @@ class RestoreMachine(CacheMachine):
             restored = fresh.core.workers[worker_id]
             assert tables(restored) == tables(worker)
             in_tables = {block for sequence in worker.sequences.values() for block in sequence.table}
-            # Blocks of ended sequences, of which a running one has duplicates, have no user now.
+            # A running sequence may have duplicates of blocks of ended sequences. These blocks have no user now.
             assert restored.device.used_blocks == len(in_tables) <= worker.device.used_blocks
             assert restored.host.used_blocks == worker.host.used_blocks
         self.go_on(fresh, rng)

@@ -63,7 +63,7 @@ def test_requests_that_retain_everything_do_not_reduce_another_tenants_cache_hit
     assert retained_blocks(cache, "greedy") == 24
 
 
-def test_the_tenants_own_oldest_blocks_fall_back() -> None:
+def test_the_tenants_own_oldest_blocks_fall_back_to_the_default_priority() -> None:
     cache = link(num_blocks=40)
     stored(cache, 1, prompt(1, 4))
     stored(cache, 2, prompt(2, 4))
@@ -266,3 +266,15 @@ def test_the_end_of_an_unknown_retention_changes_nothing() -> None:
     stored(cache, 1, prompt(1, 2), tenant="a")
     cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack(prompt(3, 9)), tenant="a")))
     assert retained_blocks(cache, "a") == 2
+
+
+def test_a_retention_that_has_ended_does_not_end_again() -> None:
+    """Its blocks would count as just used once more."""
+    cache = link(num_blocks=10, retained=0.7, total=0.7)
+    first, second = prompt(1, 3), prompt(2, 3)
+    for sequence, tokens in enumerate((first, second), 1):
+        stored(cache, sequence, tokens, tenant="a")
+    for tokens in (first, second, first):
+        cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack(tokens), tenant="a")))
+    cache.run(3, prompt(3, 6))
+    assert [cache.probe([*tokens, 0])[0][0] for tokens in (first, second)] == [4, 12]

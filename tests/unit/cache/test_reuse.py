@@ -42,7 +42,7 @@ def test_a_match_ends_where_the_tokens_differ_and_the_beginning_of_the_block_is_
     assert cache.probe(A) == {0: (16, 4)}
 
 
-def test_whole_blocks_only_if_the_worker_does_not_ask_for_more() -> None:
+def test_without_partial_reuse_only_whole_blocks_are_reused() -> None:
     cache = link(partial_reuse=False)
     cache.run(1, A)
     assert cache.match(2, [*A[:6], 7, 7, 7]) == {0: (4, 0)}
@@ -209,7 +209,7 @@ ONE, TWO, THREE = [1] * 4, [2] * 4, [3] * 4
         ("priority", [True, True, False]),
     ],
 )
-def test_strategies(eviction: str, kept: list[bool]) -> None:
+def test_each_strategy_evicts_by_its_rule(eviction: str, kept: list[bool]) -> None:
     cache = link(num_blocks=4, eviction=eviction, partial_reuse=False)
     for sequence, (prompt, priority) in enumerate(((ONE, 2.0), (TWO, 1.0), (THREE, 0.0))):
         stored(cache, sequence, prompt, priority=priority)

@@ -53,17 +53,17 @@ def test_a_block_for_the_last_token_is_taken_too(link: Driver) -> None:
     assert (cached, len(table), len(pairs)) == (4, 2, 0)
 
 
-def test_blocks_that_others_share_stay_theirs(link: Driver) -> None:
+def test_a_swap_out_leaves_shared_blocks_to_their_other_users(link: Driver) -> None:
     link.start(1, A[:10])
     link.commit(1, [], 10)
     link.start(2, [*A[:8], 1, 2])
     assert link.swap_out(1) == [(1, 1), (2, 2), (3, 3)]
-    assert link.pools[0][2] == 3  # used by the other
+    assert link.pools[0][2] == 3  # the other sequence uses them
     assert link.swap_in(1)[2] == [(3, 3)]
 
 
 def test_swapped_in_tokens_count_as_computed_after_a_commit(link: Driver) -> None:
-    """The copies of a sequence that ends before they are made must not be found by others."""
+    """A sequence may end before its copies are made. Then no other sequence may find their target blocks."""
     link.start(1, A[:10])
     link.commit(1, [], 9)
     link.swap_out(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from cryptography.x509.verification import PolicyBuilder, Store
 
 from services.cli.certs.authority import Authority, Pair
@@ -22,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_cas_key_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_the_key_of_the_ca_may_lie_elsewhere(tmp_path: Path) -> None:
     folder, key = tmp_path / "set", tmp_path / "private" / "key.pem"
     make_set(folder, ca_key=key, lifetime=DAY)
     assert not list(folder.rglob("ca-key.pem"))
@@ -100,6 +101,18 @@ def test_a_folder_without_its_ca_is_not_touched(tmp_path: Path, left: list[str],
     with pytest.raises(CannotMake, match=message):
         make_set(tmp_path, lifetime=DAY)
     assert contents(tmp_path) == before
+
+
+def test_a_ca_with_an_encrypted_key_signs_nothing(tmp_path: Path) -> None:
+    authority = Authority.make("ours", DAY, dt.datetime.now(dt.UTC))
+    key = serialization.load_pem_private_key(authority.pair.key, None)
+    encrypted = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    )
+    (tmp_path / "ca.pem").write_bytes(authority.pair.cert)
+    (tmp_path / "ca-key.pem").write_bytes(encrypted)
+    with pytest.raises(CannotMake, match="encrypted"):
+        make_set(tmp_path, lifetime=DAY)
 
 
 def test_a_ca_that_has_expired_signs_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from services.cli.doctor.main import DoctorSettings
 from services.cli.main import main
 from services.cli.servers import announced
 from services.cli.up.holder import holder_of
+from services.runtime.keys.source import KEYS_ENV
 from services.runtime.memory.available import GIB, AvailableMemory
 from services.runtime.settings import load_settings
 from tests.support.ports import free_port
@@ -222,6 +223,16 @@ def test_a_default_port_in_use_is_no_failure(busy: int) -> None:
     assert "`up` takes a free port instead" in check.advice
 
 
+def test_with_keys_of_the_environment_the_port_is_checked_at_the_chosen_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without keys the server listens on the loopback address only."""
+    elsewhere = ("--host", "192.0.2.1", "--port", "0")
+    assert port_check(*elsewhere).status is CheckStatus.OK
+    monkeypatch.setenv(KEYS_ENV, "a-key-of-32-characters-0123456789")
+    assert port_check(*elsewhere).status is CheckStatus.FAILS
+
+
 def test_an_address_of_another_machine_and_a_port_given_twice_fail() -> None:
     assert port_check("--host", "192.0.2.1", "--insecure", "--port", "0").status is CheckStatus.FAILS
     port = str(free_port())
@@ -336,7 +347,7 @@ def test_a_table_has_a_line_per_check_and_a_status(capsys: pytest.CaptureFixture
     assert err == ""
 
 
-def test_without_torch_it_says_how_to_install_it(
+def test_without_torch_doctor_says_how_to_install_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gpu_worker.inspection", None)

@@ -265,7 +265,7 @@ def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "paceline scenario: the following arguments are required: file (see --help)\n"
 
 
-def test_a_policy_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_fails_gets_one_error_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = scenario(preset={"capacity": "tests.support.hostile:Raises"})
     line = refused(tmp_path, capsys, json.dumps(broken))
     assert "a policy failed: ZeroDivisionError: division by zero (hostile.py:" in line
@@ -284,7 +284,7 @@ def test_fuzz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(1500):
         values = copy.deepcopy(scenario())
         for _ in range(rng.choice([1, 1, 1, 2])):
-            _spoil(values, rng)
+            _mutate(values, rng)
         path = tmp_path / "scenario.json"
         path.write_text(json.dumps(values))
         status = run(path, "--json")
@@ -299,7 +299,7 @@ def test_fuzz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 300 < refusals < 1450
 
 
-def _spoil(values: Any, rng: random.Random) -> None:
+def _mutate(values: Any, rng: random.Random) -> None:
     """Change, drop or add something, somewhere."""
     where = values
     while True:

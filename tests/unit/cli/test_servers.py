@@ -1,4 +1,4 @@
-"""How commands find a server (flag, environment, state file), and their one line when it does not answer."""
+"""How a command finds a server (flag, environment, state file). If none answers, the command prints one error line."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_server_does_not_remove_the_state_file_of_a_server_that_took_its_port(
     assert running_servers() == [successor]
 
 
-def test_a_state_file_is_for_its_owner(folder: Path) -> None:
+def test_only_the_owner_can_read_a_state_file(folder: Path) -> None:
     with announced(8000, "demo", "127.0.0.1:1", "127.0.0.1:2"):
         assert (folder / "8000.json").stat().st_mode & 0o777 == 0o600
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -161,7 +161,7 @@ def test_a_user_without_a_home_has_no_state_files(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_no_server_is_one_line(
+def test_without_a_server_a_command_prints_one_error_line(
     closed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(servers.DEFAULT_ADDRESSES, "scheduler", closed)
@@ -212,7 +212,7 @@ def test_an_http_server_is_no_scheduler(capsys: pytest.CaptureFixture[str]) -> N
     assert said == f"paceline policy: {address} does not speak gRPC, so it is no scheduler"
 
 
-def test_a_server_that_does_not_answer_is_one_line(
+def test_a_command_prints_one_error_line_if_the_server_does_not_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy, "TIMEOUT_S", 0.2)

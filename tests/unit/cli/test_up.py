@@ -172,13 +172,13 @@ async def test_all_that_a_child_says_is_read_however_long_its_lines() -> None:
     assert "".join(lines[1:-3]) == "x" * 5000
 
 
-async def test_the_commands_it_prints_can_be_copied() -> None:
+async def test_the_commands_that_up_prints_can_be_copied() -> None:
     running = Up("--port", "0")
     (worker,) = [line for line in running.show("paceline-demo").splitlines() if "paceline worker" in line]
     assert worker.endswith(f"paceline worker --scheduler 127.0.0.1:{running.ports.scheduler}")
 
 
-def test_without_workers_it_says_that_nothing_is_computed() -> None:
+def test_without_workers_up_says_that_nothing_is_computed() -> None:
     said = "nothing is computed until a worker joins"
     assert said in Up("--port", "0", "--workers", "0").show("m")
     assert said not in Up("--port", "0", "--workers", "1").show("m")

@@ -26,7 +26,7 @@ def test_a_process_that_never_answered_may_be_loading() -> None:
     assert not any(watchdog.probed(False, TAKES_S) for _ in range(1000))
 
 
-def test_zero_is_never() -> None:
+def test_a_hang_limit_of_zero_kills_no_process() -> None:
     watchdog = Watchdog(0)
     assert not any(watchdog.probed(i == 0, TAKES_S) for i in range(1000))
 

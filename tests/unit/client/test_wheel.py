@@ -19,7 +19,7 @@ import pytest
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).parent.parent.parent.parent
-# What grpcio and protobuf consist of, with what they require.
+# What grpcio and protobuf install, and the module that they require.
 REQUIRED = ("grpc", "google", "typing_extensions.py")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 ASK = """
@@ -90,7 +90,7 @@ def install(python: Path, wheel: Path) -> None:
 
 
 def asked(python: Path, target: str, *names: str) -> list[str]:
-    """What the client prints: an answer, the client's module, and those of the names that can be imported."""
+    """What the client prints: an answer, the client's module, and which of `names` can be imported."""
     command = [str(python), "-I", "-c", ASK, target, *names]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 

@@ -68,7 +68,7 @@ def test_a_keys_tenant_is_the_requests_tenant() -> None:
     assert (refused.value.status, refused.value.param, refused.value.code) == (403, "tenant", "tenant_not_allowed")
 
 
-def test_a_key_for_any_tenant() -> None:
+def test_a_key_for_any_tenant_lets_the_request_name_its_tenant() -> None:
     key = make(any_tenant=True)
     assert [permitted(key), permitted(key, "other"), permitted(key, user="u")] == ["acme", "other", "u"]
 
@@ -110,7 +110,7 @@ def test_a_key_without_quotas_is_not_charged(rig: Rig) -> None:
     assert not rig.quotas._usages
 
 
-def test_requests_at_a_time(rig: Rig) -> None:
+def test_a_key_has_a_limit_of_requests_at_a_time(rig: Rig) -> None:
     key = make(max_requests=2)
     first = rig.quotas.charge(key, num_sequences=2, prompt=1, output=1)
     assert first is not None
@@ -167,7 +167,7 @@ def test_retried_requests_cannot_fill_the_parse_limiter(rig: Rig) -> None:
         rig.enter(key, new=False)
 
 
-def test_tokens_in_flight(rig: Rig) -> None:
+def test_a_key_has_a_limit_of_tokens_in_flight(rig: Rig) -> None:
     key = make(max_tokens_in_flight=100)
     first = rig.quotas.charge(key, num_sequences=1, prompt=10, output=50)
     assert first is not None
@@ -182,7 +182,7 @@ def test_tokens_in_flight(rig: Rig) -> None:
     assert rig.quotas.charge(key, num_sequences=1, prompt=10, output=50) is not None
 
 
-def test_tokens_per_minute(rig: Rig) -> None:
+def test_a_key_has_a_limit_of_tokens_per_minute(rig: Rig) -> None:
     key = make(tokens_per_minute=600)
     charge = rig.quotas.charge(key, num_sequences=1, prompt=400, output=1000)
     assert charge is not None

@@ -122,7 +122,7 @@ def test_turns_of_one_role_are_merged() -> None:
     ]
 
 
-def test_the_other_fields() -> None:
+def test_the_other_fields_become_fields_of_a_chat() -> None:
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "strict": True}]
     made = chat(tools=tools, stop_sequences=["s"], metadata={"user_id": "u"}, cache_salt="salt", top_k=3, seed=4)
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}

@@ -100,7 +100,7 @@ async def test_a_limit_refuses_and_is_named(checks: GrammarChecks, structure: St
     assert await checks.grammar(regex("a"), ""), "the process can run the next trial"
 
 
-async def test_memory_is_limited(checks: GrammarChecks) -> None:
+async def test_the_memory_of_a_trial_is_limited(checks: GrammarChecks) -> None:
     checks.limits = TrialLimits(cpu_s=30, memory_bytes=16 * 2**20)
     with pytest.raises(ApiError, match="more than 16 MiB of memory"):
         await checks.grammar(Structure("grammar", "grammar", 'start: %json {"multipleOf": 5000011}'), "")

@@ -66,7 +66,7 @@ def test_the_refusal_names_the_header_and_the_flag() -> None:
 
 
 @pytest.mark.parametrize("value", ["example.com:80", "http://example.com", "*example.com", "a.*", "a b", "[x]"])
-def test_a_list_with_something_else_in_it_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_with_an_entry_that_is_no_host_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(GatewaySettings, ["--allowed-hosts", f"example.com, {value}"])
     assert f"--allowed-hosts: {value!r} is no host" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from services.gateway.errors import ApiError
 
 
 @pytest.mark.parametrize("key", ["x", "8e03978e-40d5-43e8-bc93-6894a57f9324", '"quoted"', "a b", "~" * 255])
-def test_keys(key: str) -> None:
+def test_a_valid_key_is_accepted(key: str) -> None:
     assert check_key([key], "Idempotency-Key") == key
     assert check_key([], "Idempotency-Key") is None
 

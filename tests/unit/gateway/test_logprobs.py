@@ -13,7 +13,7 @@ TOKENS = [
 ]
 
 
-def test_completions() -> None:
+def test_logprobs_of_completions_have_their_shape() -> None:
     shape = LogprobFormat(chat=False, token_bytes=PIECES.__getitem__, shown_bytes=PIECES.__getitem__)
     first, rest = shape.shape(TOKENS[:2]), shape.shape(TOKENS[2:])
     assert first["tokens"] == ["a", "bytes:\\x20\\x62\\xc3"]
@@ -42,7 +42,7 @@ def test_offsets_are_those_of_the_text() -> None:
     assert shape.shape([ScoredToken(i, -1.0, []) for i in ids])["text_offset"] == [0, 1, 1, 2, 3, 4, 5, 6]
 
 
-def test_chats() -> None:
+def test_logprobs_of_chats_have_their_shape() -> None:
     shape = LogprobFormat(chat=True, token_bytes=PIECES.__getitem__, shown_bytes=PIECES.__getitem__)
     content = shape.shape(TOKENS[1:2])["content"]
     assert content == [
@@ -58,7 +58,7 @@ def test_chats() -> None:
     ]
 
 
-def test_prompts() -> None:
+def test_logprobs_of_prompts_have_their_shape() -> None:
     tokens = [ScoredToken(1, -0.5, [(1, -0.5)], rank=1), ScoredToken(3, -7.0, [(1, -0.5), (4, -0.75)], rank=9)]
     assert prompt_logprobs(tokens, PIECES.__getitem__) == [
         None,

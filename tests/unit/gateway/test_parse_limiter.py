@@ -75,7 +75,7 @@ async def test_a_check_that_fails_delays_no_other_request() -> None:
     assert [type(outcome) for outcome in outcomes] == [type(None), RuntimeError, type(None)]
 
 
-async def test_a_waiter_that_is_cancelled_is_forgotten() -> None:
+async def test_a_waiting_request_that_is_cancelled_is_forgotten() -> None:
     parse_limiter = ParseLimiter(per_turn=1)
     tasks = [asyncio.create_task(parse_limiter.wait_turn()) for _ in range(4)]
     await asyncio.sleep(0)  # the first is in
@@ -94,7 +94,7 @@ async def test_the_limiter_is_full_when_too_many_requests_wait() -> None:
     assert not parse_limiter.is_full
 
 
-async def test_a_check_that_raises_is_the_waiters_error() -> None:
+async def test_a_request_fails_with_the_error_that_its_check_returns() -> None:
     parse_limiter = ParseLimiter(per_turn=1)
     with pytest.raises(KeyError):
         await parse_limiter.wait_turn(lambda: KeyError("x"))

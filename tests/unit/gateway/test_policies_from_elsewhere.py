@@ -14,13 +14,13 @@ def request_from(host: str) -> Request:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
-def test_this_machine_may(host: str) -> None:
+def test_a_request_from_this_machine_may_change_policies(host: str) -> None:
     check_local(request_from(host))
     assert why_not_settable(request_from(host)) is None
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "2001:db8::1", ""])
-def test_another_machine_may_not(host: str) -> None:
+def test_a_request_from_another_machine_may_not_change_policies(host: str) -> None:
     with pytest.raises(ApiError, match="from this machine only") as refused:
         check_local(request_from(host))
     assert (refused.value.status, refused.value.code) == (403, "admin_required")

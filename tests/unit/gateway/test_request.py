@@ -47,7 +47,7 @@ def make_job(
     )
 
 
-def test_defaults(builder: RequestBuilder) -> None:
+def test_a_request_without_fields_gets_the_defaults(builder: RequestBuilder) -> None:
     sampling = make_job(builder).sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (97, 0, False)
@@ -81,7 +81,7 @@ def test_generation_config_gives_defaults_of_penalties_too(builder: RequestBuild
     assert make_job(served, repetition_penalty=1.0, min_p=0.0, typical_p=1.0).sampling.repetition_penalty == 0
 
 
-def test_generation_config_may_say_all_tokens_as_vllm_does(builder: RequestBuilder, tmp_path: Path) -> None:
+def test_a_top_k_of_minus_1_in_generation_config_means_all_tokens(builder: RequestBuilder, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     (tmp_path / "generation_config.json").write_text('{"top_k": -1}')
     served = RequestBuilder(builder.tokenizer, read_model_files(tmp_path), max_model_len=50)
@@ -89,9 +89,7 @@ def test_generation_config_may_say_all_tokens_as_vllm_does(builder: RequestBuild
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", -2), ("top_p", 0), ("repetition_penalty", 0), ("min_p", 2)])
-def test_defaults_that_every_request_would_be_refused_for_are_refused_at_start(
-    tmp_path: Path, name: str, value: float
-) -> None:
+def test_defaults_out_of_range_are_refused_at_start(tmp_path: Path, name: str, value: float) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     (tmp_path / "generation_config.json").write_text(f'{{"{name}": {value}}}')
     with pytest.raises(ValueError, match=f"{name} {value} is not within "):
@@ -225,7 +223,7 @@ def test_a_model_without_a_tokenizer_takes_bad_words_as_token_ids() -> None:
     assert caught.value.param == "bad_words"
 
 
-def test_limits_are_shown_as_one_would_write_them(builder: RequestBuilder) -> None:
+def test_errors_show_limits_as_plain_numbers(builder: RequestBuilder) -> None:
     with pytest.raises(ApiError, match="max_tokens must be between 1 and 2147483647, not 2147483648"):
         make_job(builder, max_tokens=2**31)
     with pytest.raises(ApiError, match=r"temperature must be between 0 and 100, not -0\.5"):
@@ -565,7 +563,7 @@ def test_the_schedulers_codes_become_http_and_grpc() -> None:
     assert (unknown.status, unknown.type, unknown.grpc_code.name) == (500, "InternalServerError", "INTERNAL")
 
 
-def test_model_folders(tmp_path: Path) -> None:
+def test_a_model_folder_is_found_or_what_it_lacks_is_named(tmp_path: Path) -> None:
     assert resolve_folder(str(CHECKPOINT)) == CHECKPOINT.resolve()
     with pytest.raises(NoSuchModel, match="not a hub name"):
         resolve_folder(str(tmp_path / "nowhere"))

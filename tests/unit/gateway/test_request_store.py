@@ -239,7 +239,9 @@ async def test_requests_belong_to_the_api_key_that_made_them(rig: Rig) -> None:
     again.close()
 
 
-async def test_no_owner_pushes_out_what_another_keeps(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_owner_displaces_the_kept_requests_of_another(
+    builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(request_store, "MAX_WAITING", 8)
     monkeypatch.setattr(request_store, "MAX_FINISHED", 6)
     rig = Rig(builder)

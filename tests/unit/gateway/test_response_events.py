@@ -67,7 +67,7 @@ def test_all_kinds_of_items_in_a_row() -> None:
     assert {item["status"] for item in added} == {"in_progress"}
 
 
-def test_how_a_response_ends() -> None:
+def test_a_response_ends_as_its_outcome_says() -> None:
     cut = events_of([OutputPiece("name", "f", call_id="c"), OutputPiece("arguments", '{"a')], CUT)[-1]
     assert (cut["type"], cut["response"]["incomplete_details"]) == (
         "response.incomplete",
@@ -97,7 +97,7 @@ def test_an_error_event_repeats_the_last_sequence_number() -> None:
     }
     [event] = writer.error("service_unavailable", "later", after=7)
     assert json.loads(event.decode().split("data: ")[1])["sequence_number"] == 7, (
-        "the client has more than this gateway"
+        "the client has events from another gateway"
     )
 
 

@@ -50,11 +50,11 @@ def test_the_retry_times_of_clients_that_stay_away_are_given_to_others() -> None
     assert told(ledger, 105.0, 1)[0] < 1
 
 
-def test_if_half_of_the_expected_clients_come_half_of_the_others_are_expected() -> None:
+def test_if_half_of_the_clients_due_so_far_came_half_of_the_later_ones_are_expected() -> None:
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)
-    for tick in range(5):  # 5 clients come out of the 40 that were expected
+    for tick in range(5):  # in each second 5 of the 10 expected clients come
         advance(ledger, 101.0 + tick, 5 if tick else 0)
     remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
@@ -80,7 +80,7 @@ Event = tuple[float, int, int]  # seconds that pass, requests that come, request
 
 
 @settings(deadline=None)
-@example(3.0, [(0.0, 0, 11), (3.0, 0, 0), (0.0, 4, 4)])  # the last bit of a sum decides on the second
+@example(3.0, [(0.0, 0, 11), (3.0, 0, 0), (0.0, 4, 4)])  # rounding decides which second is chosen
 @given(
     st.floats(0.05, 500), st.lists(st.tuples(st.floats(0, 70), st.integers(0, 300), st.integers(0, 60)), max_size=20)
 )

@@ -38,7 +38,7 @@ def test_retry_times_follow_each_other_at_the_rate_at_which_requests_finish() ->
     assert told == pytest.approx([1 / 9, 2 / 9, 3 / 9, 4 / 9]), "a tenth of the rate is kept in reserve"
 
 
-def test_the_rate_follows_what_a_full_server_does_and_is_no_lower_for_having_been_idle() -> None:
+def test_the_rate_follows_a_full_server_and_does_not_fall_while_the_server_is_idle() -> None:
     departures = RetryAfter()
     now_s = busy(departures, 1, per_s=10)
     for second in range(60):  # few requests come
@@ -85,7 +85,7 @@ class Server:
         self._running, self._waiting = 0, 0
         self._random = random.Random(seed)
         self._order = itertools.count()
-        self._events: list[tuple[float, int, int | None]] = []  # when, order, user; None: one is done
+        self._events: list[tuple[float, int, int | None]] = []  # when, order, user; None: a request is done
 
     def come(self, user: int, in_s: float = 0.0) -> None:
         heapq.heappush(self._events, (self.now_s + in_s, next(self._order), user))

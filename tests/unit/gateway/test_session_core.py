@@ -186,7 +186,7 @@ def test_a_cancelled_request_gets_no_more_tokens_but_its_ending() -> None:
     assert core.num_live == 0
 
 
-def test_a_request_cancelled_before_it_was_sent_never_is() -> None:
+def test_a_request_cancelled_before_it_was_sent_is_never_sent() -> None:
     core = make_core()
     opened(core)
     request = submit(core)

@@ -67,7 +67,7 @@ def test_a_chat_with_every_noncharacter_and_a_control_token_is_refused(tokenizer
     with pytest.raises(ApiError, match="noncharacter"):
         tokenizer.encode_chat([{"role": "user", "content": every + "<|end|>"}])
     assert tokenizer.encode_chat([{"role": "user", "content": every}]), (
-        "without a control token, no separator is needed"
+        "without a control token, the gateway needs no noncharacter as a mark"
     )
 
 

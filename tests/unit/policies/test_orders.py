@@ -90,7 +90,7 @@ def test_dfs_weight_counts_a_branch_by_namespace(field: str) -> None:
 # ── dfs-weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_dfs_weight_of_equal_branches_the_one_with_the_oldest_goes_first() -> None:
+def test_dfs_weight_puts_the_branch_of_the_oldest_request_first_among_equal_branches() -> None:
     order = DepthFirstByWeight()
     branches = [request(i, [i] * 40, 32) for i in range(1, 5)]
     wait(order, *branches)
@@ -196,7 +196,7 @@ def test_hrrn_counts_a_refused_request_once() -> None:
         run(order, refused)
         order.stopped(view_of(refused))
         wait(order, refused)
-    assert names(order) == [3, 1, 2], "100 were served since: 20 times 5, once 100, a third of 300"
+    assert names(order) == [3, 1, 2], "100 tokens were served since: 20 times request 3, once request 1, a third of 2"
 
 
 def test_hrrn_remembers_no_request_that_has_ended() -> None:

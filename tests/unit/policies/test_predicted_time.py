@@ -115,7 +115,7 @@ def test_a_short_answer_goes_where_it_begins_sooner_and_a_long_one_where_it_runs
     assert Rounds(*workers).place(max_new_tokens=2000, num_tokens=16) == 1
 
 
-def test_max_new_tokens_is_no_more_than_a_bound_once_requests_have_ended() -> None:
+def test_the_mean_output_of_ended_requests_bounds_max_new_tokens_unless_eos_is_ignored() -> None:
     workers = FakeWorker(1, queued_prefill_tokens=4000), FakeWorker(2, num_rows=40)
     assert Rounds(*workers, mean_output_tokens=2.0).place(max_new_tokens=2000, num_tokens=16, ignores_eos=False) == 2
     assert Rounds(*workers, mean_output_tokens=2.0).place(max_new_tokens=2000, num_tokens=16, ignores_eos=True) == 1

@@ -13,7 +13,7 @@ from tests.unit.policies.test_pieces import prefills, request, run
 
 
 @pytest.mark.parametrize(("budget", "largest"), [(10, 8), (8, 8), (3, 3)])
-def test_a_cut_is_whole_blocks_if_one_fits(budget: int, largest: int) -> None:
+def test_a_cut_prompt_gets_whole_blocks_if_a_block_fits(budget: int, largest: int) -> None:
     step: Any = SimpleNamespace(budget_tokens=budget)
     assert Left(cast(Step, step), 100, unit=4).largest_cut() == largest
 

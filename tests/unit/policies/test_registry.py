@@ -139,7 +139,7 @@ def test_a_change_keeps_the_other_policies_and_options() -> None:
         ({"capacity": own("Fails")}, {}, r"capacity Fails: not today"),
         ({"capacity": own("Abstract")}, {}, r"capacity Abstract: .*abstract"),
         ({"capacity": own("TypedForCheckersAlone")}, {}, r"capacity: the options of TypedForCheckersAlone have no"),
-        ({"capacity": own("Uncheckable")}, {"thing": 1}, r"options\.thing: its type, .* is none that can be checked"),
+        ({"capacity": own("Uncheckable")}, {"thing": 1}, r"options\.thing: its type, .* cannot be checked"),
         ({"capacity": own("StatesNonsense")}, {}, r"capacity StatesNonsense: reserves_prompt is 'sometimes', none of "),
         ({"capacity": own("Moody")}, {}, r"capacity Moody: reserves_prompt is <property object .*, none of "),
         ({"preemption": own("Sideways")}, {}, r"preemption Sideways: requeue is 'sideways', none of "),
@@ -175,7 +175,7 @@ class Shaped(FirstComeFirstServed):
         self.pair, self.names = pair, names
 
 
-def test_types_that_json_lacks_are_lists() -> None:
+def test_an_option_of_a_type_that_json_lacks_is_given_as_a_list() -> None:
     order = build(choose("", {"order": own("Shaped")}, {"pair": [3, 4], "names": ["a"]})).order
     assert isinstance(order, Shaped)
     assert (order.pair, order.names) == ((3, 4), frozenset({"a"}))

@@ -100,7 +100,7 @@ async def test_sockets_of_other_ports_are_left_alone(port: int, connect: Connect
             side.close()
 
 
-async def test_a_look_leaves_locks_of_files_alone(port: int, connect: Connect, tmp_path: Path) -> None:
+async def test_a_check_of_connections_keeps_file_locks(port: int, connect: Connect, tmp_path: Path) -> None:
     """POSIX ends a process's locks of a file when the process closes any descriptor of it. SQLite relies on them."""
     limit = ClientConnections(port, 1)
     await connect("127.0.0.2", 3)
@@ -115,7 +115,7 @@ async def test_a_look_leaves_locks_of_files_alone(port: int, connect: Connect, t
     assert b"BlockingIOError" in told
 
 
-async def test_a_look_that_fails_is_tried_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_check_of_connections_is_repeated(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 
     def look(_: ClientConnections) -> int:
@@ -133,7 +133,7 @@ async def test_a_look_that_fails_is_tried_again(port: int, monkeypatch: pytest.M
     watch.cancel()
 
 
-async def test_the_watch_closes_what_comes_later(port: int, connect: Connect) -> None:
+async def test_later_connections_above_the_limit_are_closed_too(port: int, connect: Connect) -> None:
     watch = asyncio.create_task(ClientConnections(port, 2).watch())
     for _ in range(3):
         flood = await connect("127.0.0.2", 6)

@@ -84,5 +84,5 @@ def test_a_container_that_sees_the_path_of_its_host_finds_its_own_mount(tmp_path
     assert available_memory(system(tmp_path, files)) == AvailableMemory(GIB, "a cgroup limit of 2.0 GiB")
 
 
-def test_without_a_control_group_the_machine_counts_what_it_killed(tmp_path: Path) -> None:
+def test_without_a_control_group_the_machines_own_count_of_kills_is_read(tmp_path: Path) -> None:
     assert oom_kills(system(tmp_path, {"proc/vmstat": "nr_free_pages 1\noom_kill 7\n"})) == 7

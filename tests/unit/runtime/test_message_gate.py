@@ -57,7 +57,7 @@ async def test_a_limited_number_of_messages_is_read_at_once() -> None:
     assert await asyncio.gather(*tasks) == [b"x", b"b", b"x", b"x"]
 
 
-async def test_one_call_too_many_to_wait_is_refused() -> None:
+async def test_a_call_beyond_the_limit_of_waiting_calls_is_refused() -> None:
     gate = MessageGate(max_reading=1, max_waiting=1)
     calls = [Late() for _ in range(3)]
     tasks = [asyncio.create_task(gate.read(call)) for call in calls]

@@ -189,5 +189,5 @@ def test_explicit_fields_are_known_as_such() -> None:
         ("ipv4:10.0.0.1:1,10.0.0.2:1", ["ipv4:10.0.0.1:1,10.0.0.2:1"]),  # one gRPC target with two addresses
     ],
 )
-def test_several_addresses(peers: str, addresses: list[str]) -> None:
+def test_a_setting_with_several_addresses_is_split(peers: str, addresses: list[str]) -> None:
     assert split_addresses(load_settings(ThingSettings, ["--peers", peers]).peers) == addresses

@@ -81,7 +81,7 @@ def test_a_request_for_another_adapter_does_not_wait_for_the_less_busy_worker() 
     assert client.endings.keys() == {4}, "and the others still run"
 
 
-def test_a_request_for_an_adapter_fails_once_a_worker_without_adapters_comes() -> None:
+def test_a_request_for_an_adapter_fails_as_soon_as_a_worker_without_adapters_comes() -> None:
     system = LocalSystem()
     client = system.open("s")
     system.submit("s", 1, [9] * 6, params(5), lora="x")

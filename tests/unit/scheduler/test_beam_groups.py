@@ -44,7 +44,7 @@ def check(client: Client, handle: int = 1) -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 1}, {"num_blocks": 6}, {"max_batched_tokens": 4}])
-def test_finds_the_same_with_few_slots_blocks_or_tokens(
+def test_a_search_finds_the_same_with_few_slots_blocks_or_tokens(
     system: LocalSystem, client: Client, limits: dict[str, int]
 ) -> None:
     """With six blocks, parked beams do not fit beside the forking beams, so they give up their blocks."""
@@ -56,7 +56,7 @@ def test_finds_the_same_with_few_slots_blocks_or_tokens(
     system.assert_at_rest()
 
 
-def test_starts_when_the_model_is_known_and_outlives_its_worker_and_the_cache(
+def test_a_search_starts_when_the_model_is_known_and_outlives_its_worker_and_the_cache(
     system: LocalSystem, client: Client
 ) -> None:
     system.submit("s", 1, PROMPT, SAMPLING, beam=BEAM)

@@ -57,7 +57,7 @@ def random_llama(seed: int) -> Any:
 def reference(
     model: Any, prompt: list[int], ends: tuple[int, ...], **options: Any
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Tokens and score of what transformers returns. For a single beam too by its beam search, not greedily."""
+    """Tokens and score of what transformers returns. A single beam uses its beam search too, not greedy search."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),  # else it would take PAD in the prompt for padding
@@ -117,7 +117,7 @@ def test_a_search_finds_the_beams_of_transformers(width: int, length_penalty: fl
 
 
 def table_report(seed: int, vocab: int, num: int, coarse: bool = False) -> Report:
-    """Log-probabilities that depend on the whole output. Coarse ones are often equal."""
+    """Log-probabilities that depend on the whole output. Coarse log-probabilities are often equal."""
 
     def candidates(output: tuple[int, ...]) -> Candidates:
         draw = random.Random(f"{seed} {output}")
@@ -289,7 +289,7 @@ def test_very_long_outputs_neither_recurse_nor_copy() -> None:
         ({"stop_token_ids": [3, -1]}, "stop_token_ids: -1 is less than 0"),
     ],
 )
-def test_names_the_field_and_its_limit(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_option_is_refused_with_its_field_and_limit(changes: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"width": 2, "max_new_tokens": 4}
     with pytest.raises(ValueError, match=f"^{message}"):
         BeamSearch(**options | changes)

@@ -338,7 +338,7 @@ def test_an_order_may_give_up_requests_without_a_deadline() -> None:
     system.scheduler.tick(0.1)
     system.poll()
     assert client.endings[1].code == CODE_DEADLINE_EXCEEDED
-    assert client.endings[1].message == "queue: the order policy gives it up"
+    assert client.endings[1].message == "queue: the order policy gave up the request"
 
 
 class ShortPromptsOnly(CapacityPolicy):

@@ -115,3 +115,21 @@ def test_an_exchange_may_pass_its_limit_by_one_request(monkeypatch: pytest.Monke
     monkeypatch.setattr(link, "MAX_EXCHANGE_BYTES", 96)
     seen = operations(8, 4, 96)
     assert max(sum(op.HasField("match") for op in ops) for ops in seen) == 3
+
+
+@pytest.mark.parametrize(("max_num_seqs", "must_ask"), [(2, True), (1, False)])
+def test_a_step_waits_for_the_cache_if_the_last_free_slot_may_go_to_an_offline_request(
+    max_num_seqs: int, must_ask: bool
+) -> None:
+    """The cache's answer is on its way, and the online request only decodes."""
+    system = LocalSystem(SchedulerConfig(window=1))
+    system.open("s")
+    system.attach(ToyWorker(block_size=64, num_blocks=8, max_num_seqs=max_num_seqs, max_batched_tokens=64))
+    sampling = SamplingParams(top_p=1.0, max_tokens=20, seed=1, ignore_eos=True)
+    system.submit("s", 1, list(range(10, 15)), sampling)
+    [worker] = system.scheduler.workers.values()
+    while worker.batch.prefills or not worker.batch.running:
+        system.move(*system.moves()[0])
+    system.submit("s", 2, list(range(20, 25)), sampling, offline=True)
+    asking: Any = SimpleNamespace(idle=False)
+    assert system.scheduler._step_scheduler.must_ask(worker, asking) == must_ask

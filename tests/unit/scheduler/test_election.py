@@ -174,7 +174,7 @@ class World:
             self.elections[i] = election
             self.epochs.append(await election.campaign())
             # A second leader could appear only at such a moment.
-            assert self.leaders == [i], f"at {now_s():.3f} s {self.leaders} believe to be the leader"
+            assert self.leaders == [i], f"at {now_s():.3f} s all of {self.leaders} believe that they lead"
             self.reasons.append(await election.lead())
             assert not election.holds
             await asyncio.sleep(self.rng.uniform(0.1, 2))
@@ -183,7 +183,7 @@ class World:
         steps = int(seconds / 0.1) + 1
         for _ in range(steps):
             await asyncio.sleep(seconds / steps)
-            assert len(self.leaders) <= 1, f"at {now_s():.3f} s {self.leaders} believe to be the leader"
+            assert len(self.leaders) <= 1, f"at {now_s():.3f} s all of {self.leaders} believe that they lead"
             for run in self._runs:
                 assert not run.done(), run.result()
 

@@ -153,7 +153,7 @@ def test_a_limit_of_zero_waits_for_ever(client: Client) -> None:
     assert client.tokens[1] == expected_output([9, 10], PARAMS)
 
 
-def test_gateways_get_the_limit(system: LocalSystem, client: Client) -> None:
+def test_gateways_learn_how_long_requests_wait_for_a_worker(system: LocalSystem, client: Client) -> None:
     assert client.status is not None
     assert client.status.no_worker_timeout_s == LIMIT_S
 

@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.phases import TRANSITIONS, Event, Phase, table
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
-def test_the_documented_table_is_this_one() -> None:
+def test_the_docs_show_the_table_of_the_code() -> None:
     """Print it with: python -c 'from scheduler_svc.core.requests.phases import table; print(table())'"""
     assert table() in PAGE.read_text(encoding="utf-8")
 

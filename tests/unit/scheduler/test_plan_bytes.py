@@ -57,5 +57,25 @@ def test_a_sequence_that_is_too_large_for_a_shared_plan_goes_alone(monkeypatch: 
     system.assert_at_rest()
 
 
+def test_an_offline_request_that_does_not_fit_beside_the_online_ones_goes_in_a_later_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = 3 * NUM_BYTES // 2
+    monkeypatch.setattr(step, "MAX_PLAN_BYTES", limit)
+    system = LocalSystem()
+    system.open("s", window=1 << 20)
+    end = system.attach(ToyWorker(block_size=16, num_blocks=1000, max_num_seqs=32, max_batched_tokens=2048))
+    for handle in (1, 2):
+        system.submit("s", handle, [*SHARED, handle], SAMPLING, offline=handle == 2)
+    placed = list[int]()
+    while moves := system.moves():
+        if end.plans and end.plans[0].new_sequences:
+            placed.append(len(end.plans[0].new_sequences))
+        system.move(*moves[0])
+    assert set(placed) == {1}
+    assert len(system.clients["s"].endings) == 2
+    system.assert_at_rest()
+
+
 def test_the_limit_leaves_room_for_block_tables() -> None:
     assert 2 * MAX_PLAN_BYTES < MAX_MESSAGE_BYTES

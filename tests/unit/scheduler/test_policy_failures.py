@@ -162,7 +162,7 @@ def test_a_batch_policy_that_schedules_more_tokens_than_its_blocks_hold_fails() 
     system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=2, max_batched_tokens=64))
     system.submit("s", 1, [9] * 20, PARAMS)
     system.run()
-    assert "2 tokens, blocks are set aside for 1" in str(errors[0])
+    assert "2 tokens with blocks reserved for 1" in str(errors[0])
 
 
 class Notes(PlacementPolicy):

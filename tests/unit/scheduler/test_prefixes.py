@@ -63,7 +63,7 @@ def test_each_request_is_read_once_for_a_depth() -> None:
 
 
 @given(one=TOKENS, other=TOKENS, same=TOKENS)
-def test_common_blocks(one: list[int], other: list[int], same: list[int]) -> None:
+def test_the_common_blocks_of_two_prompts_are_found(one: list[int], other: list[int], same: list[int]) -> None:
     one, other = same + one, same + other
     high = min(len(one), len(other)) // BLOCK * BLOCK
     expected = max(n for n in range(0, high + 1, BLOCK) if one[:n] == other[:n])

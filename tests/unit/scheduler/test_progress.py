@@ -112,14 +112,14 @@ def test_steps_within_their_time_are_never_blamed(steps: list[tuple[float, float
             heartbeat = Heartbeat(step=step - 1, received=step, allowed_s=allowed_s)
             if beat < late:
                 heartbeat = Heartbeat(step=step - 1, received=step - 1)
-            assert not progress.told(heartbeat, step, STALL_S)
+            assert not progress.find_stall(heartbeat, step, STALL_S)
 
 
 @given(st.floats(0.001, 30.0), st.integers(1, 4))
 def test_a_hang_is_noticed_in_time(allowed_s: float, step: int) -> None:
     progress = WorkerProgress()
     heartbeat = Heartbeat(step=step - 1, received=step + 1, allowed_s=allowed_s)
-    num_heartbeats = next(n for n in range(1, 10_000) if progress.told(heartbeat, step, STALL_S))
+    num_heartbeats = next(n for n in range(1, 10_000) if progress.find_stall(heartbeat, step, STALL_S))
     age_s = num_heartbeats * HEARTBEAT_S
     bound_s = STALL_S + TIMES_ALLOWED * allowed_s
     assert bound_s < age_s <= bound_s + 3 * HEARTBEAT_S
@@ -128,5 +128,5 @@ def test_a_hang_is_noticed_in_time(allowed_s: float, step: int) -> None:
 def test_the_first_heartbeat_of_a_step_does_not_count() -> None:
     progress = WorkerProgress()
     heartbeat = Heartbeat(received=1)
-    wrong = [progress.told(heartbeat, 1, 4 * HEARTBEAT_S) for _ in range(6)]
+    wrong = [progress.find_stall(heartbeat, 1, 4 * HEARTBEAT_S) for _ in range(6)]
     assert [bool(one) for one in wrong] == [False] * 5 + [True]

@@ -75,12 +75,12 @@ def exchange(system: LocalSystem, tamper: Callable[[CacheServiceLinkRequest], No
     system.from_cache.append(system.cache.exchange(request))
 
 
-def claims_of(request: CacheServiceLinkRequest) -> list[RestoredSequence]:
-    return [claim for op in request.ops for claim in op.restore.sequences]
+def restore_entries(request: CacheServiceLinkRequest) -> list[RestoredSequence]:
+    return [entry for op in request.ops for entry in op.restore.sequences]
 
 
-def claims_in(request: CacheServiceLinkRequest) -> list[int]:
-    return [claim.sequence for claim in claims_of(request)]
+def restored_ids(request: CacheServiceLinkRequest) -> list[int]:
+    return [entry.sequence for entry in restore_entries(request)]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -108,7 +108,7 @@ def test_no_step_is_planned_before_the_cache_has_answered() -> None:
     end = begin(system, block_size=64)  # steps that need nothing of the cache
     steps = system.scheduler.counters.steps
     system.restart_cache()
-    assert len(claims_in(system.to_cache[0])) == len(PROMPTS)
+    assert len(restored_ids(system.to_cache[0])) == len(PROMPTS)
     while end.plans or end.results:
         system.move("step" if end.plans else "result", end)
     assert system.scheduler.counters.steps == steps
@@ -129,12 +129,12 @@ def test_a_request_may_end_while_there_is_no_cache() -> None:
     system.cancel("s", 3)
     assert 3 in system.clients["s"].endings
     system.connect_cache()
-    assert len(claims_in(system.to_cache[0])) == len(PROMPTS) - 1
+    assert len(restored_ids(system.to_cache[0])) == len(PROMPTS) - 1
     finish(system, but=3)
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "worker lost", "cache lost"])
-@pytest.mark.parametrize("how", ["a claim", "the operation"])
+@pytest.mark.parametrize("how", ["an entry", "the operation"])
 def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
     system = make()
     end = begin(system)
@@ -156,20 +156,20 @@ def test_a_refused_request_is_recomputed(how: str, meanwhile: str) -> None:
         if how == "the operation":
             restore.worker = 77
         else:
-            claim = next(claim for claim in restore.sequences if claim.sequence == sequence)
-            claim.block_table = claim.block_table[:4]
+            entry = next(entry for entry in restore.sequences if entry.sequence == sequence)
+            entry.block_table = entry.block_table[:4]
 
     exchange(system, corrupt)
     finish(system, but=cancelled)
     counters = system.scheduler.counters
-    refused = 1 if how == "a claim" else len(PROMPTS)
+    refused = 1 if how == "an entry" else len(PROMPTS)
     assert (counters.refused_restores, counters.restored) == (refused, len(PROMPTS) - refused)
     if meanwhile != "worker lost":
         assert counters.requeued == refused - (meanwhile == "cancel")
     if meanwhile == "nothing":
         spans = system.scheduler.timeline.explain(victim.request_id, system.now_s)
         assert spans is not None
-        why = "block_table: 1 blocks of 4 tokens" if how == "a claim" else "worker 77 is not known"
+        why = "block_table: 1 blocks of 4 tokens" if how == "an entry" else "worker 77 is not known"
         assert any(why in span.detail for span in spans if span.reason == "requeued")
 
 
@@ -182,7 +182,7 @@ def test_a_large_restore_takes_several_exchanges(monkeypatch: pytest.MonkeyPatch
         system.attach(toy())
         system.restart_cache()
         num_exchanges = 0
-        while system.to_cache and claims_in(system.to_cache[0]):
+        while system.to_cache and restored_ids(system.to_cache[0]):
             num_exchanges += 1
             system.move("exchange", None)
             if num_exchanges == events_after + 1:
@@ -209,13 +209,13 @@ def test_the_restores_of_several_workers_fill_no_exchange_beyond_the_limit(monke
     assert len(running(system)) == 3 * len(PROMPTS)
     system.restart_cache()
     sizes = []
-    while system.to_cache and (claims := claims_of(system.to_cache[0])):
-        sizes.append(sum(len(claim.token_ids) + len(claim.block_table) for claim in claims))
+    while system.to_cache and (entries := restore_entries(system.to_cache[0])):
+        sizes.append(sum(len(entry.token_ids) + len(entry.block_table) for entry in entries))
         system.move("exchange", None)
         system.move("answer", None)
-    largest_claim = 4 * (len(PROMPTS[5]) + SAMPLING.max_tokens) + 4 * 10
+    largest_entry = 4 * (len(PROMPTS[5]) + SAMPLING.max_tokens) + 4 * 10
     assert len(sizes) > 3
-    assert max(sizes) <= limit + largest_claim
+    assert max(sizes) <= limit + largest_entry
     system.run()
     assert system.scheduler.counters.restored == 3 * len(PROMPTS)
 
@@ -310,7 +310,7 @@ def test_a_refused_beam_is_recomputed() -> None:
         (worker,) = system.scheduler.workers.values()
         parked += len(worker.parked)
         system.restart_cache()
-        if any(claims_in(request) for request in system.to_cache):
+        if any(restored_ids(request) for request in system.to_cache):
 
             def refuse(request: CacheServiceLinkRequest) -> None:
                 next(op.restore for op in request.ops if op.HasField("restore")).worker = 77

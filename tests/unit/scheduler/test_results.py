@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from paceline.v1.worker_pb2 import RowError, StepResult
+from paceline.v1.worker_pb2 import RowError, SlotEmbedding, StepResult
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
@@ -76,3 +77,20 @@ def test_a_decode_that_failed_is_reported_and_gives_no_token() -> None:
     assert reader(published, fail).apply(cast(WorkerState, worker), result, 0.0) == 0
     assert failed == [("it", "broken", 3)]
     assert published == []
+
+
+def test_the_vector_of_a_whole_input_ends_its_request() -> None:
+    ended, vectors = list[object](), list[bytes]()
+    request = SimpleNamespace(trace=None, history=SimpleNamespace(first_token_s=None))
+    chunk = SimpleNamespace(slot=3, generation=1, samples=True)
+    step = SimpleNamespace(step=2, num_sampled=0, rows=[], chunks=[chunk])
+    batch = SimpleNamespace(slots=SimpleNamespace(generation=[0, 0, 0, 1]), running={3: request})
+    worker = SimpleNamespace(in_flight=deque([step]), batch=batch, pools=True)
+    read = replace(
+        reader([]),
+        life=cast(Lifecycle, SimpleNamespace(end=lambda one, _reason: ended.append(one))),
+        publisher=cast(Publisher, SimpleNamespace(embedding=lambda _request, values: vectors.append(values))),
+    )
+    result = StepResult(step=2, embeddings=[SlotEmbedding(slot=3, values=b"1234")])
+    assert read.apply(cast(WorkerState, worker), result, now_s=7.0) == 1
+    assert (ended, vectors, request.history.first_token_s) == ([request], [b"1234"], 7.0)

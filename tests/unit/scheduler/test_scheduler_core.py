@@ -344,7 +344,7 @@ def test_ranges_of_generated_tokens_count_from_the_end_of_the_prompt(system: Loc
         (
             {"sampling": params(4, bad_words=[pack(*range(64))] * 65)},
             "bad_words",
-            "4160 tokens in all, 4096 are possible",
+            "4160 tokens in all; at most 4096 are possible",
         ),
         ({"sampling": params(4, allowed_token_ids=pack(*range(8193)))}, "allowed_token_ids", "8192 are possible"),
         ({"sampling": params(4, allowed_token_ids=b"123")}, "allowed_token_ids", "packed int32"),
@@ -361,17 +361,25 @@ def test_ranges_of_generated_tokens_count_from_the_end_of_the_prompt(system: Loc
                 "sampling": params(4, prompt_logprobs=True, num_top_prompt_logprobs=2),
             },
             "prompt_logprobs",
-            "270000 for a prompt of 90000 tokens, 262144 are possible",
+            "270000 for a prompt of 90000 tokens; at most 262144 are possible",
         ),
-        ({"sampling": params(4, grammar="x" * 65537)}, "grammar", "has 65537 characters, 65536 are possible"),
+        ({"sampling": params(4, grammar="x" * 65537)}, "grammar", "has 65537 characters; at most 65536 are possible"),
         ({"sampling": params(1 << 20)}, "max_tokens", "exceed the model's length"),
         ({"sampling": params(1000)}, "max_tokens", "can never fit a pool of 256 tokens"),
         ({"priority": float("nan")}, "priority", "nan is not a finite number"),
         ({"priority": float("inf")}, "priority", "inf is not a finite number"),
         ({"deadline_s": float("nan")}, "deadline_s", "nan is not a finite number"),
-        ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters, 256 are possible"),
-        ({"cache_retention": [RetentionRange(priority=1)] * 65}, "cache_retention", "has 65 ranges, 64 are possible"),
-        ({"sampling": params(4, stop_token_ids=[5] * 257)}, "stop_token_ids", "has 257 tokens, 256 are possible"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "has 257 characters; at most 256 are possible"),
+        (
+            {"cache_retention": [RetentionRange(priority=1)] * 65},
+            "cache_retention",
+            "has 65 ranges; at most 64 are possible",
+        ),
+        (
+            {"sampling": params(4, stop_token_ids=[5] * 257)},
+            "stop_token_ids",
+            "has 257 tokens; at most 256 are possible",
+        ),
         ({"cache_retention": [RetentionRange(priority=101)]}, "cache_retention", "101 is not within 0..100"),
         ({"cache_retention": [RetentionRange(start=4, end=4)]}, "cache_retention", "end: 4 is not after start, 4"),
         ({"cache_retention": [RetentionRange(), RetentionRange(start=4)]}, "cache_retention", "start: 4 lies within"),
@@ -601,7 +609,7 @@ def test_kv_of_a_failed_row_is_not_reused(system: LocalSystem, client: Client) -
     system.assert_at_rest()
 
 
-def test_sessions_learn_the_free_queue_places_and_the_number_of_counted_submissions(
+def test_sessions_learn_the_free_queue_positions_and_the_number_of_counted_submissions(
     system: LocalSystem, client: Client
 ) -> None:
     def told(client: Client) -> tuple[int, int]:

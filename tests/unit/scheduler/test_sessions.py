@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.v1.common_pb2 import FINISH_REASON_LENGTH
-from paceline.v1.inference_pb2 import SessionResponse
+from paceline.v1.inference_pb2 import Embedding, SessionResponse
 from paceline.v1.worker_pb2 import TokenLogprobs
 from scheduler_svc.core.output import sessions
 from scheduler_svc.core.output.sessions import MAX_SCORES, MAX_STEPS, Publisher, Session
@@ -55,7 +55,7 @@ class Reader:
     limits=st.tuples(st.integers(1, 12), st.integers(1, 6)),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_late_reader_gets_all_of_it(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
+def test_a_late_reader_gets_all_output(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
     """Even handles want log probabilities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "MAX_SCORES", limits[0])
@@ -140,3 +140,12 @@ def test_tokens_of_one_session_are_not_sorted_by_session() -> None:
     message = session.next_message()
     assert message is not None
     assert (list(message.handles), np.frombuffer(message.token_ids, np.int32).tolist()) == ([7], [70])
+
+
+def test_large_items_that_fill_a_message_exactly_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, vector = Session("s", 1, WINDOW), bytes(100)
+    for handle in (1, 2, 3):
+        session.add_embedding(handle, vector)
+    monkeypatch.setattr(sessions, "MAX_SCORE_BYTES", 2 * Embedding(handle=1, values=vector).ByteSize())
+    messages = [session.next_message() for _ in range(2)]
+    assert [[one.handle for one in message.embeddings] for message in messages if message] == [[1, 2], [3]]

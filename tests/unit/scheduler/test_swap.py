@@ -197,9 +197,9 @@ def test_a_request_that_a_new_cache_refuses_is_recomputed() -> None:
     system.restart_cache()
     exchange = system.to_cache.popleft()
     for op in exchange.ops:
-        for claim in op.restore.sequences:
-            if claim.sequence == request.held.sequence:
-                claim.host_blocks = claim.host_blocks[:4] * 2
+        for entry in op.restore.sequences:
+            if entry.sequence == request.held.sequence:
+                entry.host_blocks = entry.host_blocks[:4] * 2
     system.from_cache.append(system.cache.exchange(exchange))
     system.move("answer", None)
     assert not request.held.swapped_on

@@ -93,7 +93,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes.explain("never seen", 1e9) is None
 
 
-def test_the_later_live_request_of_two_with_one_id_is_explained() -> None:
+def test_explain_shows_the_later_of_two_live_requests_with_one_id() -> None:
     notes, first, second = RequestTimeline(), request(1), request(2)
     second.request_id = first.request_id
     notes.arrived(first, 1.0)
@@ -178,7 +178,7 @@ def test_a_forgotten_record_leaves_no_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(notes._names) == {"x.3", "cmpl-a"}
 
 
-def test_decisions_of_several_workers_make_one_range() -> None:
+def test_decisions_of_several_workers_make_one_range_per_reason() -> None:
     """Two workers decide in turns, each with its own reason. The second one looks at no request."""
     notes, first, second = RequestTimeline(), request(1), request(2)
     notes.arrived(first, 0.0)

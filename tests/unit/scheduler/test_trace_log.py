@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.v1.common_pb2 import SamplingParams
-from paceline.v1.worker_pb2 import StepPlan, StepResult
+from paceline.v1.live_pb2 import TracedRun
+from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerServiceLinkResponse
 from scheduler_svc.core.step import trace_log
 from scheduler_svc.core.step.trace_log import TraceLog
 from simulator.system import LocalSystem
@@ -74,3 +75,23 @@ def test_a_slow_reader_misses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> Non
             log.ran("tick", number, number, number, 0, 0)
         _, _, _, runs, num_missed = log.since(seen)
         assert ([one.began_us for one in runs], num_missed) == ([2_000_000, 3_000_000, 4_000_000], 2)
+
+
+def test_a_run_is_noted_with_all_its_fields_and_kept_until_the_last_reader_leaves() -> None:
+    log = TraceLog()
+    with log.reading() as seen:
+        with log.reading():
+            log.ran("tick", 1, 2, 3, 4, 5)
+        _, _, _, runs, _ = log.since(seen)
+        expected = TracedRun(
+            event="tick", began_us=1_000_000, applied_us=2_000_000, ended_us=3_000_000, num_plans=4, num_exchanges=5
+        )
+        assert runs == [expected]
+
+
+def test_only_a_message_with_a_plan_asks_the_worker_for_its_times() -> None:
+    log, plan, other = TraceLog(), WorkerServiceLinkResponse(plan=StepPlan(step=1)), WorkerServiceLinkResponse()
+    log.plan_sent(plan)
+    log.plan_sent(other)
+    assert plan.plan.traced
+    assert not other.HasField("plan")

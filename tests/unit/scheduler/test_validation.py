@@ -42,7 +42,9 @@ def test_a_name_may_be_as_long_as_its_limit() -> None:
         if length == MAX_CHARS:
             check_submission(new_request("s", submission, 0.0), submission)
         else:
-            with pytest.raises(Rejection, match=f"request_id: has {length} characters, {MAX_CHARS} are possible"):
+            with pytest.raises(
+                Rejection, match=f"request_id: has {length} characters; at most {MAX_CHARS} are possible"
+            ):
                 check_submission(new_request("s", submission, 0.0), submission)
 
 

@@ -204,9 +204,9 @@ def test_nan_in_a_row_stays_in_the_row(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [24, 4000])
-def test_packed_products_agree_with_plain_ones(width: int, dtype: torch.dtype) -> None:
+def test_a_packed_matmul_agrees_with_the_plain_matmul(width: int, dtype: torch.dtype) -> None:
     if packing(CPU, dtype) is None:
-        pytest.skip(f"this CPU has no products of packed {dtype}")
+        pytest.skip(f"this CPU has no matmul of packed {dtype}")
     ours, plain = PackedMatmul(), PlainMatmul()
     weight, bias = _random(40, width, dtype=dtype) / width**0.5, _random(40, dtype=dtype, seed=1)
     assert packed(weight).is_mkldnn == (width == 4000 or dtype == torch.bfloat16)

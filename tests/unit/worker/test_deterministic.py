@@ -47,7 +47,7 @@ def runner_of(
     request: pytest.FixtureRequest, reference: References, build: Build, tmp_path: Path
 ) -> Callable[[], Driver]:
     settings = {"block_size": 8, "deterministic": True}
-    if request.param == "wide":  # widths at which products of one row and of several rows differ, also in float32
+    if request.param == "wide":  # widths at which a matmul of one row differs from one of several rows, also in float32
         transformers.LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=512,
@@ -88,7 +88,7 @@ def test_logprobs_are_the_same_after_recomputation_and_with_a_shared_prefix(runn
     assert not bystander.ended
 
 
-def test_a_product_that_depends_on_other_rows_is_refused_at_the_start() -> None:
+def test_a_matmul_that_depends_on_other_rows_is_refused_at_the_start() -> None:
     class Planted(PlainMatmul):
         def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
             self.fault = fault
@@ -106,7 +106,7 @@ def test_a_product_that_depends_on_other_rows_is_refused_at_the_start() -> None:
         check_matmul(by_count, weights)
 
 
-def test_a_tiled_product_equals_the_plain_product() -> None:
+def test_a_tiled_matmul_equals_the_plain_matmul() -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 40), torch.randn(40)
     for count in (1, 31, 32, 33, 96):

@@ -189,7 +189,7 @@ def test_a_graph_counts_even_if_the_allocator_had_room_for_it(monkeypatch: pytes
     assert needed - alone == 2 * memory.MIN_GRAPH_BYTES  # of the two that are not tried
 
 
-def test_scoring_prompts_counts_where_it_takes_more_than_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_scoring_counts_where_it_is_more_than_that_of_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has one sequence, and enough rows to fill a slice of logits."""
     device = TrialDevice(monkeypatch)
 

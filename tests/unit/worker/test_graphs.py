@@ -14,7 +14,7 @@ from gpu_worker.steps.step_arrays import dummy_decodes
 from tests.unit.worker.test_inputs import arrays_of
 
 
-def test_sizes() -> None:
+def test_graph_sizes_end_with_the_largest_batch() -> None:
     assert graph_sizes(0) == []
     assert graph_sizes(1) == [1]
     assert graph_sizes(8) == [1, 2, 4, 8]

@@ -35,7 +35,7 @@ def test_the_noise_depends_only_on_seed_position_and_token() -> None:
     for row in (0, 1, 502, 999):
         alone = noise_bits(keys_of(seeds[row : row + 1], row), 77).numpy()
         assert (alone[0] == bits[row, :77]).all()
-    assert (noise_bits(keys.long(), 1003).numpy() == bits).all(), "as they are uploaded"
+    assert (noise_bits(keys.long(), 1003).numpy() == bits).all(), "the integer type of the keys does not matter"
 
 
 def test_the_noise_looks_random() -> None:

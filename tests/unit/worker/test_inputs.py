@@ -89,7 +89,7 @@ def test_the_host_arrays_of_a_step_outlive_the_next_send() -> None:
 
 @settings(deadline=None)
 @given(st.lists(decode, min_size=1, max_size=MAX_SEQS), st.integers(0, MAX_SEQS), st.integers(0, 2**31))
-def test_padding(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
+def test_padding_changes_no_row_of_the_step(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
     arrays = arrays_of(decodes, [], seed)
     size = len(decodes) + more
     padded = arrays.padded(size)

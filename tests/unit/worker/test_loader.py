@@ -124,7 +124,7 @@ def test_end_of_sequence_tokens_come_from_the_generation_config() -> None:
     assert parse_config(BASE, {}).eos_token_ids == ()
 
 
-def test_windows() -> None:
+def test_sliding_windows_are_read_from_the_config() -> None:
     def windows(architecture: str, **changes: Any) -> tuple[int, ...]:
         return parse_config({**BASE, "architectures": [architecture], **changes}, {}).windows
 
@@ -288,7 +288,7 @@ def test_progress_counts_up_to_all_bytes(checkpoint: Path) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_limits(tmp_path: Path, build: Callable[..., BuiltWorker]) -> None:
+def test_limits_follow_from_the_model_and_the_settings(tmp_path: Path, build: Callable[..., BuiltWorker]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     small = build(tmp_path, load_format="dummy", num_blocks=None, max_num_seqs=3, block_size=16)
     assert small.runner.limits.num_blocks == 3 * 128 // 16

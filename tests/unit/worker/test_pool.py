@@ -27,7 +27,7 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def test_clear_and_copy(pool: KvPool) -> None:
+def test_blocks_are_cleared_and_copied_in_every_layer(pool: KvPool) -> None:
     expected = pool.storage.clone()
     for source, target in ((7, 1), (2, 11), (9, 3)):
         for part in range(2):
@@ -42,7 +42,7 @@ def test_clear_and_copy(pool: KvPool) -> None:
     assert torch.equal(pool.keys[:, 5], expected[0, :, 5])
 
 
-def test_swap_out_and_in(pool: KvPool) -> None:
+def test_blocks_are_swapped_out_and_in_in_every_layer(pool: KvPool) -> None:
     before, host = pool.storage.clone(), pool.host.clone()
     pool.swap_out(ids(3, 10, 5), ids(5, 1, 2))
     for block, place in ((3, 5), (10, 1), (5, 2)):

@@ -152,9 +152,9 @@ def test_both_spellings_of_the_pooling_mode_are_read(tmp_path: Path, build: Buil
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"architectures": ["BertModel"]}, "no encoders with attention to both sides, such as BERT"),
-        ({"is_causal": False}, "attention to both sides is not supported"),
-        ({"use_bidirectional_attention": True}, "attention to both sides is not supported"),
+        ({"architectures": ["BertModel"]}, "not encoders with bidirectional attention, such as BERT"),
+        ({"is_causal": False}, "bidirectional attention is not supported"),
+        ({"use_bidirectional_attention": True}, "bidirectional attention is not supported"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions"),
         ({"matryoshka_dimensions": [True]}, "matryoshka_dimensions"),
     ],

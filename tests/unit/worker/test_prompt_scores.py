@@ -99,7 +99,7 @@ def test_scores_in_slices_equal_scores_at_once(rows: int) -> None:
 
     def logits(part: torch.Tensor) -> torch.Tensor:
         sizes.append(len(part))
-        return (part.unsqueeze(-1) * head).sum(1)  # row by row the same sums, unlike a product of matrices
+        return (part.unsqueeze(-1) * head).sum(1)  # row by row the same sums, unlike a matmul
 
     whole = list(score_prompts(hidden, logits, 300, chunks).by_chunk())
     assert sizes == [60]

@@ -22,7 +22,7 @@ PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 2, 16, 33, 64, 
 @pytest.mark.parametrize("chunk_tokens", [7, 64])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batch_of_mixed_lengths(
+def test_a_batch_of_mixed_lengths_equals_transformers(
     family: str, block_size: int, chunk_tokens: int, reference: References, build: Build
 ) -> None:
     checkpoint = reference(family)
@@ -39,7 +39,9 @@ def test_the_reference_is_not_one_token_over_and_over(reference: References) -> 
 
 @pytest.mark.parametrize("block_size", [1, 8])
 @pytest.mark.parametrize("family", ["llama3-rope", "mistral"])
-def test_prefix_hit(family: str, block_size: int, reference: References, build: Build) -> None:
+def test_output_after_a_prefix_hit_equals_transformers(
+    family: str, block_size: int, reference: References, build: Build
+) -> None:
     checkpoint = reference(family)
     driver = Driver(build(checkpoint.folder, block_size=block_size).runner, 64)
     first = driver.add(PROMPTS[5], NEW_TOKENS)

@@ -1,4 +1,4 @@
-"""When sessions start: at a fixed rate, as a Poisson process, or when another session has ended."""
+"""When sessions start: at a fixed rate, as a Poisson process, when another session ends, or at a trace's own times."""
 
 from __future__ import annotations
 

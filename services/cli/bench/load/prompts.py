@@ -21,7 +21,7 @@ _WORD_LIST = (
     "course effect class control field light road paper value"
 )
 WORDS = tuple(_WORD_LIST.split())
-# A token per word and a bit, until the server's count of a calibration prompt is known.
+# Slightly more than one token per word. Used until the server has counted the two probe prompts.
 DEFAULT_TOKENS_PER_WORD = 1.1
 # Chat templates refuse two messages of one role in a row, and some refuse an empty one.
 NO_REPLY = "-"

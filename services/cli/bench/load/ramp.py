@@ -11,7 +11,7 @@ MIN_SESSIONS = 20
 
 class RampSearch:
     """Ask next_rate(), measure it, and tell note(). Ends when the highest rate that holds and the lowest that does not
-    are within `precision` of each other, or when the limit holds."""
+    are within `precision` of each other, when the limit holds, or when no rate down to GIVE_UP of the first holds."""
 
     def __init__(self, first: float, limit: float, precision: float) -> None:
         if not (0 < first <= limit and precision > 0):

@@ -1,7 +1,7 @@
-"""Makes requests of ServeGen's description of a workload (Alibaba, arXiv 2505.09999).
+"""Makes requests from a workload description of ServeGen (Alibaba, arXiv 2505.09999).
 
-Each client has windows of some minutes with a rate, a distribution of the gaps (Gamma or Weibull; shape and scale in
-seconds), and histograms of prompt and output lengths. Clients are independent.
+Each client has windows of some minutes with a rate, a distribution of the gaps between requests (Gamma or Weibull; the
+scale is in seconds), and histograms of prompt and output lengths. Clients are independent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?:.*/)?chunk-(\d+)-(trace\.csv|dataset\.json)")
 
 
 class NotServeGen(ValueError):
-    """The archive has no such description."""
+    """The archive is no workload description of ServeGen."""
 
 
 class _Histogram:

@@ -35,7 +35,7 @@ class LoadSession:
 
 
 class TimedSession(NamedTuple):
-    """A session of a trace, with its start in seconds."""
+    """A session with the time of its start, in seconds."""
 
     at_s: float
     session: LoadSession

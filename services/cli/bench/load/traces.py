@@ -1,7 +1,8 @@
 """Reads traces of requests: those of Mooncake, Azure, Vidur (lengths alone), Dynamo (agent sessions) and ServeGen.
 
-A file may be gzipped. Its format follows from its first line. No trace has texts. The text of a prompt is
-generated from its length and from the ids of its blocks, if the trace has them: equal ids give equal text.
+A file may be gzipped (.gz). A .tar.gz or .tgz file is ServeGen's; otherwise the first line shows the format. No trace
+has texts. The text of a prompt is generated from its length and from the ids of its blocks, if the trace has them:
+equal ids give equal text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Row = dict[str, Any]
 
 
 class TraceError(ValueError):
-    """The file is no trace. The message is one line that names the file and the line."""
+    """The file cannot be used as a trace. The message is one line that names the file, and often the line in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def read_trace(path: Path, seed: int) -> TraceFile:
 
 
 def scaled(sessions: Iterator[TimedSession], scale: float, max_tokens: int) -> Iterator[TimedSession]:
-    """With all lengths times `scale` (at least 1), without sessions that grow beyond `max_tokens` (0: all)."""
+    """The sessions with all lengths multiplied by `scale`; a length stays at least 1. Leaves out each session with a
+    request that then has more than `max_tokens` (prompt and output; 0: no limit)."""
     for at_s, session in sessions:
         turns = tuple(
             replace(
@@ -182,7 +184,7 @@ def block_segments(ids: list[Any], tokens: int, block_tokens: int, rest_key: str
 
 def _dynamo(rows: list[Row]) -> list[TimedSession]:
     """The requests of each session. The pause before a request is the time since the end of the session's request
-    before it: what the tools took."""
+    before it: the time that the tools took."""
     ended: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         event = row["event"]

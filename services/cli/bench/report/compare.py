@@ -8,7 +8,7 @@ from typing import NamedTuple
 from services.cli.bench.report.document import BadReport, BenchReport, StageReport
 from services.cli.bench.stats.summary import Distribution, StageSummary
 
-# Ratios closer to 1 than this are shown without a judgement.
+# Ratios closer to 1 than this count as equal.
 NOISE = 0.05
 
 
@@ -41,7 +41,7 @@ class ComparedFigure(NamedTuple):
 
 
 class ComparedStage(NamedTuple):
-    """The stages of two runs with the same load, or at the same position."""
+    """One stage of each run: with the same load, or the only stage of both."""
 
     a: StageReport
     b: StageReport

@@ -14,7 +14,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 16, 12, 46
 MAX_SERIES = 6
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "12 4", "4 2")
 MAX_TICKS = 8
-# A legend entry's width: its line, and so much for a character.
+# In the legend: the width of an entry without its name, the width of a character of the name, and the height of a row.
 ENTRY_PX, CHARACTER_PX, ROW_PX = 34, 6.6, 17
 
 Point = tuple[float, float]
@@ -40,7 +40,7 @@ class ChartLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """A chart as inline SVG."""
+    """The content of a chart. draw() makes the SVG."""
 
     title: str
     x_label: str

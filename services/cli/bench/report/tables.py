@@ -61,7 +61,7 @@ def ratio_text(entry: ComparedFigure) -> str:
 
 
 def number(value: float | None) -> str:
-    """With three or four significant digits."""
+    """With three or four significant digits; from 1,000 on, a whole number."""
     if value is None:
         return "-"
     if value >= 1000:
@@ -74,14 +74,15 @@ def milliseconds(distribution: Distribution | None, percentile: str) -> str:
 
 
 def _cached_share(summary: StageSummary) -> str:
-    """Prompt tokens that the server took from its cache, as far as it says so."""
+    """The share of prompt tokens that the server took from its cache, as far as it says so."""
     if summary.cached_tokens is None or not summary.prompt_tokens:
         return "-"
     return f"{summary.cached_tokens / summary.prompt_tokens:.0%}"
 
 
 def _table(first: str, *titles: str) -> Table:
-    """Two tables of these columns fit into 80 characters each, but not one of both."""
+    """A table with these columns. A report has two tables, because one table with all columns is wider than 80
+    characters."""
     table = Table(box=None, pad_edge=False)
     table.add_column(first, no_wrap=True)
     for title in titles:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Errors of requests that this program ended itself.
+# The error of a request that still ran when Ctrl-C ended the run.
 INTERRUPTED = "interrupted"
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times in seconds on one clock of the run. Latencies count from the moment when the request was sent."""
+    """Times in seconds of time.perf_counter(); when the request has ended, they count from the start of its stage.
+    Latencies count from the moment when the request was sent."""
 
     scheduled_s: float  # when the load wanted it to be sent
     sent_s: float

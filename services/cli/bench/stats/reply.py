@@ -7,7 +7,8 @@ from typing import Any
 
 from services.cli.bench.stats.records import RequestRecord
 
-# Fields of a chat's delta that are generated text. Servers name the reasoning either way.
+# Fields of a chat's delta that are generated text. Some servers call the reasoning `reasoning_content`, others
+# `reasoning`.
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 

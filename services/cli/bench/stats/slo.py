@@ -22,7 +22,8 @@ class ServiceLevel:
     share: float = DEFAULT_SHARE
 
     def is_met_by(self, record: RequestRecord) -> bool:
-        """A failed request meets no SLO. A latency that a request lacks (the TPOT of one token) is met."""
+        """A failed request meets no SLO. If the request has no value for a limit, that limit is met: an output of one
+        token has no TPOT."""
         if record.error:
             return False
         for limit, value in (

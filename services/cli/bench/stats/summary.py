@@ -82,8 +82,8 @@ class StageSummary:
 
 
 def summarise(records: Iterable[RequestRecord], slo: ServiceLevel | None) -> StageSummary:
-    """Latencies are those of successful requests; `late` includes failed ones. Only `interrupted` counts interrupted
-    requests."""
+    """Latencies are those of successful requests. `late` is of the first turns, failed ones included. Only
+    `interrupted` counts interrupted requests."""
     everything = list(records)
     ended = [record for record in everything if record.error != INTERRUPTED]
     well = [record for record in ended if not record.error]

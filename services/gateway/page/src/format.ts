@@ -6,7 +6,7 @@ const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 /** 3 significant digits, without an exponent. */
 function digits(value: number): string {
   if (value === 0) return "0";
-  const rounded = Number(value.toPrecision(3)); // first, as 0.9996 has another size than 1.00
+  const rounded = Number(value.toPrecision(3)); // before the size is taken: 0.9996 is rounded to 1.00
   const size = Math.floor(Math.log10(Math.abs(rounded)));
   return rounded.toFixed(Math.max(0, Math.min(3, 2 - size)));
 }
@@ -58,7 +58,7 @@ export function share(part: number, all: number): string {
   return `${Math.round(percent)}%`;
 }
 
-/** The name of a tenant; requests without one have none. */
+/** The name of a tenant, or "(none)" for requests without a tenant. */
 export function tenantName(tenant: string): string {
   return tenant || "(none)";
 }

@@ -62,7 +62,7 @@ test("ranges say which ends they have", () => {
   assert.equal(ranges({}), "");
 });
 
-test("what is entered becomes JSON, and nothing stays out", () => {
+test("an entered text becomes a JSON value, and an empty text leaves its field out", () => {
   assert.equal(valueOf(field("n", "number"), " "), undefined);
   assert.equal(valueOf(field("n", "number"), "2"), 2);
   assert.equal(valueOf(field("n", "number"), "two"), "two", "the server says what is wrong");
@@ -145,7 +145,7 @@ test("a chat's chunks become text, tokens, tool calls and figures", () => {
   assert.equal(tokensPerS(answer), 20);
 });
 
-test("a completion's samples and log probabilities, whichever sample comes first", () => {
+test("a completion's samples keep their order and log probabilities, whichever sample comes first", () => {
   const logprobs = { tokens: [" a"], token_logprobs: [-0.2], top_logprobs: [{ " b": -1, " a": -0.2 }] };
   const first = extended(asked(0), { choices: [{ index: 1, text: " a", logprobs }] }, 5);
   const answer = extended(first, { choices: [{ index: 0, text: " c", finish_reason: "stop" }] }, 9);

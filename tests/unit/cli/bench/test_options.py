@@ -47,7 +47,7 @@ def test_a_server_with_tls_is_verified_with_its_own_ca(tmp_path: Path) -> None:
     assert (options.url, options.ca_file) == ("https://127.0.0.1:8123/v1", str(tmp_path / "ca.pem"))
 
 
-def test_loads() -> None:
+def test_the_flags_of_a_load_are_read() -> None:
     assert parse_options([*URL, "--poisson", "0.5,2"]).loads == (OfferedLoad("poisson", 0.5), OfferedLoad("poisson", 2))
     options = parse_options([*URL, "--ramp", "1-64", "--slo", "ttft=1s"])
     assert (options.loads, options.ramp) == ((), (1, 64))
@@ -83,7 +83,7 @@ def test_loads() -> None:
         (["compare", "a.json"], "B.json"),
     ],
 )
-def test_a_mistake_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_gets_one_error_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(argv)
     except SystemExit as end:

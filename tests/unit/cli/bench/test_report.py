@@ -72,7 +72,7 @@ def test_a_page_works_offline_and_escapes_texts(loads: tuple[float, ...]) -> Non
         ElementTree.fromstring(picture)
 
 
-def test_two_runs_on_a_page() -> None:
+def test_a_page_compares_two_runs() -> None:
     a, b = report(1, 2, 4), report(2, 4, 8, slowness=2)
     both = compared(a, b)
     text = page.comparison_page(a, b, both, ("first", "second"))
@@ -81,7 +81,7 @@ def test_two_runs_on_a_page() -> None:
     assert "2.00x worse" in text
 
 
-def test_ratios_know_what_is_better() -> None:
+def test_a_ratio_says_which_run_is_better() -> None:
     (entry,) = compared(report(1), report(1, slowness=2))
     figures = {figure.figure.name: figure for figure in entry.figures}
     assert figures["TTFT p50"].ratio == pytest.approx(2)

@@ -89,7 +89,7 @@ def test_a_stream_that_ends_early_fails() -> None:
         reply.end(2)
 
 
-def test_error_codes() -> None:
+def test_an_error_code_is_found_in_every_shape_of_error() -> None:
     assert error_code({"error": {"code": "context_length_exceeded", "type": "x"}}) == "context_length_exceeded"
     assert error_code({"error": {"code": 400, "type": "BadRequestError"}}) == "BadRequestError"
     assert error_code({"type": "server_error"}) == "server_error"
@@ -155,7 +155,7 @@ def test_rates_count_from_the_first_request_to_the_end_of_the_last() -> None:
     [("ttft=500ms", True), ("ttft=499ms", False), ("itl=300ms", True), ("itl=290ms", False), ("tpot=101ms", True),
      ("tpot=99ms", False), ("e2e=1100ms", True), ("e2e=1s", False), ("ttft=1s,e2e=1s", False)],
 )  # fmt: skip
-def test_each_limit_of_an_slo(text: str, is_met: bool) -> None:
+def test_a_request_meets_an_slo_only_within_each_limit(text: str, is_met: bool) -> None:
     record = RequestRecord(0, 0, 1.1, 0.5, [0.3, 0.3], 1, None, 7, True)
     assert parse_slo(text).is_met_by(record) is is_met
     record.error = "timeout"
@@ -163,7 +163,7 @@ def test_each_limit_of_an_slo(text: str, is_met: bool) -> None:
 
 
 @given(slo=levels)
-def test_an_slo_reads_what_it_prints(slo: ServiceLevel) -> None:
+def test_a_printed_slo_reads_back_the_same(slo: ServiceLevel) -> None:
     again = parse_slo(str(slo))
     assert str(again) == str(slo)
     for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "share"):

@@ -68,7 +68,7 @@ async def test_a_server_with_usage_is_calibrated(monkeypatch: pytest.MonkeyPatch
     }
 
 
-async def test_a_server_that_demands_the_newer_limit_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_demands_max_completion_tokens_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     probed = target(FakeServer("max_completion_tokens"), monkeypatch)
     await probed.probe()
     body = json.loads(probed.body(SESSION, 0, []))

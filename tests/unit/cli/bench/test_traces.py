@@ -126,7 +126,7 @@ def test_servegen_draws_from_its_description(tmp_path: Path) -> None:
     assert list(itertools.islice(read_trace(path, 5).sessions, 50)) != sessions[:50]
 
 
-def test_scaled_and_cut(tmp_path: Path) -> None:
+def test_a_trace_can_be_scaled_and_cut(tmp_path: Path) -> None:
     path = lines(tmp_path / "trace.jsonl", MOONCAKE)
     first, second = scaled(read_trace(path, 0).sessions, 0.1, 0)
     assert [prompt_tokens(timed.session.turns[0]) for timed in (first, second)] == [51 + 51 + 18, 51 + 49]

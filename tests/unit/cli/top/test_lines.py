@@ -140,7 +140,7 @@ def test_services_are_shown_if_the_gateway_knows_them() -> None:
     assert "services" not in shown(full(Lines(SNAPSHOT, 160), SERVER), 160)
 
 
-def test_without_a_scheduler_it_says_so() -> None:
+def test_without_a_scheduler_the_screen_says_so() -> None:
     snapshot = {**SNAPSHOT, "scheduler": None}
     for lines in (full(Lines(snapshot, 80), SERVER), fitted(Lines(snapshot, 80), SERVER, 24)):
         assert "no scheduler" in shown(lines, 80)
@@ -180,7 +180,7 @@ def test_keys_of_a_terminal(typed: str, keys: list[str]) -> None:
     assert parse_keys(typed) == keys
 
 
-def test_bars_are_empty_or_full_only_if_they_are() -> None:
+def test_a_bar_is_shown_empty_or_full_only_if_its_value_is() -> None:
     assert [bars.bar(part, 100, 4) for part in (0, 1, 50, 99, 100, 120)] == [
         "░░░░", "█░░░", "██░░", "███░", "████", "████"
     ]  # fmt: skip

@@ -27,7 +27,7 @@ def step(number: int, sent_us: int, **other: Any) -> dict[str, Any]:
 
 def record(epoch: int = 7, at_us: int = 0, **scheduler: Any) -> dict[str, Any]:
     return {
-        "gateway": {"at_us": at_us, "told": [], "written": [], "requests": []},
+        "gateway": {"at_us": at_us, "messages": [], "written": [], "requests": []},
         "scheduler": {
             "asked_us": at_us, "received_us": at_us + 50 + SCHEDULER_US, "sent_us": at_us + 60 + SCHEDULER_US,
             "got_us": at_us + 110, "epoch": epoch, "steps": [], "exchanges": [], "runs": [], "num_missed": 0,
@@ -104,7 +104,7 @@ def test_a_request_shows_its_phases() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "61", "nan", "x"])
-def test_a_wrong_time_is_one_line(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_time_gets_one_error_line(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["out.json", f"--seconds={seconds}"])
     assert end.value.code == 2

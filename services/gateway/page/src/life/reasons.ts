@@ -1,4 +1,4 @@
-/** What a reason of the timeline means for colours: the request runs, waits, was set back, or has ended. */
+/** What a reason of the timeline means for colours: the request runs, waits, is preempted or requeued, or has ended. */
 
 const SET_BACK = new Set(["preempted", "requeued", "held"]);
 

@@ -7,7 +7,7 @@ import { reasonClass } from "./reasons.ts";
 import { hasEnded, lastS, phases, totals, waits } from "./timeline.ts";
 
 const MISSES: Record<MissReason, [string, string]> = {
-  new: ["new text: no request had this prefix", "--c-grey"],
+  new: ["new to the cache", "--c-grey"],
   block_border: ["behind the last full block", "--c-yellow"],
   evicted: ["was cached, and evicted", "--c-vermilion"],
   other_worker: ["cached on another worker", "--c-orange"],
@@ -51,7 +51,7 @@ export function Sequence({ sequence, nowS }: { sequence: SequenceTimeline; nowS:
         </span>
         {sum.back > 0 && (
           <span>
-            set back <strong>{seconds(sum.back)}</strong>
+            preempted or requeued <strong>{seconds(sum.back)}</strong>
           </span>
         )}
       </p>

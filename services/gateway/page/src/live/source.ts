@@ -6,7 +6,7 @@ import type { LiveSnapshot } from "../types.ts";
 import { extended, NO_HISTORY, type History } from "./history.ts";
 import { eventsOf } from "./sse.ts";
 
-/** Without a snapshot for this long the connection counts as lost. Snapshots come twice a second. */
+/** Without a snapshot for this long the connection counts as lost. Snapshots come once a second. */
 const SILENCE_MS = 5000;
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 5000;

@@ -1,4 +1,7 @@
-/** The rows of the prefix tree: a row for each node that saves something or is in use, one for all others of a parent. */
+/**
+ * The rows of the prefix tree. A node has its own row if it, or a node below it, has saved tokens or is pinned. All
+ * other children of a parent share one row.
+ */
 
 import type { TreeNode } from "../types.ts";
 

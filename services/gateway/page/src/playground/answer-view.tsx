@@ -17,7 +17,7 @@ export function AnswerView({ answer, running }: { answer: Answer; running: boole
 }
 
 function SampleView({ sample, title }: { sample: Sample; title: string }) {
-  // A reasoning model's tokens are those of its thoughts, too; its text is then shown without them.
+  // The tokens of a reasoning model include its reasoning, so its text is shown instead of its tokens.
   const shown = sample.tokens.length > 0 && sample.reasoning === "" && sample.toolCalls.length === 0;
   return (
     <div class="sample">

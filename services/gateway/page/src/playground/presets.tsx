@@ -9,7 +9,7 @@ import { DEFAULT_MIX, MOST_PARTS, mixProblem, rowsOf, type Part, type Run } from
 import { compare } from "./run-mix.ts";
 import { Strips } from "./strips.tsx";
 
-/** `isShown`: presets are asked for only then, because only an admin key may. */
+/** `isShown`: the page asks for the presets only while this is shown, because that needs an admin key. */
 export function PresetComparison({ isShown }: { isShown: boolean }) {
   const { known, problem } = usePresets(isShown);
   const [chosen, setChosen] = useState<[string, string]>(["paceline", "vllm-v1"]);

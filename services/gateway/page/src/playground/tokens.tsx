@@ -90,7 +90,7 @@ function Row({ one, isTaken = false }: { one: Alternative; isTaken?: boolean }) 
   );
 }
 
-/** 12.3 %, and never 0 % of what is possible. */
+/** 12.3 %; "<0.1 %" for a smaller probability above 0. */
 export function percent(probability: number): string {
   const value = 100 * probability;
   if (value > 0 && value < 0.1) return "<0.1 %";

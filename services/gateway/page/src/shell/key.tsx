@@ -1,4 +1,4 @@
-/** The form that asks for an API key. The key stays in this tab's session storage and leaves it only to the gateway. */
+/** The form that asks for an API key. The key stays in this tab's session storage, and is sent to the gateway only. */
 
 import { useState } from "preact/hooks";
 import { storedKey, storeKey } from "../api.ts";
