@@ -164,9 +164,9 @@ FENCES: list[Planted] = [
     (Mistake(PinnedInputs, "sent", "self._fences[self._turn].record()"), Bench.on_torch),
     (Mistake(LaunchedStep, "result", "self.done.wait()"), Bench.greedy),
     (Mistake(ModelRunner, "launch", "done.record()"), Bench.greedy),
-    (Mistake(ModelRunner, "launch", "self._unnoted[0].done.is_passed()", "True"), Bench.grammars),
-    (Mistake(ModelRunner, "_note_all", "self._unnoted[0].done.wait()"), Bench.grammars),
-    (Mistake(ModelRunner, "_note_all", "self._unnoted[0].done.wait()"), Bench.kept),
+    (Mistake(ModelRunner, "launch", "self._unrecorded[0].done.is_passed()", "True"), Bench.grammars),
+    (Mistake(ModelRunner, "_note_all", "self._unrecorded[0].done.wait()"), Bench.grammars),
+    (Mistake(ModelRunner, "_note_all", "self._unrecorded[0].done.wait()"), Bench.kept),
     (Mistake(ModelRunner, "check", "torch.cuda.synchronize(self._device)"), Bench.lost_device),
     *(
         (Mistake(SwapLane, function, line), Bench.swaps)
