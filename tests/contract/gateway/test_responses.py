@@ -301,7 +301,7 @@ async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_las
     start: Start, stored: dict[str, Any]
 ) -> None:
     first, second = await start(settings=stored, step_s=0.005), await start(settings=stored)
-    stream = await create(first, background=True, stream=True, max_output_tokens=500)
+    stream = await create(first, background=True, stream=True, max_output_tokens=1500)
     seen = [await anext(stream) for _ in range(20)]
     await stream.close()
     await second.openai.responses.cancel(response_id := seen[0].response.id)
