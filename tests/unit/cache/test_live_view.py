@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,3 +213,9 @@ def test_there_is_no_snapshot_while_a_worker_comes_or_goes(link: Driver, monkeyp
 def test_without_a_worker_there_are_only_counts() -> None:
     shown = taken(Driver())
     assert (shown.linked, len(shown.workers), shown.num_nodes) == (False, 0, 0)
+
+
+def test_a_cell_of_several_blocks_shows_the_largest_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "MAX_CELLS", 3)
+    states = [live_view.CACHED, live_view.FREE, live_view.USED, live_view.SHARED, live_view.FREE]
+    assert live_view._cells(np.array(states, np.uint8)) == (2, "cs.")

@@ -474,6 +474,8 @@ MALFORMED: list[dict[str, Any]] = [
     {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234", "ranks": b""}}]},
     {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234" * 2, "ranks": b"1234", "top_token_ids": b""}}]},
     {"prompt_scores": [{"handle": 1, "logprobs": {"logprobs": b"1234", "ranks": b"1234", "top_token_ids": b"1234"}}]},
+    {"embeddings": [{"handle": 1, "values": b"123"}]},
+    {"embeddings": [{"handle": 1, "values": b""}]},
 ]
 
 

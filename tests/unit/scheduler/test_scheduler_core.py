@@ -410,6 +410,20 @@ def test_a_prompt_that_is_scored_is_computed_even_if_it_is_cached(system: LocalS
     system.submit("s", 3, prompt, params(2))
     system.run()
     assert client.endings[3].cached_tokens == 19
+
+
+def test_a_scored_prompt_is_computed_even_if_the_same_step_computes_it_for_another_request(
+    system: LocalSystem, client: Client
+) -> None:
+    prompt = list(range(10, 30))
+    system.submit("s", 1, prompt, params(2))
+    system.submit("s", 2, prompt, params(2, prompt_logprobs=True))
+    worker = system.attach(toy(max_batched_tokens=64))
+    while not worker.plans:
+        system.move(*system.moves()[0])
+    assert np.frombuffer(worker.plans[0].prefill_tokens, np.int32).tolist() == [20, 20]
+    system.run()
+    assert client.prompt_scores[2] == {i: toy_logprob(prompt[: i + 1]) for i in range(1, 20)}
     assert 3 not in client.prompt_scores
     system.assert_at_rest()
 

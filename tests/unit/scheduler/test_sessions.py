@@ -149,3 +149,12 @@ def test_large_items_that_fill_a_message_exactly_go_together(monkeypatch: pytest
     monkeypatch.setattr(sessions, "MAX_SCORE_BYTES", 2 * Embedding(handle=1, values=vector).ByteSize())
     messages = [session.next_message() for _ in range(2)]
     assert [[one.handle for one in message.embeddings] for message in messages if message] == [[1, 2], [3]]
+
+
+def test_a_step_of_the_same_rows_does_not_name_its_handles_again() -> None:
+    session, handles = Session("s", 1, WINDOW), np.array([1, 2])
+    messages = []
+    for step in range(2):
+        session.add_tokens(handles, np.array([step, step], np.int32))
+        messages.append(session.next_message())
+    assert [(list(one.handles), one.same_handles) for one in messages if one] == [([1, 2], False), ([], True)]
