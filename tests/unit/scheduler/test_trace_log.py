@@ -87,6 +87,7 @@ def test_a_run_is_noted_with_all_its_fields_and_kept_until_the_last_reader_leave
             event="tick", began_us=1_000_000, applied_us=2_000_000, ended_us=3_000_000, num_plans=4, num_exchanges=5
         )
         assert runs == [expected]
+    assert not log._runs.items
 
 
 def test_only_a_message_with_a_plan_asks_the_worker_for_its_times() -> None:
