@@ -129,3 +129,12 @@ def test_tokens_of_conversations_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 def is_known(system: LocalSystem, name: str) -> bool:
     return name in system.scheduler.life.conversations._all.by_name
+
+
+def test_a_conversation_is_idle_from_the_end_of_its_last_request_on() -> None:
+    system = started(conversation_ttl_s=10.0)
+    ask(system, 1, conversation="c")
+    system.now_s = 5.0
+    system.run()
+    system.scheduler.tick(14.0)
+    system.scheduler.release_conversation("c")

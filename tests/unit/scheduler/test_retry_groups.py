@@ -11,6 +11,7 @@ from paceline.v1.common_pb2 import FinishReason, SamplingParams
 from paceline.v1.worker_pb2 import StepFailure
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.faults.retry_groups import RetryBatch, retry_candidates
+from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.requests.state import Held
@@ -226,3 +227,27 @@ def test_a_retry_step_runs_its_members_and_no_other_sequence() -> None:
     )
     RetryBatch([cast(Request, SimpleNamespace(arrival_index=2))]).schedule(step)
     assert ran == [2]
+
+
+def test_a_retry_step_in_which_a_policy_fails_is_scheduled_again_without_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = list[Exception]()
+    system, schedule = LocalSystem(SchedulerConfig(), on_policy_error=errors.append), RetryBatch.schedule
+    failures = iter([mistake := RuntimeError("a policy's mistake")])
+
+    def fails_once(self: RetryBatch, step: Step) -> None:
+        for failure in failures:
+            raise failure
+        schedule(self, step)
+
+    monkeypatch.setattr(RetryBatch, "schedule", fails_once)
+    client, end = system.open("s"), system.attach(toy())
+    for handle in (1, 2):
+        system.submit("s", handle, [9, 10 + handle], params())
+    until_running(system, 2)
+    fail(system, end)
+    system.attach(toy())
+    system.run()
+    assert client.tokens == {handle: expected_output([9, 10 + handle], params()) for handle in (1, 2)}
+    assert errors == [mistake]
