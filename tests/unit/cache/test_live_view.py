@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cache_svc.core import admin, live_view
 from cache_svc.core.errors import OpError
 from cache_svc.core.live_view import NodeIds, snapshot
+from cache_svc.core.tree.nodes import PrefixNode
 from paceline.v1 import cache_pb2 as pb
 from tests.unit.cache import driver as d
 from tests.unit.cache.driver import Driver, Refused
@@ -219,3 +220,10 @@ def test_a_cell_of_several_blocks_shows_the_largest_state(monkeypatch: pytest.Mo
     monkeypatch.setattr(live_view, "MAX_CELLS", 3)
     states = [live_view.CACHED, live_view.FREE, live_view.USED, live_view.SHARED, live_view.FREE]
     assert live_view._cells(np.array(states, np.uint8)) == (2, "cs.")
+
+
+def test_the_id_of_a_node_that_is_not_shown_is_forgotten() -> None:
+    ids, (a, b) = NodeIds(), (PrefixNode.__new__(PrefixNode) for _ in range(2))
+    assert ids.renew([a, b]) == {a: 1, b: 2}
+    assert ids.renew([b]) == {b: 2}
+    assert ids.renew([a]) == {a: 3}
