@@ -585,3 +585,9 @@ def test_a_heartbeat_brings_the_load_and_a_lost_stream_forgets_it() -> None:
     assert core.load is not None
     core.disconnect(1.0)
     assert core.load is None
+
+
+def test_the_embedding_of_an_ended_request_is_ignored() -> None:
+    core = make_core()
+    opened(core)
+    core.receive(inference_pb2.SessionResponse(embeddings=[inference_pb2.Embedding(handle=7, values=bytes(4))]))
