@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,11 +67,11 @@ def test_each_block_has_a_character(link: Driver) -> None:
 
 
 def test_a_cell_of_several_blocks_shows_the_most_used_one(link: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "MAX_CELLS", 3)
+    monkeypatch.setattr(live_view, "MAX_CELLS", 4)
     link.run(1, A)
     link.start(2, A[:5])
     [shown] = taken(link).workers
-    assert (shown.num_blocks, shown.blocks_per_cell, shown.cells) == (8, 3, "uu.")  # of ucccu...
+    assert (shown.num_blocks, shown.blocks_per_cell, shown.cells) == (8, 2, "ucu.")  # of ucccu...
 
 
 def test_forks_share_blocks_also_without_prefix_caching() -> None:
@@ -214,12 +213,6 @@ def test_there_is_no_snapshot_while_a_worker_comes_or_goes(link: Driver, monkeyp
 def test_without_a_worker_there_are_only_counts() -> None:
     shown = taken(Driver())
     assert (shown.linked, len(shown.workers), shown.num_nodes) == (False, 0, 0)
-
-
-def test_a_cell_of_several_blocks_shows_the_largest_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "MAX_CELLS", 3)
-    states = [live_view.CACHED, live_view.FREE, live_view.USED, live_view.SHARED, live_view.FREE]
-    assert live_view._cells(np.array(states, np.uint8)) == (2, "cs.")
 
 
 def test_the_id_of_a_node_that_is_not_shown_is_forgotten() -> None:
