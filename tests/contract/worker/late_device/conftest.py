@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -13,14 +14,7 @@ from tests.unit.worker.families import Reference, make_checkpoint
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
     """Returns the checkpoint of a model family. Each one is made once per session."""
-    made: dict[str, Reference] = {}
-
-    def get(name: str) -> Reference:
-        if name not in made:
-            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
+    return cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(autouse=True)
