@@ -20,7 +20,10 @@ class Code(IntEnum):
 
 
 class OpError(Exception):
-    """One operation is refused and has changed nothing."""
+    """One operation is refused and has changed no sequence, block or pin.
+
+    If an ExtendOp is refused because a worker has too few blocks, its workers get no step in the same exchange.
+    """
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)

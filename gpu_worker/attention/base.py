@@ -24,8 +24,9 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Host arrays of one step. Sequence i has rows qo_indptr[i]:qo_indptr[i+1], and sees kv_lens(block_size)[i] tokens,
-    including its new ones. A row sees the tokens up to its own."""
+    """The arrays of one step, on the host unless a comment says otherwise. Sequence i has rows
+    qo_indptr[i]:qo_indptr[i+1], and kv_lens(block_size)[i] tokens, including its new ones. A row attends to the tokens
+    up to its own. In a layer with an attention window, a row attends only to the last tokens of these."""
 
     num_decodes: int
     qo_indptr: Int32s  # [sequences + 1], rows
@@ -34,7 +35,7 @@ class AttentionMetadata:
     last_block_len: Int32s  # [sequences], tokens in the last block, 1..block_size
     slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset of the row's K and V
     # True: the step runs in a captured graph, or is being captured. It has only decodes, as many as the graph has, and
-    # the arrays that run() reads must be at the same addresses.
+    # the arrays that run() reads must be at the addresses that they had when the graph was captured.
     captured: bool = False
     device_kv_indices: Tensor | None = None  # kv_indices as int32 on the device, if the inputs have put them there
 

@@ -2,7 +2,8 @@
 
 For container and Kubernetes probes. It runs every few seconds beside the service, so without TLS it imports nothing but
 gRPC.
-Exit status: 0 if SERVING; 1 if the service answers anything else, or does not answer in time (one line on stderr).
+Exit status: 0 if SERVING; 1 if the service answers anything else, does not answer in time, or the certificates cannot
+be used (one line on stderr).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 def check(
     target: str, service: str = "", timeout_s: float = 3.0, *, tls_dir: str = "", tls_cert: str = ""
 ) -> str | None:
-    """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. "": the whole server.
-    `tls_dir`, `tls_cert`: as the flags of main()."""
+    """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. An empty
+    `service` asks for the whole server. `tls_dir`, `tls_cert`: as the flags of main()."""
     with _open(target, tls_dir, tls_cert) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
@@ -64,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="folder of certificates [env: PACELINE_TLS_DIR]",
     )
     parser.add_argument(
-        "--tls-cert", default="", metavar="FILE", help="the server's certificate: trusted under every name"
+        "--tls-cert", default="", metavar="FILE", help="the only server certificate to trust, for any host name"
     )
-    parser.add_argument("--plain", action="store_true", help="without TLS, whatever the environment says")
+    parser.add_argument(
+        "--plain", action="store_true", help="no TLS; ignores --tls-dir, --tls-cert and PACELINE_TLS_DIR"
+    )
     arguments = parser.parse_args(argv)
     tls_dir, tls_cert = ("", "") if arguments.plain else (arguments.tls_dir, arguments.tls_cert)
     try:

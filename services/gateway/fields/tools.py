@@ -97,7 +97,7 @@ def _choice(value: Any) -> Any:
     if isinstance(value, str) and value in _CHOICES:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
-        # Not left to the union: its errors name the branches as if these were fields.
+        # Checked here, because pydantic's errors for a union show the names of its types as if they were fields.
         return NamedChoice.model_validate(value)
     shape = '{"type": "function", "function": {"name": ...}}'
     raise ValueError(f'must be "none", "auto", "required" or {shape}')

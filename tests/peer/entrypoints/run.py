@@ -2,11 +2,13 @@
 
     python -m tests.peer.entrypoints.run [--server vllm|paceline] [openai/responses anthropic/test_messages.py ...]
 
-The tests come unmodified from vLLM's source distribution: those that ask a server. vLLM's version is that of
-tests/peer/vllm-server-requirements.txt. Both servers find the demo model under every name that the tests use (hub.py).
+The tests come unmodified from vLLM's source distribution. Only those run that send requests to a server. vLLM's
+version is that of tests/peer/vllm-server-requirements.txt. Both servers find the demo model under each name in hub.py;
+tests of other models cannot pass.
 All tests on both servers take about an hour on two cores. The outcomes replace those of the same tests in
 bench/results/vllm_entrypoint_tests.json, from which vllm_entrypoint_tests.md is written. Exit status 1: a test
-that passes on vLLM fails here and expected.py does not say why, or it gives a reason for a test that passes.
+that passes on vLLM fails or is skipped on Paceline, and expected.py has no reason; or expected.py has a reason for a
+test that passes on both.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def run_tests(server: str, python: Path, sources: Path, paths: Sequence[str], ou
 
 
 def main() -> int:
-    """Returns 1 if a difference has no reason."""
+    """Returns 1 if a difference has no reason, or a reason has no difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", choices=SERVERS, help="run one only (default: both)")
     parser.add_argument("--outcomes", type=Path, help="folder of an earlier run: read it, run nothing")

@@ -1,4 +1,7 @@
-"""Grammars of tool calls: the parsers read every text that llguidance allows. Templates show the formats."""
+"""Grammars of tool calls: llguidance allows only the calls that the request allows, and the parsers read these calls.
+
+Without flags, the gateway finds the formats of a model's calls and reasoning in its chat template.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ GOOD, BAD = '{"city": "Par\\"is"}', '{"town": 1}'
 
 
 class Vocabulary:
-    """The demo's tokenizer, with the markers of all formats as tokens."""
+    """The demo's tokenizer, with `markers` added as tokens."""
 
     def __init__(self, folder: Path, markers: list[str]) -> None:
         self.tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -51,7 +54,7 @@ class Vocabulary:
         self._of_grammars = LLTokenizer(str(self.path), n_vocab=size, eos_token=[1, 5])
 
     def fits(self, grammar: str, text: str, prefix: str = "") -> bool:
-        """Whether the grammar allows the text and its end."""
+        """Whether the grammar allows this text as the whole output."""
         matcher = LLMatcher(self._of_grammars, grammar_of("grammar", grammar, prefix=prefix), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -203,7 +206,7 @@ def test_the_grammar_allows_the_calls_that_the_request_allows() -> None:
     assert (reply.is_named, reply.max_calls, reply.known) == (True, 1, frozenset({"now"}))
 
 
-def test_fields_that_exclude_tools_are_refused_by_name() -> None:
+def test_the_error_names_the_field_when_tools_cannot_be_served() -> None:
     schema = from_schema("response_format.json_schema.schema", {"type": "object"})
     with pytest.raises(ApiError, match="response_format") as refused:
         planned(ToolUse(TYPED, "required"), schema)
@@ -219,7 +222,7 @@ def test_fields_that_exclude_tools_are_refused_by_name() -> None:
     assert "answer" in either.text
 
 
-def test_templates_show_the_formats_of_calls_and_reasoning() -> None:
+def test_formats_come_from_the_chat_template_unless_they_are_named() -> None:
     def style(template: str | None) -> str | None:
         found = model_formats(template, {}).calls
         return found.name if found else None
@@ -238,7 +241,7 @@ def test_templates_show_the_formats_of_calls_and_reasoning() -> None:
     assert given.token_ids == {"</think>": 7, "[ARGS]": 9}
 
 
-def test_detokenizers_show_the_markers_that_are_special(marked: Vocabulary) -> None:
+def test_special_tokens_are_shown_only_if_they_are_markers_and_markers_are_asked_for(marked: Vocabulary) -> None:
     tokenizer = TextTokenizer(marked.tokenizer, ChatTemplate("{{ tools }}"))
     tokenizer.show_markers(["[TOOL_CALLS]", "<tool_call>", "unknown"])
     ids = marked.tokenizer.encode("<|end|>[TOOL_CALLS][ARGS]<tool_call>", add_special_tokens=False).ids

@@ -23,7 +23,7 @@ _WORD_LIST = (
 WORDS = tuple(_WORD_LIST.split())
 # Slightly more than one token per word. Used until the server has counted the two probe prompts.
 DEFAULT_TOKENS_PER_WORD = 1.1
-# Chat templates refuse two messages of one role in a row, and some refuse an empty one.
+# Some chat templates refuse two messages of one role in a row, and some refuse an empty message.
 NO_REPLY = "-"
 
 
@@ -58,7 +58,8 @@ class PromptWriter:
         return " ".join(Random(f"{self._seed}/{key}").choices(WORDS, k=max(1, count)))
 
     def body(self, session: LoadSession, turn: int, replies: list[str]) -> dict[str, Any]:
-        """`messages` or `prompt` of a request, after the replies to the turns before."""
+        """`messages` or `prompt` of a turn's request. If the session keeps its history, it includes the earlier turns
+        and their `replies`. A prompt of token ids never does."""
         first = 0 if session.keeps_history else turn
         parts = [session.turns[i].segments for i in range(first, turn + 1)]
         if self._vocabulary:

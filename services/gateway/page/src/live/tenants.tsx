@@ -1,4 +1,4 @@
-/** Each tenant's share of running and waiting tokens. */
+/** Each tenant's running and waiting tokens, and its share of the running tokens of all tenants in the table. */
 
 import { count, share, tenantName } from "../format.ts";
 import type { SchedulerView } from "../types.ts";

@@ -34,7 +34,7 @@ export function PresetComparison({ isShown }: { isShown: boolean }) {
       setSaid("Done. The earlier policies are in force again.");
     } catch (error) {
       const why = leaving.current.signal.aborted ? "Stopped." : (error as Error).message;
-      setSaid(`${why} The page has tried to restore the earlier policies: the live view shows those in force.`);
+      setSaid(`${why} If policies changed, the page has tried to restore them: the live view shows those in force.`);
     } finally {
       setRunning(false);
     }
