@@ -13,10 +13,10 @@ PAGE := services/gateway/page
 TORCH ?= auto
 INSTALL := $(BIN)/python scripts/install.py --torch '$(TORCH)'
 
-.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt page client-wheel proto bench bench-gpu peer-test client-test mutants compose-test clean help
+.PHONY: up setup test coverage soak soak-kills soak-simulation chaos lint docs fmt page client-wheel proto bench bench-gpu bench-host peer-test client-test mutants compose-test clean help
 
 help:
-	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | page | client-wheel | proto | bench | bench-gpu | peer-test | client-test | mutants | compose-test | clean'
+	@echo 'make up [MODEL=path PORT=n WORKERS=n TORCH=auto|cpu|pip ARGS=...] | test | coverage | soak | soak-kills | soak-simulation | chaos | lint | docs | fmt | page | client-wheel | proto | bench | bench-gpu | bench-host | peer-test | client-test | mutants | compose-test | clean'
 
 up: $(VENV)/serve.stamp
 	@exec $(BIN)/paceline up $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
@@ -120,6 +120,10 @@ bench: setup
 # On a machine with an NVIDIA GPU and `pip install -e .[gpu]` in whatever Python is first in the PATH.
 bench-gpu:
 	python3 -m bench.gpu $(ARGS)
+
+# What a worker asks of a GPU, counted without one: Triton interprets the kernels.
+bench-host: setup
+	TRITON_INTERPRET=1 $(BIN)/python -m bench.host
 
 # Compares our presets with the systems that they are named after, which run in environments of their own.
 peer-test: setup

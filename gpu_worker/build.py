@@ -29,6 +29,7 @@ from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
 from gpu_worker.models.ops import LayerOps, TorchOps
+from gpu_worker.sampling.fused import try_kernels
 from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
@@ -82,7 +83,8 @@ def build_worker(
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans once per shape, and most steps have a new shape
-    make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model))
+    fused_sampling = device.type == "cuda" and _can_fuse_sampling(model, device)
+    make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model), fused_sampling)
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:
         runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)
@@ -109,6 +111,15 @@ def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.devi
     return None
 
 
+def _can_fuse_sampling(model: LoadedModel, device: torch.device) -> bool:
+    if model.embedding is not None:
+        return False
+    reason = try_kernels(model.config.vocab_size, model.dtype, device)
+    if reason is not None:
+        log.warning("sampling runs on plain torch instead of Triton kernels", model=model.name, reason=reason)
+    return reason is None
+
+
 def _grammar_tokenizer(model: LoadedModel) -> LLTokenizer | None:
     """The tokenizer for grammars; None: requests with a grammar fail on this worker."""
     if model.embedding is not None:
@@ -128,6 +139,7 @@ class _RunnerMaker:
     max_model_len: int
     flashinfer: ModuleType | None
     tokenizer: LLTokenizer | None
+    fused_sampling: bool
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -202,7 +214,9 @@ class _RunnerMaker:
         pooler = None
         if (embedding := self.model.embedding) is not None:
             pooler = Pooler(embedding, config.hidden_size, settings.max_num_seqs, device)
-        return ModelRunner(decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler)
+        return ModelRunner(
+            decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler, self.fused_sampling
+        )
 
 
 def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Triton reads it at its import. Its kernels run without a GPU only in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Commands find neither a server that the developer runs nor those of other test processes.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"paceline-state-{os.getpid()}")
 os.environ.pop("PACELINE_SERVER", None)

@@ -51,9 +51,7 @@ def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
 def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Keep tokens that are at least min_p times as likely as the row's most likely token. min_p: float32 [rows],
     0..1."""
-    likely = logits.softmax(-1)
-    threshold = min_p.unsqueeze(-1) * likely.amax(-1, keepdim=True)
-    return logits.masked_fill(likely < threshold, -torch.inf)
+    return logits.masked_fill(logits - logits.amax(-1, keepdim=True) < min_p.log().unsqueeze(-1), -torch.inf)
 
 
 def mask_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
@@ -86,10 +84,14 @@ def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
 def whole_weights(logits: Tensor) -> Tensor:
     """Probabilities as whole numbers, float32 [rows, vocab]: 2**n for the row's most likely token, with the largest n
     for which float64 sums of a row are exact: 36 at a vocabulary of 128k."""
-    scale = 2.0 ** (_EXACT_BITS - (logits.shape[-1] - 1).bit_length())
     below_best = logits - logits.amax(-1, keepdim=True)
     # Smaller values would become 0 anyway. Without the limit their exp() takes 15 times as long.
-    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(scale).round_()
+    return below_best.clamp_(min=_NO_WEIGHT).exp_().mul_(scale_of_weights(logits.shape[-1])).add_(0.5).floor_()
+
+
+def scale_of_weights(vocab: int) -> float:
+    """The weight of a row's most likely token."""
+    return float(2.0 ** (_EXACT_BITS - (vocab - 1).bit_length()))
 
 
 def _beyond(values: Tensor, weights: Tensor, shares: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import fetch, upload
-from gpu_worker.sampling.sampler import LIKELIEST_BYTES, likeliest
+from gpu_worker.sampling.torch_sampling import LIKELIEST_BYTES, likeliest
 from paceline.v1.common_pb2 import PromptLogprobs
 from paceline.v1.worker_pb2 import SlotPromptLogprobs
 

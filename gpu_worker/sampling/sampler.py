@@ -16,7 +16,7 @@ The order is that of vLLM V1 (its Sampler's documentation). The definitions are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 
 from gpu_worker.device import upload
-from gpu_worker.sampling.filters import FILTERS, Column, Filter, apply_temperature
+from gpu_worker.sampling.filters import Column
+from gpu_worker.sampling.fused import parameters_of, sample_rows, score_rows
 from gpu_worker.sampling.grammars import GrammarMask
-from gpu_worker.sampling.gumbel import draw, draw_keys
+from gpu_worker.sampling.gumbel import draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
-from paceline.request_fields import FILTER_NAMES
-
-# Memory per logit for likeliest(): the bits, a copy of them, a key, and a copy of the keys in topk.
-LIKELIEST_BYTES = 4 + 4 + 8 + 8
+from gpu_worker.sampling.torch_sampling import draw_filtered, score
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +71,32 @@ class Scores:
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None = None, mask: GrammarMask | None = None
+    logits: Tensor,
+    rows: SamplingRows,
+    processors: BatchLogitsProcessors | None = None,
+    mask: GrammarMask | None = None,
+    fused: bool = False,
 ) -> Sampled:
     """Sample one token per row. A row's token depends only on its own logits, parameters and past.
 
-    logits: [rows, vocab], any float type; float32 logits are overwritten."""
-    logits = logits.float()
-    broken = None
-    if processors is not None or mask is not None or len(rows.banned_rows):
-        # Look for rows with NaN or infinity before a ban may hide them.
-        broken = ~logits.amax(dim=-1).isfinite()
+    logits: [rows, vocab], any float type; float32 logits are overwritten. fused: use the operations of fused.py."""
+    changed = processors is not None or mask is not None or len(rows.banned_rows) > 0
+    if changed or not fused:
+        logits = logits.float()
+    # Look for rows with NaN or infinity before a ban may hide them.
+    broken = ~logits.amax(dim=-1).isfinite() if changed else None
     if mask is not None:
         allow_bits(logits, mask.rows, mask.bits)
-    logprobs = _logprobs(logits, rows)
-    if broken is not None:
+    scorer = _scorer(logits, rows, fused, changed) if len(rows.scored) else None
+    if changed:
         _process_logits(logits, rows, processors)
-    best, tokens = logits.max(dim=-1)  # a NaN in a row is its maximum
-    failed = ~best.isfinite()
+    tokens, failed = _choose_fused(logits, rows) if fused else _choose(logits, rows)
     ruled_out = None
     if broken is not None:
         ruled_out = failed & ~broken
         failed |= broken
-    if (temperature := rows.columns["temperature"]).any():
-        random = np.flatnonzero(temperature)
-        where = upload(random, logits.device)
-        # A failed row must be finite too. Its token is replaced below.
-        logits.masked_fill_(failed.unsqueeze(-1), 0.0)
-        chosen = logits if len(random) == len(logits) else logits.index_select(0, where)
-        tokens.index_copy_(0, where, _sample_random(chosen, rows, random))
-    tokens.masked_fill_(failed, 0)
-    return Sampled(tokens, failed, ruled_out, _scores(logprobs, tokens, rows))
+        tokens.masked_fill_(failed, 0)
+    return Sampled(tokens, failed, ruled_out, None if scorer is None else Scores(*scorer(tokens)))
 
 
 def _process_logits(logits: Tensor, rows: SamplingRows, processors: BatchLogitsProcessors | None) -> None:
@@ -112,54 +106,53 @@ def _process_logits(logits: Tensor, rows: SamplingRows, processors: BatchLogitsP
         processors.apply(logits)
 
 
-def _logprobs(logits: Tensor, rows: SamplingRows) -> Tensor | None:
-    """float32 [scored, vocab]. Computed before the steps that overwrite the logits."""
-    if not len(rows.scored):
-        return None
-    return logits.index_select(0, upload(rows.scored, logits.device)).log_softmax(-1)
+def _scorer(logits: Tensor, rows: SamplingRows, fused: bool, changes: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Returns a function that scores the tokens of all rows by the logits as they are now. changes: the logits are
+    going to change."""
+    where, num_top = upload(rows.scored, logits.device), int(rows.num_top.max())
+    if not fused:
+        logprobs = logits.index_select(0, where).log_softmax(-1)
+        return lambda tokens: score(logprobs, tokens.index_select(0, where), num_top)
+    if not changes:
+        return lambda tokens: score_rows(logits, where, tokens.index_select(0, where), num_top)
+    kept, all_kept = logits.index_select(0, where), torch.arange(len(where), device=logits.device)
+    return lambda tokens: score_rows(kept, all_kept, tokens.index_select(0, where), num_top)
 
 
-def _scores(logprobs: Tensor | None, tokens: Tensor, rows: SamplingRows) -> Scores | None:
-    if logprobs is None:
-        return None
-    chosen = tokens.index_select(0, upload(rows.scored, tokens.device))
-    ids, values = likeliest(logprobs, int(rows.num_top.max()))
-    return Scores(logprobs.gather(1, chosen.unsqueeze(-1)).squeeze(-1), ids, values)
+def _choose(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """The tokens, int64 [rows], 0 for a failed row; and which rows failed. Overwrites the logits."""
+    best, tokens = logits.max(dim=-1)  # a NaN in a row is its maximum
+    failed = ~best.isfinite()
+    random = np.flatnonzero(rows.columns["temperature"])
+    if len(random):
+        _draw_rows(logits, rows, random, tokens, failed)
+    return tokens.masked_fill_(failed, 0), failed
 
 
-def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids and log probabilities [rows, count] of the most likely tokens, best first; among equals the lower id.
-
-    topk alone does not define its choice among equals, and this choice changes with `count`. So each token gets a
-    unique key of 64 bits: the float32's order above, and the id below. This takes LIKELIEST_BYTES per logit.
-    """
-    bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    keys = bits.long()
-    keys <<= 32
-    keys -= torch.arange(logprobs.shape[-1], device=logprobs.device)
-    best = keys.topk(min(count, logprobs.shape[-1]), dim=-1).values
-    ids = -best & 0xFFFFFFFF
-    return ids, logprobs.gather(1, ids)
-
-
-def _sample_random(logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64]) -> Tensor:
-    device = logits.device
-    logits = apply_temperature(logits, upload(rows.columns["temperature"][which], device))
-    for name in FILTER_NAMES:
-        logits = _filter(logits, FILTERS[name], rows.columns[name][which])
-    return draw(logits, upload(draw_keys(rows.seed[which], rows.position[which]), device))
+def _choose_fused(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """As _choose(), with the operations of fused.py. Does not change the logits."""
+    columns = dict(rows.columns)
+    others = np.flatnonzero((columns["temperature"] > 0) & (columns["typical_p"] < 1))
+    if len(others):
+        columns["temperature"] = columns["temperature"].copy()
+        columns["temperature"][others] = 0
+    parameters = upload(parameters_of(columns, draw_keys(rows.seed, rows.position)), logits.device)
+    tokens, failed = sample_rows(logits, parameters, bool(columns["top_k"].any()))
+    if len(others):
+        _draw_rows(logits, rows, others, tokens, failed)
+        tokens.masked_fill_(failed, 0)
+    return tokens, failed
 
 
-def _filter(logits: Tensor, filter_: Filter, column: Column) -> Tensor:
-    """Apply the filter to the rows that need it."""
-    needs = filter_.needs(column, logits.shape[-1])
-    if not needs.any():
-        return logits
-    rows = np.flatnonzero(needs)
-    on_host = column[rows]
-    values = upload(on_host, logits.device)
-    if len(rows) == len(logits):
-        return filter_.mask(logits, values, on_host)
-    where = upload(rows, logits.device)
-    return logits.index_copy(0, where, filter_.mask(logits.index_select(0, where), values, on_host))
+def _draw_rows(
+    logits: Tensor, rows: SamplingRows, which: npt.NDArray[np.int64], tokens: Tensor, failed: Tensor
+) -> None:
+    """Draw the tokens of these rows with torch's own kernels. The token of a failed row is meaningless."""
+    where = upload(which, logits.device)
+    if len(which) < len(logits):
+        logits, failed = logits.index_select(0, where), failed.index_select(0, where)
+    # The draw needs finite rows.
+    logits = logits.float().masked_fill_(failed.unsqueeze(-1), 0.0)
+    columns = {name: column[which] for name, column in rows.columns.items()}
+    keys = draw_keys(rows.seed[which], rows.position[which])
+    tokens.index_copy_(0, where, draw_filtered(logits, columns, keys))

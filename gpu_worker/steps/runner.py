@@ -116,9 +116,10 @@ class ModelRunner:
         device: torch.device,
         tokenizer: LLTokenizer | None = None,
         pooler: Pooler | None = None,
+        fused_sampling: bool = False,
     ) -> None:
         """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
-        and samples no token."""
+        and samples no token. `fused_sampling`: see sample()."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -126,6 +127,7 @@ class ModelRunner:
         self._logits_processors = LogitsProcessors(limits.vocab_size, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._pooler = pooler
+        self._fused_sampling = fused_sampling
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
@@ -296,7 +298,7 @@ class ModelRunner:
         parameters = self._slots.sampling_rows(rows)
         slots = rows.slots[rows.samples]
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
-        sampled = sample(logits, parameters, processors, mask)
+        sampled = sample(logits, parameters, processors, mask, self._fused_sampling)
         if processors is not None:
             processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)

@@ -19,7 +19,8 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.grammars import GrammarMask
-from gpu_worker.sampling.sampler import SamplingRows, likeliest, sample
+from gpu_worker.sampling.sampler import SamplingRows, sample
+from gpu_worker.sampling.torch_sampling import likeliest
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from paceline.request_fields import FILTER_NAMES, SAMPLING
 from paceline.v1.common_pb2 import SamplingParams

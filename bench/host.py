@@ -1,0 +1,54 @@
+"""`make bench-host`: what a worker asks of a GPU, counted without one. Writes bench/results/gpu_counts.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
+
+# The interpreter takes a second a row. The bytes are given for ROWS.
+INTERPRETED_ROWS = 32
+RESULTS = Path(__file__).parent / "results" / "gpu_counts.json"
+
+
+def count(case: str) -> dict[str, str | int | float]:
+    fused, torch = count_fused(CASES[case], INTERPRETED_ROWS, VOCAB), count_torch(CASES[case], ROWS, VOCAB)
+    return {
+        "case": case,
+        "operations": fused.operations,
+        "gigabytes": round(fused.bytes / 1e9 * ROWS / INTERPRETED_ROWS, 3),
+        "passes": round(fused.passes(INTERPRETED_ROWS, VOCAB), 2),
+        "torch_operations": torch.operations,
+        "torch_gigabytes": round(torch.bytes / 1e9, 3),
+    }
+
+
+def main() -> None:
+    console = Console()
+    rows = []
+    for case in CASES:
+        with console.status(f"counting: {case}"):
+            rows.append(count(case))
+    table = Table(title=f"Sampling of {ROWS} rows, vocabulary {VOCAB:,}, bfloat16 logits", title_justify="left")
+    for column in rows[0]:
+        is_name = column == "case"
+        table.add_column(column.replace("_", " "), justify="left" if is_name else "right", no_wrap=is_name)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+    report = {
+        "rows": ROWS,
+        "vocabulary": VOCAB,
+        "dtype": "bfloat16",
+        "interpreted_rows": INTERPRETED_ROWS,
+        "sampling": rows,
+    }
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

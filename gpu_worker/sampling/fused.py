@@ -1,0 +1,142 @@
+"""Sampling in a few passes over the logits, as two operations of torch: their CUDA kernels are in fused_kernels.py.
+
+On a CPU, the operations compute the same with torch's own kernels: the reference that the CUDA kernels are tested
+with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpu_worker.device import upload
+from gpu_worker.sampling.filters import Column, scale_of_weights
+from gpu_worker.sampling.torch_sampling import draw_filtered, score
+
+# A program's threads, 32 each: 8 values of a tile per thread.
+NUM_WARPS = 16
+# temperature, min_p, top_p (float32), top_k, two words of draw_keys() (int32)
+NUM_PARAMETERS = 6
+
+_LIBRARY = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("sample_rows(Tensor logits, Tensor parameters, bool limited) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+_LIBRARY.define("score_rows(Tensor logits, Tensor rows, Tensor tokens, int num_top) -> (Tensor, Tensor, Tensor)")  # type: ignore[no-untyped-call]
+
+
+def parameters_of(columns: Mapping[str, Column], keys: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """What sample_rows() gets, as bytes: int32 [rows, NUM_PARAMETERS]."""
+    made = np.empty((len(keys), NUM_PARAMETERS), np.int32)
+    floats = made.view(np.float32)
+    floats[:, 0], floats[:, 1], floats[:, 2] = columns["temperature"], columns["min_p"], columns["top_p"]
+    made[:, 3], made[:, 4:] = columns["top_k"], keys
+    return made.view(np.uint8)
+
+
+def sample_rows(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+    """The tokens, int64 [rows], and which rows have none, bool [rows]: those with a NaN or without a finite maximum;
+    their token is 0. Not for rows with typical_p.
+
+    logits: [rows, vocab], any float type; not changed. parameters: parameters_of(), on the device. limited: whether a
+    row has a top_k above 0."""
+    made: tuple[Tensor, Tensor] = torch.ops.paceline.sample_rows(logits, parameters, limited)
+    return made
+
+
+def score_rows(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """score() in torch_sampling.py, of these rows. logits: [all rows, vocab], any float type. rows: int64 [rows].
+    tokens: int64 [rows]."""
+    made: tuple[Tensor, Tensor, Tensor] = torch.ops.paceline.score_rows(logits, rows, tokens, num_top)
+    return made
+
+
+@torch.library.impl(_LIBRARY, "sample_rows", "CPU")
+def _sample_rows_by_torch(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+    words = parameters.view(torch.int32).numpy()
+    floats = words.view(np.float32)
+    best, tokens = logits.max(dim=-1)
+    failed = ~best.isfinite()
+    random = np.flatnonzero((floats[:, 0] > 0) & ~failed.numpy())
+    if len(random):
+        columns = {"temperature": floats[:, 0], "min_p": floats[:, 1], "top_p": floats[:, 2], "top_k": words[:, 3]}
+        columns["typical_p"] = np.ones(len(words), np.float32)
+        chosen = {name: column[random] for name, column in columns.items()}
+        drawn = draw_filtered(logits[random].float(), chosen, words[random, 4:])
+        tokens.index_copy_(0, torch.from_numpy(random), drawn)
+    return tokens.masked_fill_(failed, 0), failed
+
+
+@torch.library.impl(_LIBRARY, "score_rows", "CPU")
+def _score_rows_by_torch(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    return score(logits.index_select(0, rows).float().log_softmax(-1), tokens, num_top)
+
+
+@torch.library.impl(_LIBRARY, "sample_rows", "CUDA")
+def sample_rows_by_triton(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+    # Here, because only a worker on a GPU has triton.
+    from gpu_worker.sampling import fused_kernels
+
+    rows, vocab = logits.shape
+    values, ids = _scratch(logits, rows if limited else 0, fused_kernels.MAX_CANDIDATES)
+    tokens = logits.new_empty(rows, dtype=torch.int64)
+    failed = logits.new_empty(rows, dtype=torch.bool)
+    fused_kernels.sample_rows[(rows,)](
+        logits, logits.stride(0), parameters.view(torch.int32), values, ids, tokens, failed, vocab,
+        scale_of_weights(vocab), TILE=fused_kernels.TILE, CAPACITY=fused_kernels.MAX_CANDIDATES, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return tokens, failed
+
+
+@torch.library.impl(_LIBRARY, "score_rows", "CUDA")
+def score_rows_by_triton(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    from gpu_worker.sampling import fused_kernels
+
+    vocab = logits.shape[1]
+    num_top = min(num_top, vocab)
+    values, ids = _scratch(logits, len(rows), fused_kernels.MAX_CANDIDATES)
+    sampled = logits.new_empty(len(rows), dtype=torch.float32)
+    top_ids = logits.new_empty(len(rows), num_top, dtype=torch.int64)
+    top = logits.new_empty(len(rows), num_top, dtype=torch.float32)
+    fused_kernels.score_rows[(len(rows),)](
+        logits, logits.stride(0), rows, tokens, values, ids, sampled, top_ids, top, vocab, num_top,
+        TILE=fused_kernels.TILE, CAPACITY=fused_kernels.MAX_CANDIDATES, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return sampled, top_ids, top
+
+
+def _scratch(logits: Tensor, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
+    values = logits.new_empty(rows, capacity, dtype=torch.float32)
+    return values, logits.new_empty(rows, capacity, dtype=torch.int32)
+
+
+def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Compile the kernels, which takes some seconds the first time. Returns why they cannot be used; None: they can.
+
+    dtype: of the model's logits. The kernels also get float32 logits, after logits processors."""
+    columns = {name: np.ones(1, np.float32) for name in ("temperature", "min_p", "top_p")}
+    parameters = parameters_of(columns | {"top_k": np.ones(1, np.int64)}, np.ones((1, 2), np.int32))
+    try:
+        for kind in {dtype, torch.float32}:
+            logits = torch.zeros(1, vocab, dtype=kind, device=device)
+            tokens, _ = sample_rows(logits, upload(parameters, device), True)
+            score_rows(logits, torch.zeros_like(tokens), tokens, 1)
+    except Exception as error:  # no Triton, no C compiler, or whatever Triton's compiler raises
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@torch.library.register_fake("paceline::sample_rows")  # type: ignore[untyped-decorator]
+def _shapes_of_sample_rows(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.bool)
+
+
+@torch.library.register_fake("paceline::score_rows")  # type: ignore[untyped-decorator]
+def _shapes_of_score_rows(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    shape = len(rows), min(num_top, logits.shape[1])
+    return (
+        logits.new_empty(len(rows), dtype=torch.float32),
+        logits.new_empty(shape, dtype=torch.int64),
+        logits.new_empty(shape, dtype=torch.float32),
+    )

@@ -1,0 +1,282 @@
+"""Triton kernels that sample a token of each row of logits, and score it, in a few passes over the logits.
+
+One program computes one row, so a row's result cannot depend on the other rows. In these kernels `z` is a logit after
+the temperature: (logit - largest logit of the row) / temperature, so at most 0.
+
+No kernel sorts the vocabulary:
+
+- Top-k first finds a bound: the k-th largest of the lanes' maxima. The k largest logits are not below it, and few other
+  logits are above it. These candidates are copied to `scratch`, and everything else examines only them.
+- Top-p does not find its threshold. It draws a token, and sums the weights of all tokens that are more likely than this
+  token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is among the more
+  likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger set is also the
+  best of any smaller set that contains it: the result is the token that a draw from the kept set would give. A draw is
+  accepted with a probability of at least top_p. (FlashInfer rejects draws in the same way, but draws again.)
+
+Sums are of whole numbers, as in filters.py, and do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Values that a program examines at once.
+TILE = 4096
+# How many candidates of a row fit into its scratch memory. More can only be there if many logits are equal.
+MAX_CANDIDATES = 4096
+
+_NO_WEIGHT: tl.constexpr = tl.constexpr(-60.0)
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# ln 2 in two parts. The first has few bits, so that its product with a whole number is exact.
+_LN2_HIGH: tl.constexpr = tl.constexpr(0.693359375)
+_LN2_LOW: tl.constexpr = tl.constexpr(-2.12194440e-4)
+_BELOW_ONE: tl.constexpr = tl.constexpr(1 - 2.0**-24)
+_SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
+_NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def sample_rows(
+    logits, row_stride, parameters, scratch_values, scratch_ids, tokens, failed, vocab, scale,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """A token of each row.
+
+    logits: [rows, vocab], any float type. parameters: see parameters_of() in fused.py. scratch_values,
+    scratch_ids: float32 and int32 [rows, CAPACITY]. tokens: int64 [rows], 0 for a failed row. failed: bool [rows].
+    scale: the weight of a row's most likely token."""
+    row = tl.program_id(0).to(tl.int64)
+    source, values, ids = logits + row * row_stride, scratch_values + row * CAPACITY, scratch_ids + row * CAPACITY
+    own = parameters + row * 6
+    temperature = tl.load(own).to(tl.float32, bitcast=True)
+    min_p = tl.load(own + 1).to(tl.float32, bitcast=True)
+    floor = tl.where(min_p > 0, tl.log(tl.maximum(min_p, _SMALLEST)), float("-inf"))
+    share = tl.load(own + 2).to(tl.float32, bitcast=True)
+    top_k = tl.load(own + 3)
+    first_key = tl.load(own + 4).to(tl.uint32, bitcast=True)
+    second_key = tl.load(own + 5).to(tl.uint32, bitcast=True)
+
+    best, best_ids, broken = _lane_maxima(source, vocab, TILE)
+    largest = tl.max(best, 0)
+    token = tl.min(tl.where(best == largest, best_ids, _NO_TOKEN), 0)
+    fails = (broken > 0) | (tl.abs(largest) == float("inf"))
+    if (temperature > 0) & (fails == 0):
+        limit = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+        count = CAPACITY + 1
+        if limit <= tl.minimum(TILE // 4, vocab - 1):
+            count, _total = _copy_candidates(
+                source, best, largest, temperature, limit, values, ids, vocab, TILE, CAPACITY
+            )
+        if count <= CAPACITY:
+            if share < 1:
+                kth = _kth_largest(values, ids, count, 0.0, 1.0, tl.minimum(limit, count), TILE, True)
+                floor = tl.maximum(floor, kth)
+            token = _draw(
+                values, ids, count, 0.0, 1.0, floor, share, limit, vocab, first_key, second_key, scale, TILE, True
+            )
+        else:
+            if (share < 1) & (limit < vocab):
+                kth = _kth_largest(source, ids, vocab, largest, temperature, limit, TILE, False)
+                floor = tl.maximum(floor, kth)
+            token = _draw(
+                source, ids, vocab, largest, temperature, floor, share, limit, vocab, first_key, second_key, scale,
+                TILE, False,
+            )  # fmt: skip
+    tl.store(tokens + row, tl.where(fails, 0, token).to(tl.int64))
+    tl.store(failed + row, fails)
+
+
+@triton.jit(do_not_specialize=["num_top"])
+def score_rows(
+    logits, row_stride, rows, tokens, scratch_values, scratch_ids, sampled, top_ids, top, vocab, num_top,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The log probabilities of some rows' sampled tokens, and of their most likely tokens.
+
+    logits: [rows, vocab]. rows: int64 [scored], the rows of logits. tokens: int64 [scored]. scratch_values,
+    scratch_ids: as in sample_rows(), [scored, CAPACITY]. sampled: float32 [scored]. top_ids, top: int64 and float32
+    [scored, num_top], best first; among equals the lower id first."""
+    place = tl.program_id(0).to(tl.int64)
+    source = logits + tl.load(rows + place) * row_stride
+    values, ids = scratch_values + place * CAPACITY, scratch_ids + place * CAPACITY
+    best, _best_ids, broken = _lane_maxima(source, vocab, TILE)
+    largest = tl.max(best, 0)
+    limit = tl.minimum(tl.maximum(num_top, 1), TILE // 4)
+    count, total = _copy_candidates(source, best, largest, 1.0, limit, values, ids, vocab, TILE, CAPACITY)
+    if (num_top > limit) | (num_top > count):  # perhaps not all of them are candidates
+        count = CAPACITY + 1
+    log_total = tl.log(total)
+    if broken > 0:
+        log_total = float("nan")
+    x = tl.load(source + tl.load(tokens + place)).to(tl.float32)
+    tl.store(sampled + place, x - largest - log_total)
+    last, last_id = float("inf"), -1
+    for rank in range(0, num_top):
+        if count <= CAPACITY:
+            last, last_id = _next_likely(values, ids, count, 0.0, last, last_id, TILE, True)
+        else:
+            last, last_id = _next_likely(source, ids, vocab, largest, last, last_id, TILE, False)
+        tl.store(top_ids + place * num_top + rank, tl.minimum(last_id, vocab - 1).to(tl.int64))
+        tl.store(top + place * num_top + rank, last - log_total)
+
+
+@triton.jit
+def _lane_maxima(source, vocab, TILE: tl.constexpr):
+    """For each lane its largest logit and the first token that has it; and whether the row contains a NaN."""
+    lanes = tl.arange(0, TILE)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_ids = lanes
+    broken = tl.zeros((TILE,), tl.int32)
+    for start in range(0, vocab, TILE):
+        ids = start + lanes
+        x = tl.load(source + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        broken += (x != x).to(tl.int32)
+        larger = x > best
+        best = tl.where(larger, x, best)
+        best_ids = tl.where(larger, ids, best_ids)
+    return best, best_ids, tl.sum(broken, 0)
+
+
+@triton.jit
+def _tile(source, ids, start, count, largest, temperature, TILE: tl.constexpr, COPIED: tl.constexpr):
+    """z and token of TILE values, -inf behind the last. COPIED: the source is scratch memory, which contains z."""
+    lanes = start + tl.arange(0, TILE)
+    inside = lanes < count
+    x = tl.load(source + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+    if COPIED:
+        return x, tl.load(ids + lanes, mask=inside, other=0)
+    else:  # noqa: RET505  (one of the two is compiled)
+        return tl.div_rn(x - largest, temperature), lanes
+
+
+@triton.jit
+def _copy_candidates(
+    source, best, largest, temperature, limit, values, ids, vocab, TILE: tl.constexpr, CAPACITY: tl.constexpr
+):
+    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and the sum of
+    exp(z) over all tokens. With more than CAPACITY, the copy is incomplete."""
+    lanes = tl.arange(0, TILE)
+    tl.store(values + lanes, tl.div_rn(best - largest, temperature))
+    tl.debug_barrier()
+    bound = _kth_largest(values, ids, TILE, 0.0, 1.0, limit, TILE, True)
+    tl.debug_barrier()
+    count = 0
+    total = tl.zeros((TILE,), tl.float32)
+    for start in range(0, vocab, TILE):
+        z, tokens = _tile(source, ids, start, vocab, largest, temperature, TILE, False)
+        total += tl.exp(z)
+        taken = (z >= bound) & (z > float("-inf"))
+        places = count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        fits = taken & (places < CAPACITY)
+        tl.store(values + places, z, mask=fits)
+        tl.store(ids + places, tokens, mask=fits)
+        count += tl.sum(taken.to(tl.int32), 0)
+    tl.debug_barrier()
+    return count, tl.sum(total, 0)
+
+
+@triton.jit
+def _kth_largest(source, ids, count, largest, temperature, k, TILE: tl.constexpr, COPIED: tl.constexpr):
+    """The k-th largest z, by bisecting the whole numbers that have the order of the floats."""
+    low, high = tl.full((), -(2**31), tl.int64), tl.full((), 0, tl.int64)
+    for _ in range(0, 32):
+        middle = low + (high - low + 1) // 2
+        reach = 0
+        for start in range(0, count, TILE):
+            z, _tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
+            bits = (z + 0.0).to(tl.int32, bitcast=True)
+            keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            inside = start + tl.arange(0, TILE) < count
+            reach += tl.sum(((keys.to(tl.int64) >= middle) & inside).to(tl.int32), 0)
+        enough = reach >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    key = low.to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _draw(
+    source, ids, count, largest, temperature, floor, share, limit, vocab, first_key, second_key, scale,
+    TILE: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens."""
+    total, _count, token, z = _draw_above(
+        source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
+    )
+    if (share < 1) | (limit < vocab):
+        wanted = tl.maximum(total.to(tl.float64) * share.to(tl.float64), 1.0)
+        rejected = 1
+        while rejected > 0:
+            weight, number, next_token, next_z = _draw_above(
+                source, ids, count, largest, temperature, floor, z, first_key, second_key, scale, TILE, COPIED
+            )
+            kept = ((share >= 1) | (weight.to(tl.float64) < wanted)) & (number < limit)
+            rejected = tl.where(kept, 0, 1)
+            token = tl.where(kept, token, next_token)
+            z = tl.where(kept, z, next_z)
+    return token
+
+
+@triton.jit
+def _draw_above(
+    source, ids, count, largest, temperature, floor, above, first_key, second_key, scale,
+    TILE: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens with z >= floor and z > above: the sum of their weights, their number, the drawn token, its z."""
+    weights = tl.zeros((TILE,), tl.int64)
+    numbers = tl.zeros((TILE,), tl.int32)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_ids = tl.full((TILE,), _NO_TOKEN, tl.int32)
+    best_z = tl.full((TILE,), float("-inf"), tl.float32)
+    for start in range(0, count, TILE):
+        z, tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
+        taken = (z >= floor) & (z > above)
+        weights += tl.where(taken, tl.floor(_exp(tl.maximum(z, _NO_WEIGHT)) * scale + 0.5), 0.0).to(tl.int64)
+        numbers += taken.to(tl.int32)
+        noisy = tl.where(taken, z - tl.log(_clock(tokens, first_key, second_key)), float("-inf"))
+        larger = (noisy > best) | ((noisy == best) & (tokens < best_ids))
+        best = tl.where(larger, noisy, best)
+        best_ids = tl.where(larger, tokens, best_ids)
+        best_z = tl.where(larger, z, best_z)
+    winner = tl.max(best, 0)
+    token = tl.min(tl.where(best == winner, best_ids, _NO_TOKEN), 0)
+    z = tl.max(tl.where((best == winner) & (best_ids == token), best_z, float("-inf")), 0)
+    return tl.sum(weights, 0), tl.sum(numbers, 0), token, z
+
+
+@triton.jit
+def _clock(tokens, first_key, second_key):
+    """clocks() in gumbel.py."""
+    bits = (tokens.to(tl.uint32) * 0x9E3779B1) ^ first_key
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = ((bits ^ (bits >> 15)) + second_key) * 0x846CA68B
+    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
+    uniform = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), _BELOW_ONE)
+    # -log1p(-uniform): what rounding takes from `rest`, it also takes from the divisor.
+    rest = 1.0 - uniform
+    return tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, tl.where(rest == 1.0, 1.0, 1.0 - rest)))
+
+
+@triton.jit
+def _exp(x):
+    """exp() with an error of a few units in the last place; that of the hardware grows with the size of x."""
+    whole = tl.floor(x * _LOG2_E + 0.5)
+    return tl.exp2(whole) * tl.exp(x - whole * _LN2_HIGH - whole * _LN2_LOW)
+
+
+@triton.jit
+def _next_likely(source, ids, count, largest, last, last_id, TILE: tl.constexpr, COPIED: tl.constexpr):
+    """z and id of the token that follows `last` in the order of likelihood, the lower id first among equals."""
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_ids = tl.full((TILE,), _NO_TOKEN, tl.int32)
+    for start in range(0, count, TILE):
+        z, tokens = _tile(source, ids, start, count, largest, 1.0, TILE, COPIED)
+        follows = (z < last) | ((z == last) & (tokens > last_id))
+        follows = follows & (start + tl.arange(0, TILE) < count)
+        larger = follows & ((z > best) | ((z == best) & (tokens < best_ids)))
+        best = tl.where(larger, z, best)
+        best_ids = tl.where(larger, tokens, best_ids)
+    z = tl.max(best, 0)
+    return z, tl.min(tl.where(best == z, best_ids, _NO_TOKEN), 0)

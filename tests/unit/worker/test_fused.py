@@ -1,0 +1,218 @@
+"""The sampling kernels for GPUs, run by Triton's interpreter, against torch's own kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bench.device import counts
+from gpu_worker.sampling.fused import (
+    parameters_of,
+    sample_rows,
+    sample_rows_by_triton,
+    score_rows,
+    score_rows_by_triton,
+)
+from gpu_worker.sampling.gumbel import draw_keys
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels, and the interpreter would replace them", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+from gpu_worker.sampling import fused_kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+# More than one tile, and no multiple of it.
+VOCAB = 1_001
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long as the tiles are wide."""
+    monkeypatch.setattr(fused_kernels, "TILE", 128)
+    monkeypatch.setattr(fused_kernels, "MAX_CANDIDATES", 128)
+
+
+def make_parameters(count: int, *, seed: int = 0, **columns: Any) -> Tensor:
+    defaults = {"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "top_k": 0}
+    filled = {name: np.broadcast_to(np.asarray(columns.get(name, value)), count) for name, value in defaults.items()}
+    keys = draw_keys(np.arange(count, dtype=np.uint64), np.full(count, seed))
+    return torch.from_numpy(parameters_of(filled, keys))
+
+
+def make_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return (spread * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def both(logits: Tensor, parameters: Tensor) -> tuple[list[int], list[int]]:
+    """The tokens by torch and by the kernel; both fail the same rows."""
+    tokens, failed = sample_rows(logits, parameters, True)
+    fused_tokens, fused_failed = sample_rows_by_triton(logits, parameters, True)
+    assert fused_failed.tolist() == failed.tolist()
+    return tokens.tolist(), fused_tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 2, 100, VOCAB])
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_draw_the_tokens_that_torch_draws(dtype: torch.dtype, vocab: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = 16
+    parameters = make_parameters(
+        count,
+        seed=seed,
+        temperature=rng.choice([0, 0.3, 1, 1.7], count),
+        min_p=rng.choice([0, 0, 0.05, 1], count),
+        top_p=rng.choice([1, 0.9, 0.5, 0.05, 0], count),
+        top_k=rng.choice([0, 1, 20, 300, VOCAB], count),
+    )
+    expected, drawn = both(make_logits(count, vocab, dtype, seed), parameters)
+    assert drawn == expected
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_p": 0.8}, {"top_k": 40}, {"top_k": 40, "top_p": 0.8}, {"top_k": 400, "top_p": 0.5}]
+)
+def test_equal_logits_are_all_kept(filters: dict[str, Any]) -> None:
+    """More equals than a row has candidates, around the threshold of each filter."""
+    logits = torch.zeros(4, VOCAB)
+    logits[:, ::3] = -1.0
+    logits[:, 5] = 2.0
+    expected, drawn = both(logits, make_parameters(4, **filters))
+    assert drawn == expected
+    assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.5}, {"top_k": 4, "top_p": 0.6}, {"top_k": 4, "min_p": 0.6}]
+)
+def test_every_token_that_a_filter_keeps_is_drawn_and_no_other(filters: dict[str, Any]) -> None:
+    """Twenty draws from one distribution over ten tokens, half of them as equals of another token."""
+    logits = make_logits(1, 10, torch.float32, spread=0.5)
+    logits[0, 5:] = logits[0, :5]
+    expected, drawn = both(logits.expand(20, -1), make_parameters(20, **filters))
+    assert drawn == expected
+    assert 1 < len(set(drawn)) < 10
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    """A grammar leaves fewer tokens than top_k asks for."""
+    logits = torch.full((8, VOCAB), -torch.inf)
+    logits[:, [17, 800]] = 1.0
+    for filters in ({}, {"top_k": 9}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.9}, {"min_p": 0.5}):
+        expected, drawn = both(logits, make_parameters(8, **filters))
+        assert drawn == expected
+        assert set(drawn) == {17, 800}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_finite_maximum_fail_alone(temperature: float) -> None:
+    logits = make_logits(5, VOCAB, torch.float32)
+    logits[1, 7] = torch.nan
+    logits[2, 999] = torch.inf
+    logits[3] = -torch.inf
+    _, failed = sample_rows_by_triton(logits, make_parameters(5, temperature=temperature), True)
+    assert failed.tolist() == [False, True, True, True, False]
+    expected, drawn = both(logits, make_parameters(5, temperature=temperature))
+    assert drawn == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_token_alone(dtype: torch.dtype) -> None:
+    logits = make_logits(6, VOCAB, dtype)
+    parameters = make_parameters(6, top_p=0.9, top_k=[0, 5, 0, 90, 0, 5], temperature=[0, 1, 1, 1, 0.2, 2])
+    together, _ = sample_rows_by_triton(logits, parameters, True)
+    for row in range(6):
+        alone, _ = sample_rows_by_triton(logits[row : row + 1], parameters[row : row + 1], True)
+        assert alone.tolist() == together[row : row + 1].tolist()
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_score_as_torch_does(dtype: torch.dtype, num_top: int) -> None:
+    logits = make_logits(6, VOCAB, dtype)
+    logits[2, 100:500] = logits[2].max()  # more equals than candidates
+    logits[5, 2:] = -torch.inf  # fewer tokens than num_top
+    rows, tokens = torch.tensor([0, 2, 5]), torch.tensor([3, 800, 1])
+    sampled, ids, top = score_rows(logits, rows, tokens, num_top)
+    fused_sampled, fused_ids, fused_top = score_rows_by_triton(logits, rows, tokens, num_top)
+    torch.testing.assert_close(fused_sampled, sampled, atol=1e-5, rtol=1e-6)
+    assert fused_ids.tolist() == ids.tolist()
+    torch.testing.assert_close(fused_top, top, atol=1e-5, rtol=1e-6)
+
+
+def test_a_row_with_nan_has_scores_of_nan_and_tokens_of_the_vocabulary() -> None:
+    logits = make_logits(2, VOCAB, torch.float32)
+    logits[1, 50] = torch.nan
+    sampled, ids, top = score_rows_by_triton(logits, torch.arange(2), torch.tensor([3, 0]), 4)
+    assert sampled.isnan().tolist() == [False, True]
+    assert top.isnan().all(dim=-1).tolist() == [False, True]
+    assert ((ids >= 0) & (ids < VOCAB)).all()
+
+
+# Operations, and passes over the logits. Top-p reads the logits once more for each rejected draw.
+BUDGETS = {
+    "greedy": (1, 1.0),
+    "temperature": (1, 2.0),
+    "top-k": (1, 2.0),
+    "top-p": (1, 4.0),
+    "top-k and top-p": (1, 2.0),
+    "min-p": (1, 2.0),
+    "log probabilities": (3, 3.001),
+}
+
+
+@pytest.mark.parametrize("name", counts.CASES)
+def test_sampling_keeps_to_its_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    rows, vocab = 8, 10_000
+    operations, passes = BUDGETS[name]
+    counted = counts.count_fused(counts.CASES[name], rows, vocab)
+    assert counted.operations <= operations
+    assert 0 < counted.passes(rows, vocab) <= passes
+    assert counted.bytes <= (passes + 0.01) * rows * vocab * 2
+    assert counted.operations < counts.count_torch(counts.CASES[name], rows, vocab).operations
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9}])
+def test_kernels_draw_the_tokens_that_torch_draws_in_tiles_as_on_a_gpu(
+    filters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    expected, drawn = both(make_logits(4, 9_000, torch.bfloat16), make_parameters(4, **filters))
+    assert drawn == expected
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """Without a GPU: Triton brings the assembler of CUDA. In a process of its own, without the interpreter."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    del environment["TRITON_INTERPRET"]
+    subprocess.run([sys.executable, "-c", _COMPILE], check=True, env=environment)
+
+
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from gpu_worker.sampling import fused_kernels
+from gpu_worker.sampling.fused import NUM_WARPS
+
+OTHERS = {
+    "parameters": "*i32", "scratch_values": "*fp32", "scratch_ids": "*i32", "tokens": "*i64", "failed": "*i1",
+    "scale": "fp32", "rows": "*i64", "sampled": "*fp32", "top_ids": "*i64", "top": "*fp32",
+}
+tile = {"TILE": fused_kernels.TILE, "CAPACITY": fused_kernels.MAX_CANDIDATES}
+for kernel in (fused_kernels.sample_rows, fused_kernels.score_rows):
+    for dtype in ("*bf16", "*fp32"):
+        types = {"logits": dtype} | OTHERS | dict.fromkeys(tile, "constexpr")
+        source = ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, tile)
+        compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS})
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared < 48 << 10
+"""
