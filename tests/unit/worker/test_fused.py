@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -94,12 +95,20 @@ def test_equal_logits_are_all_kept(filters: dict[str, Any]) -> None:
     "filters", [{"top_k": 2}, {"top_p": 0.4}, {"min_p": 0.5}, {"top_k": 4, "top_p": 0.6}, {"top_k": 4, "min_p": 0.6}]
 )
 def test_every_token_that_a_filter_keeps_is_drawn_and_no_other(filters: dict[str, Any]) -> None:
-    """Twenty draws from one distribution over ten tokens, half of them as equals of another token."""
-    logits = make_logits(1, 10, torch.float32, spread=0.5)
-    logits[0, 5:] = logits[0, :5]
+    """Eight likely tokens, in pairs of equals, which are all in one lane of the tiles."""
+    logits = (-20.0 - torch.arange(VOCAB) % 128).unsqueeze(0)
+    logits[0, ::128] = make_logits(1, 4, torch.float32, spread=0.5).repeat(1, 2)
     expected, drawn = both(logits.expand(20, -1), make_parameters(20, **filters))
     assert drawn == expected
-    assert 1 < len(set(drawn)) < 10
+    assert 1 < len(set(drawn)) < 8
+
+
+def test_top_p_keeps_no_token_more_when_the_sum_equals_it() -> None:
+    """The weights of the first three tokens are 2, 1, 1."""
+    logits = torch.full((20, VOCAB), -100.0)
+    logits[:, 0], logits[:, 1:3] = 0.0, -math.log(2)
+    expected, drawn = both(logits, make_parameters(20, top_p=0.5))
+    assert drawn == expected == [0] * 20
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
