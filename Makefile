@@ -123,7 +123,7 @@ bench-gpu:
 
 # What a worker asks of a GPU, counted without one: Triton interprets the kernels.
 bench-host: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m bench.host
+	TRITON_INTERPRET=1 $(BIN)/python -m bench.device.host
 
 # Compares our presets with the systems that they are named after, which run in environments of their own.
 peer-test: setup

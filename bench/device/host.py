@@ -12,7 +12,7 @@ from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
 
 # The interpreter takes a second a row. The bytes are given for ROWS.
 INTERPRETED_ROWS = 32
-RESULTS = Path(__file__).parent / "results" / "gpu_counts.json"
+RESULTS = Path(__file__).parents[1] / "results" / "gpu_counts.json"
 
 
 def count(case: str) -> dict[str, str | int | float]:
