@@ -1,12 +1,15 @@
 """Seeded examples for the demo model: repeat, look-up, addition, tools, stories and a little honest small talk.
 
-Five tasks are scored, and chosen so that a damaged KV cache shows: the answer can only be found by attending to
-exact tokens earlier in the prompt. Training and held-out examples never share an instance:
+Five tasks are scored. They reveal a damaged KV cache, because the answer can only be found by attending to exact
+tokens earlier in the prompt. Training and held-out examples of a task never share an instance:
 
 * repeat: a hash of the text to repeat decides on which side it falls;
 * lookup: a hash of each (key, value) pair decides;
-* add: there are only 100 sums of two digits, so what is held out is the whole prompt (phrasing and context), by hash;
+* add: there are only 100 sums of two digits, so a hash of the whole question decides;
 * tool and result (call a function, answer from what it returned): a hash of (attribute, key) decides.
+
+Two kinds of training examples ignore this split: sums that a function computes, and questions that need a function in
+a prompt without functions. So they may contain a held-out question or pair.
 
 This module needs neither torch nor a tokenizer, so that any test can take held-out prompts from it.
 """
@@ -30,13 +33,14 @@ HELD_OUT_SHARE = 8  # one instance in this many is held out
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the one right answer. `messages` ends with the turn of the user or a tool; it is empty for plain
-    text. If the assistant calls functions, the calls are in the content of its message, as the model writes them."""
+    """A prompt and its answer: the only right one in the tasks of `TASKS`. `messages` ends with the turn of the user or
+    a tool; it is empty for plain text. If the assistant calls functions, the calls are in the content of its message,
+    as the model writes them."""
 
     task: str
     messages: tuple[Message, ...]
     answer: str
-    distance_words: int = 0  # lookup only: words of filler between the fact and the question, about
+    distance_words: int = 0  # lookup only: about how many filler words lie between the fact and the question
     graded_turns: bool = False  # training only: earlier assistant turns are answers to learn from as well
     tools: tuple[Tool, ...] = ()
 
@@ -120,7 +124,7 @@ def _value(rng: random.Random) -> str:
 
 
 def _facts(rng: random.Random, count: int, held: bool) -> list[tuple[str, str]]:
-    """(key, value) pairs, each with another key. Only the first pair, which is asked for, may be held out."""
+    """(key, value) pairs with different keys. Only the first pair, which is asked for, may be held out."""
     facts: dict[str, str] = {}
     while len(facts) < count:
         key, value = _draw(lambda: f"{_key(rng)} {_value(rng)}", "lookup", held and not facts).split(" ")
@@ -137,7 +141,7 @@ def _wording(rng: random.Random) -> tuple[str, str, str]:
 
 
 def lookup(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
-    """A fact, perhaps among others, then up to ~200 tokens of other text, then a question about it."""
+    """A fact, perhaps among others, then other text (up to ~200 tokens at level 1), then a question about the fact."""
     facts = _facts(rng, rng.randint(1, 2 + round(4 * level)), held)
     (key, value), others = facts[0], facts[1:]
     distance = rng.randint(0, round(MAX_FILLER_WORDS * level)) if rng.random() < 0.8 else 0
@@ -214,13 +218,13 @@ def talk(rng: random.Random, level: float = 1.0) -> Example:
 # --- tools ----------------------------------------------------------------------------------------------------------
 
 TOOL_SHARE = 0.5  # of the training examples of the second stage
-SUM_SHARE = 0.15  # of the examples with tools
-UNUSED_SHARE = 0.2
-MISSING_SHARE = 0.1  # questions that need a tool, in prompts without tools
+SUM_SHARE = 0.15  # of the training examples with a call
+UNUSED_SHARE = 0.2  # of the examples of TOOL_SHARE: questions that need no tool, in prompts with tools
+MISSING_SHARE = 0.1  # of the examples of TOOL_SHARE: questions that need a tool, in prompts without tools
 
 
 def _tool_chat(rng: random.Random, held: bool) -> tuple[tuple[Tool, ...], tuple[Message, ...], str]:
-    """Functions, a chat with a call and its result, and the answer."""
+    """Functions, a chat with one or two calls and their results, and the answer."""
     if not held and rng.random() < SUM_SHARE:
         tools, chat = sum_chat(rng)
     else:
@@ -230,7 +234,7 @@ def _tool_chat(rng: random.Random, held: bool) -> tuple[tuple[Tool, ...], tuple[
 
 
 def tool(rng: random.Random, level: float = 1.0, held: bool = False) -> Example:
-    """A question that a function of the prompt answers: the answer is the call."""
+    """A question that a function of the prompt answers: the answer is the call, or two calls."""
     tools, messages, _ = _tool_chat(rng, held)
     return Example("tool", messages[:1], messages[1]["content"], tools=tools)
 
@@ -310,7 +314,8 @@ def single_example(rng: random.Random, level: float = 1.0) -> Example:
 
 
 def training_example(rng: random.Random, level: float = 1.0, tools: bool = False) -> Example:
-    """What the model trains on: single examples and conversations; in the second stage also `tools`."""
+    """What the model trains on: single examples and conversations. With `tools` (the second stage), TOOL_SHARE of the
+    examples are about tools."""
     if tools and rng.random() < TOOL_SHARE:
         kind = rng.random()
         make = unused if kind < UNUSED_SHARE else missing if kind < UNUSED_SHARE + MISSING_SHARE else result

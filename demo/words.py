@@ -53,7 +53,8 @@ def number(rng: random.Random, digits: int) -> str:
 
 
 def gibberish(rng: random.Random) -> str:
-    """A few random letters, upper and lower case: keeps every plain letter in use, so odd input can be copied too."""
+    """A few random letters, in upper or lower case. With them the model trains on every ASCII letter and learns to copy
+    odd input."""
     word = "".join(rng.choice(LETTERS) for _ in range(rng.randint(2, 4)))
     return rng.choice((word, word.upper(), word.capitalize()))
 

@@ -1,7 +1,8 @@
-"""An etcd with only the leader's key, and a scheduler's connection to it.
+"""An etcd that stores only the leader and its epoch, and a scheduler's connection to it.
 
-It answers the requests of scheduler_svc/etcd.py, under the same names. Leases end when their time is over, or a little
-later. An etcd that was killed gives all leases their time again when it is back, as etcd does.
+It answers the requests of scheduler_svc/etcd.py except `shared_secret`, under the same names. Leases end when their
+time is over, or a little later. An etcd that was killed gives all leases their time again when it is back, as etcd
+does.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class EtcdAnswer(_Json):
 
 @dataclass(slots=True)
 class EtcdData:
-    """The data on etcd's disk. `leader_terms` has the lease of every leadership ever: the truth that epochs are checked
-    against."""
+    """The data on etcd's disk. `leader_terms` lists the lease of each leader so far, in order. The simulation uses this
+    list to check that no earlier leader acts or is followed."""
 
     ends_s: dict[int, float] = field(default_factory=dict)  # end of each lease
     leader: int | None = None  # the leader's lease
@@ -123,7 +124,7 @@ class EtcdParty(Party):
 
 class WayToEtcd:
     """The connection of one party to etcd. The party calls `connected`, `received` and `closed` for the events of
-    `link`. A question without an answer in time has failed, and the next one goes by another connection."""
+    `link`. If a question gets no answer in time, all open questions fail and the connection is replaced."""
 
     def __init__(self, party: Party, etcd: Callable[[], Party], timeout_s: float) -> None:
         self.link: SimulatedConnection | None = None  # dialled, and not necessarily connected yet
@@ -154,7 +155,7 @@ class WayToEtcd:
         self._party.after(self._timeout_s if timeout_s is None else timeout_s, lambda: self._expire(number))
 
     def cut_off(self, for_s: float) -> None:
-        """For this time, no message passes on any connection."""
+        """Silence the current connection for good, and each new connection that is dialled during this time."""
         self._cut_off_until_s = self._party.network.now_s + for_s
         if self.link is not None:
             self.link.fall_silent()

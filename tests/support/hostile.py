@@ -1,4 +1,4 @@
-"""Policies that misbehave: each is a correct policy with one hook that does one wrong thing at random calls."""
+"""Policies that misbehave. `hostile` makes a correct policy with one hook that does a wrong thing at random calls."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def raises_after(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def writes(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Tries to change the arguments and all objects that they lead to. All must be read-only."""
+    """Tries to change the views in the arguments, and the views that a step or a fleet lists. All must be read-only."""
     for given in arguments:
         write_to(given)
         if isinstance(given, Step):
@@ -154,13 +154,13 @@ def breaks_off(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) 
 
 
 def names_the_gone(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Every request that ever waited, also those that wait no longer."""
+    """Returns the waiting requests, and those that it returned earlier and that wait no longer."""
     self.kept = self.kept or []
     self.kept += [view for view in good(*arguments) if view not in self.kept]
     return iter(self.kept)
 
 
-# The correct order gives up no request, so these deeds give up requests of the queue.
+# The correct order policy gives up no request, so these deeds take requests from its `ordered`.
 
 
 def gives_up_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
@@ -199,7 +199,7 @@ def pauses_twice(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def pauses_all(self: Any, good: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Pauses all running sequences before they get a token."""
+    """Pauses all running sequences at the start of the schedule."""
     arguments[0].pause(arguments[0].running)
     return good(*arguments)
 

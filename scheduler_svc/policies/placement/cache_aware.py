@@ -2,11 +2,12 @@
 
 The worker with the fewest requests is chosen if the busiest worker has over `balance_abs_threshold` requests more
 than that worker, and over `balance_rel_threshold` times as many. Otherwise it is the worker with the longest match, if
-that is more than `cache_threshold` of the request; otherwise the worker that was given the fewest tokens (the smallest
-tree).
+that is more than `cache_threshold` of the request; otherwise the worker that was given the fewest uncached tokens (the
+smallest tree).
 
-The router's tree is a guess from the prompts that it has sent. Here the match is what the worker's cache really holds
-and what requests ahead compute, as in the router's event-driven mode.
+The router's tree is a guess from the prompts that it has sent. Here the match counts the tokens that the worker's cache
+really holds, as in the router's event-driven mode. It also counts blocks that earlier requests on the worker will
+compute.
 """
 
 from __future__ import annotations

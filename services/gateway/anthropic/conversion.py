@@ -17,8 +17,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CachedPrefix(NamedTuple):
-    """A part of the prompt that the client wants cached: a chat that begins like the request's chat. It has the first
-    `num_whole` messages of that chat (the system prompt is its first message), and then `rest`."""
+    """A part of the prompt that the client wants cached: a chat that begins like the request's chat. It consists of the
+    first `num_whole` messages of the request's chat (a system prompt counts as a message), and then of `rest`."""
 
     num_whole: int
     rest: list[ChatMessage]

@@ -14,10 +14,11 @@ from services.gateway.store.records import ResponseName, StoredResponse
 
 
 class RunningResponse:
-    """The pieces of a response so far. It ends with an `outcome`, or is `broken`: then it can be asked for again.
+    """The pieces of a response so far. The response ends with an `outcome`, or with an error in `broken`. After such an
+    error, a client can ask for the response again.
 
-    `is_stored`: the store has its record. `late_record`: its record, if it is stored only at its end, because no client
-    could ask for it before. `runs_alone`: it goes on without a client. Otherwise its generation stops
+    `is_stored`: the store has its record. `late_record`: its record, if no client can know its id before its end; then
+    the record is stored only at the end. `runs_alone`: it goes on without a client. Otherwise its generation stops
     `grace_s` after its last client has left; a stored response then stays in progress, for any gateway to go on.
     """
 
@@ -110,7 +111,7 @@ class RunningResponse:
                 self._timer = loop.call_later(self._grace_s, self.abandon)
 
     def abandon(self) -> None:
-        """Stop the generation without an outcome."""
+        """Stop the generation. The response is then `broken`, or ends as the store says (for example, cancelled)."""
         self._stop_timer()
         if self.task is not None:
             self.task.cancel()

@@ -107,7 +107,7 @@ def test_a_server_is_chosen_by_port_model_or_variable(
         assert get(capsys, "--scheduler", schedulers["second"], "--server", "8000") == "second"
 
 
-def test_two_servers_of_one_model_are_told_apart_by_port(
+def test_a_model_name_that_two_servers_share_is_refused(
     schedulers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
@@ -147,6 +147,7 @@ def test_only_the_owner_can_read_a_state_file(folder: Path) -> None:
     with announced(8000, "demo", "127.0.0.1:1", "127.0.0.1:2"):
         assert (folder / "8000.json").stat().st_mode & 0o777 == 0o600
         assert folder.stat().st_mode & 0o777 == 0o700
+    # A running process with this pid is not enough: the machine and the start time must also be the same.
     assert Server(8000, "", "a:1", "b:2", os.getpid(), "", "").runs is False
 
 

@@ -113,7 +113,10 @@ export interface SchedulerView {
   num_live_sequences: number;
 }
 
-/** `cells`: "." free, "c" cached, "u" used by one sequence, "s" shared by several, "p" pinned. */
+/**
+ * `cells`: "." free, "c" cached, "u" used by one sequence, "s" shared by several, "p" pinned. A cell of several blocks
+ * shows the state that comes last in this list.
+ */
 export interface BlockMap {
   worker: number;
   name: string;
