@@ -39,7 +39,7 @@ from tests.unit.worker.inputs import Inputs
 Checkpoints = Callable[[str], Reference]
 REQUESTS = make_requests(12)
 # Seed, eagerness of the device, steps in flight.
-PACES = [(1, 0.0, 2), (2, 0.0, 4), (3, 0.5, 3), (4, 0.97, 2)]
+PACES = [(5, 0.2, 1), (1, 0.0, 2), (2, 0.0, 4), (3, 0.5, 3), (4, 0.97, 2)]
 
 
 @pytest.mark.parametrize(("seed", "eagerness", "window"), PACES)
@@ -68,7 +68,7 @@ def test_a_model_on_torch_is_as_on_a_cpu(reference: Checkpoints) -> None:
         check_equal(play(gpu_runner(folder, attention_backend="torch"), plans, window=3), expected)
 
 
-@pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[1:3])
+@pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[2:4])
 def test_every_kind_of_sampling_is_as_on_a_cpu(
     seed: int, eagerness: float, window: int, reference: Checkpoints
 ) -> None:
@@ -80,7 +80,7 @@ def test_every_kind_of_sampling_is_as_on_a_cpu(
         check_equal(play(gpu_runner(folder), plans, window), expected)
 
 
-@pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[:1] + PACES[2:3])
+@pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[1:2] + PACES[3:4])
 def test_grammars_are_followed(seed: int, eagerness: float, window: int) -> None:
     grammars = [GRAMMARS["regex"], GRAMMARS["choice"]]
     samplings = [GREEDY, *(SamplingParams(top_p=1, grammar=grammar, ignore_eos=True) for grammar in grammars)]
