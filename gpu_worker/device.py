@@ -76,6 +76,11 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
+def upload_words(array: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """As upload(), but int32 stays int32."""
+    return upload(array.view(np.uint8), device).view(torch.int32)
+
+
 def fetch(tensor: Tensor) -> Tensor:
     """Copy the tensor to host memory. The copy is complete when the work queued on the current stream is done, and the
     caller must wait for that."""

@@ -137,7 +137,7 @@ def decode(
     graphs = runner.graphs
     size = graphs and next((size for size in graphs.sizes if size >= batch), None)
     if graphs and size:
-        # The graph's kernels alone, without gaps. The rest of a step is staging and sampling.
+        # The graph's kernels alone, without gaps. The rest of a step is staging, and sampling that is not in the graph.
         graph_ms = clock.median_ms(lambda: graphs.replay(size))
         report |= {"graph_ms": graph_ms, "beside_the_graph_share": max(0.0, 1 - graph_ms / report["step_ms"])}
     return report

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import upload
+from gpu_worker.device import upload_words
 from gpu_worker.sampling.filters import Column, scale_of_weights
 from gpu_worker.sampling.torch_sampling import draw_filtered, score
 
@@ -26,13 +26,13 @@ _LIBRARY.define("sample_rows(Tensor logits, Tensor parameters, bool limited) -> 
 _LIBRARY.define("score_rows(Tensor logits, Tensor rows, Tensor tokens, int num_top) -> (Tensor, Tensor, Tensor)")  # type: ignore[no-untyped-call]
 
 
-def parameters_of(columns: Mapping[str, Column], keys: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    """What sample_rows() gets, as bytes: int32 [rows, NUM_PARAMETERS]."""
+def parameters_of(columns: Mapping[str, Column], keys: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """What sample_rows() gets: int32 [rows, NUM_PARAMETERS]."""
     made = np.empty((len(keys), NUM_PARAMETERS), np.int32)
     floats = made.view(np.float32)
     floats[:, 0], floats[:, 1], floats[:, 2] = columns["temperature"], columns["min_p"], columns["top_p"]
     made[:, 3], made[:, 4:] = columns["top_k"], keys
-    return made.view(np.uint8)
+    return made
 
 
 def sample_rows(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def score_rows(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tu
 
 @torch.library.impl(_LIBRARY, "sample_rows", "CPU")
 def _sample_rows_by_torch(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
-    words = parameters.view(torch.int32).numpy()
+    words = parameters.numpy()
     floats = words.view(np.float32)
     best, tokens = logits.max(dim=-1)
     failed = ~best.isfinite()
@@ -83,7 +83,7 @@ def sample_rows_by_triton(logits: Tensor, parameters: Tensor, limited: bool) -> 
     tokens = logits.new_empty(rows, dtype=torch.int64)
     failed = logits.new_empty(rows, dtype=torch.bool)
     fused_kernels.sample_rows[(rows,)](
-        logits, logits.stride(0), parameters.view(torch.int32), values, ids, tokens, failed, vocab,
+        logits, logits.stride(0), parameters, values, ids, tokens, failed, vocab,
         scale_of_weights(vocab), TILE=fused_kernels.TILE, CAPACITY=fused_kernels.MAX_CANDIDATES, num_warps=NUM_WARPS,
     )  # fmt: skip
     return tokens, failed
@@ -120,7 +120,7 @@ def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | N
     try:
         for kind in {dtype, torch.float32}:
             logits = torch.zeros(1, vocab, dtype=kind, device=device)
-            tokens, _ = sample_rows(logits, upload(parameters, device), True)
+            tokens, _ = sample_rows(logits, upload_words(parameters, device), True)
             score_rows(logits, torch.zeros_like(tokens), tokens, 1)
     except Exception as error:  # no Triton, no C compiler, or whatever Triton's compiler raises
         return f"{type(error).__name__}: {error}"

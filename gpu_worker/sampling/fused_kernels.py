@@ -36,7 +36,7 @@ _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 _NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["parameters"])
 def sample_rows(
     logits, row_stride, parameters, scratch_values, scratch_ids, tokens, failed, vocab, scale,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import upload
+from gpu_worker.device import upload, upload_words
 from gpu_worker.sampling.filters import Column
 from gpu_worker.sampling.fused import parameters_of, sample_rows, score_rows
 from gpu_worker.sampling.grammars import GrammarMask
@@ -46,6 +46,13 @@ class SamplingRows:
     banned_tokens: npt.NDArray[np.int64]
     scored: npt.NDArray[np.int64]  # rows with log probabilities
     num_top: npt.NDArray[np.int64]  # [scored] how many of the most likely tokens to report
+
+    def draws(self) -> npt.NDArray[np.int32] | None:
+        """The parameters for sample_rows() in fused.py, if it alone can sample the tokens; else None."""
+        columns = self.columns
+        if len(self.banned_rows) or len(self.scored) or (columns["temperature"][columns["typical_p"] < 1] > 0).any():
+            return None
+        return parameters_of(columns, draw_keys(self.seed, self.position))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ def _choose_fused(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     if len(others):
         columns["temperature"] = columns["temperature"].copy()
         columns["temperature"][others] = 0
-    parameters = upload(parameters_of(columns, draw_keys(rows.seed, rows.position)), logits.device)
+    parameters = upload_words(parameters_of(columns, draw_keys(rows.seed, rows.position)), logits.device)
     tokens, failed = sample_rows(logits, parameters, bool(columns["top_k"].any()))
     if len(others):
         _draw_rows(logits, rows, others, tokens, failed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,12 +35,20 @@ def graph_sizes(largest: int) -> list[int]:
     return sorted({*(size for size in sizes if size < largest), largest}) if largest else []
 
 
+@dataclass(frozen=True, slots=True)
+class GraphOutput:
+    """What a graph computes, at the same addresses in each replay."""
+
+    logits: Tensor  # [size, vocab]
+    drawn: tuple[Tensor, Tensor] | None  # tokens and failed rows, as of sample_rows() in fused.py; None: not sampled
+
+
 class DecodeGraphs:
     """The captured graphs, by batch size."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = sorted(sizes)
-        self._replays: dict[int, tuple[Replay, Tensor]] = {}
+        self._replays: dict[int, tuple[Replay, GraphOutput]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -47,21 +56,22 @@ class DecodeGraphs:
 
     def capture(
         self,
-        prepare: Callable[[int, Tensor], Callable[[], object]],
+        prepare: Callable[[int, Tensor], Callable[[], GraphOutput]],
         logits: Tensor,
         capture: Capture,
         progress: CaptureProgress | None = None,
     ) -> None:
         """`prepare(size, out)`: stages a step of `size` dummy rows, and returns a function that computes their logits
-        into `out`.
+        into `out`, and perhaps samples their tokens.
 
         logits: [largest size, vocab]. All graphs share it, so a replay overwrites the last result."""
         # The largest graph first: the other graphs reuse its scratch memory.
         for done, size in enumerate(reversed(self._sizes)):
             if progress is not None:
                 progress(done, len(self._sizes))
-            out = logits[:size]
-            self._replays[size] = capture(prepare(size, out)), out
+            run, outputs = prepare(size, logits[:size]), list[GraphOutput]()
+            replay = capture(lambda run=run, outputs=outputs: outputs.append(run()))  # type: ignore[misc]
+            self._replays[size] = replay, outputs[-1]
         if progress is not None:
             progress(len(self._sizes), len(self._sizes))
 
@@ -71,11 +81,11 @@ class DecodeGraphs:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, arrays.num_rows)]
 
-    def replay(self, size: int) -> Tensor:
-        """Logits [size, vocab]. They are valid until the next replay."""
-        replay, logits = self._replays[size]
+    def replay(self, size: int) -> GraphOutput:
+        """The results are valid until the next replay."""
+        replay, output = self._replays[size]
         replay()
-        return logits
+        return output
 
 
 class CudaCapture:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.device import DeviceEvent
+from gpu_worker.sampling.fused import NUM_PARAMETERS
 from gpu_worker.steps.slots import SlotLimits
 from gpu_worker.steps.step_arrays import StepArrays
 
 _WORD = 8  # bytes
+_DRAW_WORDS = NUM_PARAMETERS * 4 // _WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class StepInput:
     sampling_rows: Tensor | None  # int64: the rows that need logits; None: all rows
     sampled_slots: Tensor  # int64 [rows that sample]
     attention: AttentionMetadata
+    draws: Tensor | None = None  # int32 [rows, NUM_PARAMETERS] for a graph that samples (fused.py)
 
 
 class StepInputs(Protocol):
@@ -71,17 +74,17 @@ class PinnedInputs:
     Two blocks of pinned memory take turns, because the host writes a step while the copy of the last step may still
     wait on the device. The device has one block, because each copy queues behind the step that reads the block.
 
-        int64 | decode_slots | prefill_tokens | positions | slot_mapping | sampling_rows | sampled_slots |
+        int64 | decode_slots | prefill_tokens | positions | slot_mapping | draws | sampling_rows | sampled_slots |
         int32 | kv_indices |                                             end of the copied part ^
         int32 | qo_indptr | kv_indptr | last_block_len |                 attention.plan copies these itself
 
-    In every step of n decodes, the first four arrays have the same addresses, because a captured graph reads them
+    In every step of n decodes, the first five arrays have the same addresses, because a captured graph reads them
     there."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: the limit for one sequence's block table."""
         seqs, rows = limits.max_num_seqs, limits.max_batched_tokens
-        sent = 4 * rows + 3 * seqs + -(-seqs * max_table_blocks // 2)
+        sent = 4 * rows + (3 + _DRAW_WORDS) * seqs + -(-seqs * max_table_blocks // 2)
         kept = 3 * (seqs + 2)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -99,6 +102,9 @@ class PinnedInputs:
         prefill_tokens = self._put(arrays.prefill_tokens)
         positions = self._put(arrays.positions)
         slot_mapping = self._put(arrays.slot_mapping)
+        draws = None
+        if arrays.draws is not None:
+            draws = self._put(arrays.draws.view(np.int64).ravel()).view(torch.int32).view(arrays.draws.shape)
         sampling_rows = None if arrays.sampling_rows is None else self._put(arrays.sampling_rows)
         sampled_slots = self._put(arrays.sampled_slots)
         start = self._used
@@ -122,6 +128,7 @@ class PinnedInputs:
                 captured=captured,
                 device_kv_indices=blocks,
             ),
+            draws,
         )
 
     def sent(self) -> None:

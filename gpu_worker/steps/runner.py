@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from gpu_worker.device import DeviceEvent, fetch
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import PreparedGrammars
+from gpu_worker.sampling.fused import NUM_PARAMETERS, sample_rows
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
 from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
-from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs
+from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
 from gpu_worker.steps.pooling import Pooled, Pooler
@@ -131,8 +132,8 @@ class ModelRunner:
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
-        # By slot: the last sampled token, the input of the slot's next step.
-        self._last_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        # By slot: the last sampled token, the input of the slot's next step. Behind them a spare slot, for padding.
+        self._last_tokens = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._clock = _Clock()
         self._rows: StepRows | None = None  # of the last launched step
         self._is_whole = True  # whether every plan so far was executed completely
@@ -207,7 +208,7 @@ class ModelRunner:
         if self.is_asynchronous:
             torch.cuda.empty_cache()  # memory of a step that ran out of memory
         self._last_tokens.zero_()
-        self._compute(self._prepare(dummy_decodes(1), captured=False))
+        self._compute(self._prepare(dummy_decodes(1, self._spare_slot), captured=False))
         if self.is_asynchronous:
             torch.cuda.synchronize(self._device)
 
@@ -218,9 +219,9 @@ class ModelRunner:
         graphs = DecodeGraphs(sizes)
         logits = torch.zeros(sizes[-1], self.limits.vocab_size, dtype=self._pool.storage.dtype, device=self._device)
 
-        def prepare(size: int, out: Tensor) -> Callable[[], object]:
-            step = self._prepare(dummy_decodes(size), captured=True)
-            return lambda: self._compute(step, out)
+        def prepare(size: int, out: Tensor) -> Callable[[], GraphOutput]:
+            step = self._prepare(self._padded(dummy_decodes(0, self._spare_slot), size, None), captured=True)
+            return lambda: self._run_in_graph(step, out)
 
         graphs.capture(prepare, logits, capture, progress)
         self._graphs = graphs
@@ -277,13 +278,45 @@ class ModelRunner:
         arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
-            step = self._prepare(arrays.padded(graph), captured=True)
-            return self._sample(rows, step, self._graphs.replay(graph)[: arrays.num_rows]), None, None
+            return self._replay(rows, arrays, self._graphs, graph), None, None
         step = self._prepare(arrays, captured=False)
         hidden = self._hidden(step)
         num_samples = len(arrays.sampled_slots)
         drawn = self._sample(rows, step, self._decoder.logits(hidden[:num_samples])) if num_samples else None
         return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:]), None
+
+    def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
+        """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
+        parameters, slots = self._slots.sampling_rows(rows), rows.slots[rows.samples]
+        is_plain = self._logits_processors.of(slots) is None and not self._grammars.of(slots)
+        draws = parameters.draws() if self._fused_sampling and is_plain else None
+        step = self._prepare(self._padded(arrays, size, draws), captured=True)
+        output = graphs.replay(size)
+        if draws is None or output.drawn is None:
+            return self._sample(rows, step, output.logits[: arrays.num_rows])
+        tokens, failed = output.drawn
+        sampled = Sampled(tokens[: arrays.num_rows], failed[: arrays.num_rows], None, None)
+        return _drawn(sampled, slots, parameters, {})
+
+    def _padded(self, arrays: StepArrays, size: int, draws: np.ndarray | None) -> StepArrays:
+        """The step of a graph. Without `draws`, a graph that samples draws the likeliest tokens, and these are not
+        used."""
+        if self._fused_sampling:
+            nothing = np.zeros((arrays.num_rows, NUM_PARAMETERS), np.int32)
+            arrays = replace(arrays, draws=nothing if draws is None else draws)
+        return arrays.padded(size, self._spare_slot)
+
+    def _run_in_graph(self, step: StepInput, out: Tensor) -> GraphOutput:
+        logits = self._compute(step, out)
+        if step.draws is None:
+            return GraphOutput(logits, None)
+        tokens, failed = sample_rows(logits, step.draws, True)
+        self._last_tokens.index_copy_(0, step.decode_slots, tokens)
+        return GraphOutput(logits, (tokens, failed))
+
+    @property
+    def _spare_slot(self) -> int:
+        return self.limits.max_num_seqs
 
     def _pool_rows(self, rows: StepRows, pooler: Pooler) -> Pooled | None:
         step = self._prepare(step_arrays(rows, self._slots), captured=False)

@@ -30,6 +30,7 @@ class StepArrays:
     last_block_len: Int32s  # [sequences]
     sampling_rows: Int32s | None  # rows that need logits, sampling rows first; None: all rows
     sampled_slots: Int32s  # [rows that sample]
+    draws: Int32s | None = None  # [rows, NUM_PARAMETERS] for a graph that samples (fused.py)
 
     @property
     def num_decodes(self) -> int:
@@ -43,15 +44,15 @@ class StepArrays:
     def decodes_only(self) -> bool:
         return self.num_decodes == self.num_rows
 
-    def padded(self, size: int) -> StepArrays:
+    def padded(self, size: int, spare_slot: int) -> StepArrays:
         """A step with only decodes, padded to `size` with sequences of one token in the dummy block. Each takes its
-        token from slot 0, which always exists, and has position 0. The padding is not sampled."""
+        token from `spare_slot`, and has position 0. The result leaves the padding out."""
         assert self.decodes_only, "chunks are not padded"
         more = size - self.num_rows
         if more == 0:
             return self
         return StepArrays(
-            decode_slots=_grown(self.decode_slots, more, 0),
+            decode_slots=_grown(self.decode_slots, more, spare_slot),
             prefill_tokens=self.prefill_tokens,
             positions=_grown(self.positions, more, 0),
             slot_mapping=_grown(self.slot_mapping, more, 0),
@@ -61,6 +62,7 @@ class StepArrays:
             last_block_len=_grown(self.last_block_len, more, 1),
             sampling_rows=self.sampling_rows,
             sampled_slots=self.sampled_slots,
+            draws=None if self.draws is None else np.pad(self.draws, ((0, more), (0, 0))),
         )
 
 
@@ -99,8 +101,8 @@ def _tables(table: SlotBuffers, slots: Int32s, widths: npt.NDArray[np.integer]) 
     return np.concatenate([table.block_table[s, :w] for s, w in zip(slots.tolist(), widths.tolist(), strict=True)])
 
 
-def dummy_decodes(size: int) -> StepArrays:
-    """A dummy step with the shapes of `size` decodes, for warm-up and capture."""
+def dummy_decodes(size: int, spare_slot: int) -> StepArrays:
+    """A dummy step with the shapes of `size` decodes of `spare_slot`, for warm-up and capture."""
     nothing, none = np.zeros(0, np.int32), np.zeros(0, np.int64)
     return StepArrays(
         decode_slots=nothing,
@@ -113,7 +115,7 @@ def dummy_decodes(size: int) -> StepArrays:
         last_block_len=nothing,
         sampling_rows=None,
         sampled_slots=nothing,
-    ).padded(size)
+    ).padded(size, spare_slot)
 
 
 def largest_step(limits: SlotLimits) -> StepArrays:

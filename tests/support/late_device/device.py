@@ -125,6 +125,7 @@ class LateDevice:
         self.stretch = 0
         self.num_queued = 0  # operations so far
         self.num_replays = 0
+        self.num_replayed = 0  # operations of graphs
         self.on_wait: Callable[[], None] = lambda: None  # called before the host waits for an event
 
     # ── the queues ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -44,6 +44,7 @@ class LateGraph:
         self._device.num_replays += 1
         contents = [*(allocation.content for allocation in self._own), *self.pool.free]
         self._device.put(lambda: poison(*contents))
+        self._device.num_replayed += 1 + len(self._tape)
         for work in self._tape:
             self._device.put(work)
 

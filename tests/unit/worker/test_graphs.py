@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_worker.steps.graphs import DecodeGraphs, graph_sizes
+from gpu_worker.steps.graphs import DecodeGraphs, GraphOutput, Replay, graph_sizes
 from gpu_worker.steps.step_arrays import dummy_decodes
 from tests.unit.worker.test_inputs import arrays_of
 
@@ -28,7 +28,7 @@ def test_graph_sizes_end_with_the_largest_batch() -> None:
 def test_a_step_is_filled_up_to_the_next_size(largest: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, largest))
     graphs = DecodeGraphs(graph_sizes(largest))
-    size = graphs.size_for(dummy_decodes(count))
+    size = graphs.size_for(dummy_decodes(count, 0))
     assert size in graphs.sizes
     assert count <= size <= largest
     assert size - count < 8 or (count > 256 and size - count < 16)
@@ -37,7 +37,7 @@ def test_a_step_is_filled_up_to_the_next_size(largest: int, data: st.DataObject)
 
 def test_a_step_that_fits_no_graph() -> None:
     graphs = DecodeGraphs([1, 4])
-    assert graphs.size_for(dummy_decodes(5)) is None
+    assert graphs.size_for(dummy_decodes(5, 0)) is None
     assert graphs.size_for(arrays_of([(3, 1)], [(0, 2)], 0)) is None, "a chunk runs beside the decode"
     assert graphs.size_for(arrays_of([], [(3, 1)], 0)) is None, "a chunk of one token is no decode"
 
@@ -46,15 +46,22 @@ def test_capture_goes_from_large_to_small_and_says_how_far_it_is() -> None:
     graphs, seen, said = DecodeGraphs([1, 4, 2]), list[int](), list[tuple[int, int]]()
     logits = torch.zeros(4, 3)
 
-    def prepare(size: int, out: torch.Tensor) -> Callable[[], object]:
+    def prepare(size: int, out: torch.Tensor) -> Callable[[], GraphOutput]:
         assert out.data_ptr() == logits.data_ptr()
         assert out.shape == (size, 3)
         seen.append(size)
-        return lambda: out.fill_(size)
+        return lambda: GraphOutput(out.fill_(size), None)
 
-    graphs.capture(prepare, logits, lambda run: run, lambda done, total: said.append((done, total)))
+    def capture(run: Callable[[], object]) -> Replay:
+        def replay() -> None:
+            run()
+
+        run()
+        return replay
+
+    graphs.capture(prepare, logits, capture, lambda done, total: said.append((done, total)))
     assert seen == [4, 2, 1]
     assert said == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert graphs.replay(2).tolist() == [[2.0] * 3] * 2
+    assert graphs.replay(2).logits.tolist() == [[2.0] * 3] * 2
     with pytest.raises(KeyError):
         graphs.replay(3)

@@ -92,7 +92,7 @@ def test_the_host_arrays_of_a_step_outlive_the_next_send() -> None:
 def test_padding_changes_no_row_of_the_step(decodes: list[tuple[int, int]], more: int, seed: int) -> None:
     arrays = arrays_of(decodes, [], seed)
     size = len(decodes) + more
-    padded = arrays.padded(size)
+    padded = arrays.padded(size, MAX_SEQS)
     for name in ("decode_slots", "positions", "slot_mapping", "kv_indices", "last_block_len"):
         mine, other = getattr(padded, name), getattr(arrays, name)
         assert mine.dtype == other.dtype
@@ -112,7 +112,11 @@ def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, deco
     inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
     size = max(size, len(decodes))
     places = []
-    for arrays in (dummy_decodes(size), arrays_of([], [(5, 9), (0, 3)], 0), arrays_of(decodes, [], 1).padded(size)):
+    for arrays in (
+        dummy_decodes(size, MAX_SEQS),
+        arrays_of([], [(5, 9), (0, 3)], 0),
+        arrays_of(decodes, [], 1).padded(size, MAX_SEQS),
+    ):
         step = inputs.send(arrays, captured=True)
         places.append([x.data_ptr() for x in (step.decode_slots, step.positions, step.attention.slot_mapping)])
     assert places[0] == places[2] != places[1]

@@ -24,7 +24,7 @@ _OF_A_LAYER = ("input_norm", "qkv", "output", "mlp_norm", "gate_up", "down")
 BUFFERS = {
     "_last_tokens",
     "_inputs._block",
-    "_graphs._replays[*][*]",  # logits
+    "_graphs._replays[*][*].logits",
     "_decoder._attention._slots",  # and _zeros, _ones
     "_decoder._attention._row_ids",
     "_decoder._attention._kv[*][*]",  # the KV pool

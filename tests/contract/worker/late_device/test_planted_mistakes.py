@@ -200,7 +200,7 @@ BUFFERS: list[Planted] = [
     (Mistake(_Wrappers, "_captured", "if size not in self._captured_decode:", "if True:"), Bench.greedy),
     (Mistake(_Wrappers, "plan", "if metadata.captured", "if False"), Bench.greedy),
     (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_SLOTS}; {PUT_POSITIONS}"), Bench.greedy),
-    (Mistake(ModelRunner, "_forward", "arrays.padded(graph)", "arrays"), Bench.greedy),
+    (Mistake(ModelRunner, "_padded", "return arrays.padded(size, self._spare_slot)", "return arrays"), Bench.greedy),
 ]
 WAITS: list[Planted] = [
     (Mistake(device_module, "upload", "host.pin_memory()", "host"), Bench.sampled),

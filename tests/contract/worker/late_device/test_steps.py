@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.device.load import GREEDY
+from bench.device.load import GREEDY, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.errors import ProtocolViolation
@@ -78,6 +78,28 @@ def test_every_kind_of_sampling_is_as_on_a_cpu(
     expected = play(runner, plans)
     with late_gpu(seed, eagerness):
         check_equal(play(gpu_runner(folder), plans, window), expected)
+
+
+# Operations of a decode step that the host queues one by one: copies of inputs (1) and KV slots (1), FlashInfer's plan
+# (4), three events, the results (2). Sampling is in the graph; log probabilities and penalties are not.
+QUEUED = {"greedy": (GREEDY, 11), "sampled": (SAMPLED, 11), "scored": (SCORED, 20)}
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_a_decode_step_queues_few_operations_beside_its_graph(name: str, reference: Checkpoints) -> None:
+    sampling, budget = QUEUED[name]
+    with late_gpu() as device:
+        runner = gpu_runner(reference("llama3-rope").folder)
+        plans = make_plans(runner, [LoadRequest(5, 0, 12)] * 4, [sampling])
+        queued = []
+        for plan in plans:
+            before = device.num_queued - device.num_replayed
+            step = runner.launch(plan)
+            step.result()
+            if step.stats.decode_tokens and not step.stats.prefill_tokens:
+                queued.append(device.num_queued - device.num_replayed - before)
+        assert device.num_replays == len(queued) > 10
+    assert max(queued) == budget
 
 
 @pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[1:2] + PACES[3:4])
