@@ -198,12 +198,7 @@ class _RunnerMaker:
             ops = TorchOps(config, self.max_model_len, device)
         else:
             attention = FlashInferAttention(
-                self.flashinfer,
-                pool,
-                config.windows,
-                config.num_heads,
-                settings.max_batched_tokens,
-                settings.max_num_seqs * table_blocks,
+                self.flashinfer, pool, config.windows, config.num_heads, settings.max_batched_tokens
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
         matmul: Matmul = PackedMatmul() if device.type == "cpu" else PlainMatmul()

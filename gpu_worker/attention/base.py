@@ -23,6 +23,15 @@ Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """Arrays of AttentionMetadata on the device, int32."""
+
+    kv_indptr: Tensor
+    last_block_len: Tensor
+    kv_indices: Tensor  # and behind it memory for those of later steps
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """The arrays of one step, on the host unless a comment says otherwise. Sequence i has rows
     qo_indptr[i]:qo_indptr[i+1], and kv_lens(block_size)[i] tokens, including its new ones. A row attends to the tokens
@@ -33,11 +42,12 @@ class AttentionMetadata:
     kv_indptr: Int32s  # [sequences + 1], blocks
     kv_indices: Int32s  # [kv_indptr[-1]], block ids
     last_block_len: Int32s  # [sequences], tokens in the last block, 1..block_size
-    slot_mapping: Tensor  # int64 [rows] on the device: block * block_size + offset of the row's K and V
+    # int32 or int64 [rows] on the device: block * block_size + offset of the row's K and V
+    slot_mapping: Tensor
     # True: the step runs in a captured graph, or is being captured. It has only decodes, as many as the graph has, and
     # the arrays that run() reads must be at the addresses that they had when the graph was captured.
     captured: bool = False
-    device_kv_indices: Tensor | None = None  # kv_indices as int32 on the device, if the inputs have put them there
+    tables: DeviceTables | None = None  # if the inputs have put them on the device
 
     @property
     def num_sequences(self) -> int:

@@ -7,6 +7,7 @@ SGLang do):
 - fa2 for both, with tensor cores for decode: it allows any number of query heads per KV head, both share one kernel
   module, and on paged KV it is no slower than fa3;
 - plan() gets host arrays, so it does not wait for the device; only the block ids are already on the device;
+- the wrapper of a graph reads the step's arrays where the inputs have put them, and fast_decode_plan() copies none;
 - one kernel writes K and V of a step; it gets the pool as blocks of one token, with the KV slots as block ids.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionMetadata, Int32s
+from gpu_worker.attention.base import AttentionMetadata, DeviceTables, Int32s
 from gpu_worker.device import DeviceEvent
 from gpu_worker.kv.pool import KvPool
 
@@ -56,8 +57,7 @@ def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str 
 
 class FlashInferAttention:
     """AttentionBackend. `flashinfer`: the module (passed in, so that tests can read its calls). `windows`: per layer,
-    how many tokens a token sees, itself included; 0: all. `max_step_blocks`: the limit over all block tables of a
-    step."""
+    how many tokens a token sees, itself included; 0: all."""
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class FlashInferAttention:
         windows: tuple[int, ...],
         num_heads: int,
         max_rows: int,
-        max_step_blocks: int,
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self._flashinfer = flashinfer
@@ -77,25 +76,22 @@ class FlashInferAttention:
         self._tokens = [
             (keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)) for keys, values in self._kv
         ]
-        self._slots, self._zeros, self._ones = torch.zeros(3, max_rows, dtype=torch.int32, device=device).unbind()
+        self._zeros, self._ones = torch.zeros(2, max_rows, dtype=torch.int32, device=device).unbind()
         self._ones.fill_(1)
+        self._slots = self._zeros[:0]
         self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._num_decodes = 0
         self._planned = DeviceEvent(device)
         # All wrappers share it, because they run one after the other.
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        captured_indices = torch.zeros(max_step_blocks, dtype=torch.int32, device=device)
-        self._wrappers = {
-            window: _Wrappers(flashinfer, pool, window, num_heads, workspace, captured_indices)
-            for window in set(windows)
-        }
+        self._wrappers = {window: _Wrappers(flashinfer, pool, window, num_heads, workspace) for window in set(windows)}
         self._by_layer = [self._wrappers[window] for window in windows]
 
     def plan(self, metadata: AttentionMetadata) -> None:
         # plan() writes to the wrapper's pinned memory, and the copy of the last step may still be waiting.
         self._planned.wait()
         self._num_decodes = metadata.num_decodes
-        self._slots[: metadata.num_rows].copy_(metadata.slot_mapping)
+        self._slots = metadata.slot_mapping
         for wrappers in self._wrappers.values():
             wrappers.plan(metadata)
         self._planned.record()
@@ -108,7 +104,7 @@ class FlashInferAttention:
             self._row_ids[:rows],
             self._zeros[:rows],
             self._tokens[layer],
-            self._slots[:rows],
+            self._slots,
             self._row_ids[: rows + 1],
             self._ones[:rows],
         )
@@ -124,12 +120,9 @@ class FlashInferAttention:
 class _Wrappers:
     """FlashInfer's wrappers for the layers of one window. After plan(), run `decode` and `prefill`."""
 
-    def __init__(
-        self, flashinfer: Any, pool: KvPool, window: int, num_heads: int, workspace: Tensor, captured_indices: Tensor
-    ) -> None:
+    def __init__(self, flashinfer: Any, pool: KvPool, window: int, num_heads: int, workspace: Tensor) -> None:
         self._flashinfer = flashinfer
         self._workspace = workspace
-        self._captured_indices = captured_indices
         block_size, num_kv_heads, head_dim = pool.storage.shape[3:]
         self._dims = (num_heads, num_kv_heads, head_dim, block_size)
         dtype = pool.storage.dtype
@@ -137,49 +130,62 @@ class _Wrappers:
             "window_left": window - 1 if window else -1,
             "q_data_type": dtype,
             "kv_data_type": dtype,
-            "o_data_type": dtype,
         }
+        self._output = {"o_data_type": dtype}
         self._eager_decode = self._decode_wrapper()
         self._captured_decode: dict[int, Any] = {}  # by batch size
         self.decode = self._eager_decode
         self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        decodes = metadata.num_decodes
-        indices = metadata.device_kv_indices
-        assert indices is not None, "the inputs do not stage block ids"
-        if decodes:
-            self.decode = self._captured(decodes) if metadata.captured else self._eager_decode
+        decodes, tables = metadata.num_decodes, metadata.tables
+        assert tables is not None, "the inputs do not stage block ids"
+        if metadata.captured:
+            self._plan_graph(metadata, tables)
+        elif decodes:
+            self.decode = self._eager_decode
             self.decode.plan(
                 _tensor(metadata.kv_indptr[: decodes + 1]),
-                indices[: int(metadata.kv_indptr[decodes])],
+                tables.kv_indices[: int(metadata.kv_indptr[decodes])],
                 _tensor(metadata.last_block_len[:decodes]),
                 *self._dims,
                 **self._options,
+                **self._output,
             )
         if decodes < metadata.num_sequences:
             # The block tables of the chunks follow those of the decodes, and kv_indptr continues there.
             self.prefill.plan(
                 _tensor(metadata.qo_indptr[decodes:] - metadata.qo_indptr[decodes]),
                 _tensor(metadata.kv_indptr[decodes:]),
-                indices,
+                tables.kv_indices[: len(metadata.kv_indices)],
                 _tensor(metadata.last_block_len[decodes:]),
                 *self._dims,
                 causal=True,
                 **self._options,
+                **self._output,
             )
 
-    def _captured(self, size: int) -> Any:
-        """The wrapper of the graph with `size` decodes. It keeps what the kernels read at fixed addresses."""
-        if size not in self._captured_decode:
-            device = self._workspace.device
-            self._captured_decode[size] = self._decode_wrapper(
+    def _plan_graph(self, metadata: AttentionMetadata, tables: DeviceTables) -> None:
+        """Plan the wrapper of the graph with as many decodes. Its kernels read `tables` of the capture, so those of
+        later steps must be at the same addresses."""
+        size = metadata.num_decodes
+        indptr, last = _tensor(metadata.kv_indptr), _tensor(metadata.last_block_len)
+        known = self._captured_decode.get(size)
+        if known is None:
+            known = self._captured_decode[size] = self._decode_wrapper(
                 use_cuda_graph=True,
-                paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=device),
-                paged_kv_indices_buffer=self._captured_indices,
-                paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=device),
+                paged_kv_indptr_buffer=tables.kv_indptr,
+                paged_kv_indices_buffer=tables.kv_indices,
+                paged_kv_last_page_len_buffer=tables.last_block_len,
             )
-        return self._captured_decode[size]
+            indices = tables.kv_indices[: len(metadata.kv_indices)]
+            known.plan(indptr, indices, last, *self._dims, **self._options, **self._output)
+        else:
+            self._flashinfer.decode.fast_decode_plan(
+                known, indptr, tables.kv_indices[: len(metadata.kv_indices)], last, *self._dims, **self._options,
+                global_override_indptr_cpu=indptr,
+            )  # fmt: skip
+        self.decode = known
 
     def _decode_wrapper(self, **buffers: Any) -> Any:
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(

@@ -104,7 +104,7 @@ class TorchAttention:
     # ── once per step ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        self._slot_mapping = metadata.slot_mapping
+        self._slot_mapping = metadata.slot_mapping.long()
         self._plan_sequences(metadata.by_row(self._block_size) if self._by_row else metadata)
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:

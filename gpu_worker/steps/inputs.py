@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.attention.base import AttentionMetadata, DeviceTables
 from gpu_worker.device import DeviceEvent
 from gpu_worker.sampling.fused import NUM_PARAMETERS
 from gpu_worker.steps.slots import SlotLimits
@@ -74,18 +74,20 @@ class PinnedInputs:
     Two blocks of pinned memory take turns, because the host writes a step while the copy of the last step may still
     wait on the device. The device has one block, because each copy queues behind the step that reads the block.
 
-        int64 | decode_slots | prefill_tokens | positions | slot_mapping | draws | sampling_rows | sampled_slots |
-        int32 | kv_indices |                                             end of the copied part ^
-        int32 | qo_indptr | kv_indptr | last_block_len |                 attention.plan copies these itself
+        int64 | decode_slots | prefill_tokens | positions | draws |
+        int32 | slot_mapping | kv_indptr | last_block_len | kv_indices |
+        int64 | sampling_rows | sampled_slots |          end of the copied part ^
+        int32 | qo_indptr |                              attention.plan copies it itself
 
-    In every step of n decodes, the first five arrays have the same addresses, because a captured graph reads them
-    there."""
+    In every step of n decodes, the arrays of the first two lines begin at the same addresses, because a captured graph
+    reads them there."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: the limit for one sequence's block table."""
         seqs, rows = limits.max_num_seqs, limits.max_batched_tokens
-        sent = 4 * rows + (3 + _DRAW_WORDS) * seqs + -(-seqs * max_table_blocks // 2)
-        kept = 3 * (seqs + 2)
+        sent = 3 * rows + (2 + _DRAW_WORDS) * seqs  # int64
+        sent += _words(rows) + _words(2 * seqs + 2) + _words(seqs * max_table_blocks)
+        kept = seqs + 2
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._views = [host.numpy() for host in self._hosts]
@@ -101,16 +103,17 @@ class PinnedInputs:
         decode_slots = self._put(arrays.decode_slots)
         prefill_tokens = self._put(arrays.prefill_tokens)
         positions = self._put(arrays.positions)
-        slot_mapping = self._put(arrays.slot_mapping)
         draws = None
         if arrays.draws is not None:
             draws = self._put(arrays.draws.view(np.int64).ravel()).view(torch.int32).view(arrays.draws.shape)
+        _, slot_mapping = self._put_int32(arrays.slot_mapping)
+        kv_indptr, device_kv_indptr = self._put_int32(arrays.kv_indptr)
+        last_block_len, device_last_block_len = self._put_int32(arrays.last_block_len)
+        tables_end = self._block[self._used :].view(torch.int32)
+        kv_indices, _ = self._put_int32(arrays.kv_indices)
         sampling_rows = None if arrays.sampling_rows is None else self._put(arrays.sampling_rows)
         sampled_slots = self._put(arrays.sampled_slots)
-        start = self._used
-        kv_indices = self._keep(arrays.kv_indices)
         sent = self._used
-        blocks = self._block[start:sent].view(torch.int32)[: len(kv_indices)]
         self._block[:sent].copy_(self._hosts[self._turn][:sent], non_blocking=True)
         return StepInput(
             decode_slots,
@@ -121,12 +124,12 @@ class PinnedInputs:
             AttentionMetadata(
                 num_decodes=arrays.num_decodes,
                 qo_indptr=self._keep(arrays.qo_indptr),
-                kv_indptr=self._keep(arrays.kv_indptr),
+                kv_indptr=kv_indptr,
                 kv_indices=kv_indices,
-                last_block_len=self._keep(arrays.last_block_len),
+                last_block_len=last_block_len,
                 slot_mapping=slot_mapping,
                 captured=captured,
-                device_kv_indices=blocks,
+                tables=DeviceTables(device_kv_indptr, device_last_block_len, tables_end),
             ),
             draws,
         )
@@ -140,12 +143,23 @@ class PinnedInputs:
         self._views[self._turn][start : self._used] = array
         return self._block[start : self._used]
 
-    def _keep(self, array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The array's copy in pinned memory, aligned to a word."""
-        start, self._used = self._used, self._used - (-len(array) * array.itemsize // _WORD)
+    def _put_int32(self, array: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], Tensor]:
+        """As int32: the array's copy in pinned memory, and the view on the device."""
+        start = self._used
+        host = self._keep(array)
+        return host, self._block[start : self._used].view(torch.int32)[: len(array)]
+
+    def _keep(self, array: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """The array's copy in pinned memory as int32, aligned to a word."""
+        start, self._used = self._used, self._used + _words(len(array))
         place = self._views[self._turn][start : self._used].view(np.int32)[: len(array)]
         place[:] = array
         return place
+
+
+def _words(count: int) -> int:
+    """The words that `count` numbers of int32 take."""
+    return -(-count * 4 // _WORD)
 
 
 def _int64(array: npt.NDArray[np.integer]) -> Tensor:

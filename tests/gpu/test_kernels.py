@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.attention.base import AttentionMetadata, DeviceTables
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
@@ -31,7 +31,8 @@ def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def on_device(metadata: AttentionMetadata) -> AttentionMetadata:
-    assert metadata.device_kv_indices is not None
+    tables = metadata.tables
+    assert tables is not None
     return AttentionMetadata(
         metadata.num_decodes,
         metadata.qo_indptr,
@@ -40,7 +41,7 @@ def on_device(metadata: AttentionMetadata) -> AttentionMetadata:
         metadata.last_block_len,
         metadata.slot_mapping.to(DEVICE),
         metadata.captured,
-        metadata.device_kv_indices.to(DEVICE),
+        DeviceTables(*(table.to(DEVICE) for table in (tables.kv_indptr, tables.last_block_len, tables.kv_indices))),
     )
 
 
@@ -72,7 +73,7 @@ def test_attention(
     rows = sum(count for _, count in extents)
     q = torch.randn(rows, kv_heads * groups, head_dim).to(dtype)
     new = torch.cat([kv[:, prefix:] for (prefix, _), kv in zip(extents, full, strict=True)], dim=1).to(DEVICE)
-    attention = FlashInferAttention(flashinfer, pool, (0, window), kv_heads * groups, rows, sum(needed))
+    attention = FlashInferAttention(flashinfer, pool, (0, window), kv_heads * groups, rows)
     attention.plan(on_device(metadata_of(len(decodes), extents, tables, block_size)))
     # As the model passes them: views of one projection.
     projected = torch.cat((q.to(DEVICE), new[0], new[1]), dim=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.attention.base import AttentionMetadata, DeviceTables
 
 # (tokens already in the blocks, new tokens)
 Extents = list[tuple[int, int]]
@@ -22,15 +22,17 @@ def metadata_of(
     lengths = np.array([prefix + count for prefix, count in extents])
     used = -(-lengths // block_size)
     kv_indices = np.concatenate([table[:n] for table, n in zip(tables, used, strict=True)]).astype(np.int32)
+    kv_indptr = np.cumsum([0, *used]).astype(np.int32)
+    last_block_len = (lengths - (used - 1) * block_size).astype(np.int32)
     return AttentionMetadata(
         num_decodes=num_decodes,
         qo_indptr=np.cumsum([0] + [count for _, count in extents]).astype(np.int32),
-        kv_indptr=np.cumsum([0, *used]).astype(np.int32),
+        kv_indptr=kv_indptr,
         kv_indices=kv_indices,
-        last_block_len=(lengths - (used - 1) * block_size).astype(np.int32),
-        slot_mapping=torch.tensor(slots),
+        last_block_len=last_block_len,
+        slot_mapping=torch.tensor(slots, dtype=torch.int32),
         captured=captured,
-        device_kv_indices=torch.from_numpy(kv_indices),
+        tables=DeviceTables(*(torch.from_numpy(array.copy()) for array in (kv_indptr, last_block_len, kv_indices))),
     )
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +72,7 @@ def reference_kernels(
     with pytest.MonkeyPatch.context() as patch:
         if launch is _at_once:
             patch.setattr(torch, "empty", empty)
+            patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         for module in (flashinfer.prefill, flashinfer.decode):
             patch.setattr(module, "get_batch_prefill_module", attention_module)
         for module, getter, functions in (

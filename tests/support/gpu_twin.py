@@ -61,9 +61,7 @@ def twin(
     )
     pool.storage[:, :, 1:] = torch.nan  # no kernel may read memory that was not written
     table_blocks = -(-config.max_positions // block_size)
-    attention = FlashInferAttention(
-        flashinfer, pool, config.windows, config.num_heads, 1024, max_num_seqs * table_blocks, workspace_bytes=1024
-    )
+    attention = FlashInferAttention(flashinfer, pool, config.windows, config.num_heads, 1024, workspace_bytes=1024)
     ops = FlashInferOps(flashinfer, config, config.max_positions, CPU)
     decoder = Decoder(config, model.weights, attention, ops, PlainMatmul())
     pooler = None

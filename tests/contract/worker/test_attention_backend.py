@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[MakeBackend]:
     else:
         with reference_kernels() as flashinfer:
             yield lambda pool, windows, num_heads: FlashInferAttention(
-                flashinfer, pool, windows, num_heads, max_rows=512, max_step_blocks=4096, workspace_bytes=1024
+                flashinfer, pool, windows, num_heads, max_rows=512, workspace_bytes=1024
             )
 
 

@@ -111,6 +111,24 @@ def test_top_p_keeps_no_token_more_when_the_sum_equals_it() -> None:
     assert drawn == expected == [0] * 20
 
 
+def test_top_p_takes_its_share_of_what_top_k_keeps() -> None:
+    """With almost equal logits, top-k keeps a third of the probability, and more tokens than a row has candidates."""
+    logits = make_logits(1, VOCAB, torch.float32, spread=0.1)
+    expected, drawn = both(logits.expand(12, -1), make_parameters(12, top_k=300, top_p=0.3))
+    assert drawn == expected
+
+
+def test_the_earliest_clock_is_not_rounded_to_zero() -> None:
+    """Token 743 has an exceptionally small random number, which 1 - x rounds away; but its logit is far too small."""
+    logits = torch.zeros(157, VOCAB)
+    logits[:, 743] = -60.0
+    parameters = make_parameters(157, seed=158)[156:]
+    expected, drawn = both(logits[156:], parameters)
+    assert drawn == expected != [743]
+    logits[:, 743] = 0.0
+    assert both(logits[156:], parameters) == ([743], [743])
+
+
 def test_tokens_without_probability_are_never_drawn() -> None:
     """A grammar leaves fewer tokens than top_k asks for."""
     logits = torch.full((8, VOCAB), -torch.inf)

@@ -63,9 +63,11 @@ def test_the_device_gets_the_staged_inputs(sequence: list[StepArrays]) -> None:
             array = getattr(mine, name)
             assert array.dtype == np.int32
             assert np.array_equal(array, getattr(other, name)), name
-        assert mine.device_kv_indices is not None
-        assert mine.device_kv_indices.dtype == torch.int32
-        assert np.array_equal(mine.device_kv_indices.numpy(), arrays.kv_indices)
+        assert mine.tables is not None
+        for name in ("kv_indptr", "last_block_len", "kv_indices"):
+            array = getattr(mine.tables, name)
+            assert array.dtype == torch.int32
+            assert np.array_equal(array.numpy()[: len(getattr(arrays, name))], getattr(arrays, name)), name
 
 
 def test_the_largest_step_fits() -> None:
@@ -118,5 +120,8 @@ def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, deco
         arrays_of(decodes, [], 1).padded(size, MAX_SEQS),
     ):
         step = inputs.send(arrays, captured=True)
-        places.append([x.data_ptr() for x in (step.decode_slots, step.positions, step.attention.slot_mapping)])
+        attention = step.attention
+        assert attention.tables is not None
+        tables = attention.tables.kv_indptr, attention.tables.last_block_len, attention.tables.kv_indices
+        places.append([x.data_ptr() for x in (step.decode_slots, step.positions, attention.slot_mapping, *tables)])
     assert places[0] == places[2] != places[1]

@@ -19,17 +19,16 @@ from tests.unit.worker.families import Reference
 
 # The places in a runner that keep these buffers; `*`: each graph, window or layer has its own.
 _WRAPPERS = "_decoder._attention._wrappers[*]"
-_OF_A_GRAPH = ("_int_workspace_buffer", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf")
+_OF_A_GRAPH = ("_int_workspace_buffer", "_qo_indptr_buf")
 _OF_A_LAYER = ("input_norm", "qkv", "output", "mlp_norm", "gate_up", "down")
 BUFFERS = {
     "_last_tokens",
-    "_inputs._block",
+    "_decoder._attention._slots",  # a view of _inputs._block
     "_graphs._replays[*][*].logits",
-    "_decoder._attention._slots",  # and _zeros, _ones
+    "_decoder._attention._zeros",  # and _ones
     "_decoder._attention._row_ids",
     "_decoder._attention._kv[*][*]",  # the KV pool
     f"{_WRAPPERS}._workspace",
-    f"{_WRAPPERS}._captured_indices",
     *(f"{_WRAPPERS}._captured_decode[*].{name}" for name in _OF_A_GRAPH),
     "flashinfer.utils._cache_buf[*]",
     "_decoder._ops._cos_sin",

@@ -181,7 +181,6 @@ OTHER_FENCES = {
     "wait: self._event.synchronize()",
     "hold: self._event.wait()",
 }
-NOTE_DECODES = "self._num_decodes = metadata.num_decodes"
 PUT_POSITIONS, PUT_SLOTS = "positions = self._put(arrays.positions)", "sampled_slots = self._put(arrays.sampled_slots)"
 # Buffers that a captured graph does not know.
 BUFFERS: list[Planted] = [
@@ -189,16 +188,17 @@ BUFFERS: list[Planted] = [
         Mistake(ModelRunner, "reset", "self._is_whole = True", "self._last_tokens = self._last_tokens.clone()"),
         Bench.greedy,
     ),
-    (
-        Mistake(FlashInferAttention, "plan", NOTE_DECODES, f"{NOTE_DECODES}; self._slots = self._slots.clone()"),
-        Bench.greedy,
-    ),
+    (Mistake(FlashInferAttention, "plan", "metadata.slot_mapping", "metadata.slot_mapping.clone()"), Bench.greedy),
     (
         Mistake(PinnedInputs, "send", "self._used = 0", "self._used = 0; self._block = self._block.clone()"),
         Bench.greedy,
     ),
-    (Mistake(_Wrappers, "_captured", "if size not in self._captured_decode:", "if True:"), Bench.greedy),
+    (Mistake(_Wrappers, "_plan_graph", "if known is None:", "if True:"), Bench.greedy),
     (Mistake(_Wrappers, "plan", "if metadata.captured", "if False"), Bench.greedy),
+    (
+        Mistake(_Wrappers, "_plan_graph", "self._flashinfer.decode.fast_decode_plan", "(lambda *_, **__: None)"),
+        Bench.greedy,
+    ),
     (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_SLOTS}; {PUT_POSITIONS}"), Bench.greedy),
     (Mistake(ModelRunner, "_padded", "return arrays.padded(size, self._spare_slot)", "return arrays"), Bench.greedy),
 ]
