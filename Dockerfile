@@ -86,8 +86,13 @@ RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.tx
     esac
 
 FROM runtime AS worker
+ARG DEVICE=cpu
+# Triton compiles a launcher for its kernels.
+RUN if [ "$DEVICE" = cuda ] && ! command -v gcc; then \
+      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
 # Machine code that workers load: no other service may write it.
-ENV NUMBA_CACHE_DIR=/kernels
+ENV NUMBA_CACHE_DIR=/kernels TRITON_CACHE_DIR=/kernels/triton
 COPY --from=worker-deps /opt/venv /opt/venv
 COPY --from=app /opt/app /opt/app
 USER 10001:10001

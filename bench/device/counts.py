@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {},
     "top-k": {"top_k": 50},
-    "top-p": {"top_p": 0.95},
+    "top-p 0.95": {"top_p": 0.95},
+    "top-p 0.5": {"top_p": 0.5},
+    "top-p 0.1, temperature 2": {"top_p": 0.1, "temperature": 2.0},
     "top-k and top-p": {"top_k": 50, "top_p": 0.95},
     "min-p": {"min_p": 0.05},
     "log probabilities": {"temperature": 0.0, "scored": True},
@@ -41,11 +44,7 @@ class Counted:
 
     operations: int = 0
     bytes: int = 0
-    logits_read: int = 0  # of fused.py's kernels
-
-    def passes(self, rows: int, vocab: int) -> float:
-        """How often the kernels read the logits."""
-        return self.logits_read / rows / vocab
+    passes: list[float] = field(default_factory=list)  # for each row, how often fused.py's kernels read its logits
 
 
 def make_rows(rows: int, temperature: float = 1.0, scored: bool = False, **filters: float) -> SamplingRows:
@@ -75,9 +74,10 @@ def count_fused(case: Mapping[str, Any], rows: int, vocab: int) -> Counted:
     generator = torch.Generator().manual_seed(1)
     logits = (SPREAD * torch.randn(rows, vocab, generator=generator)).to(torch.bfloat16)
     counter = _Counter()
-    with counter, _count_loads(logits, counter.counted):
+    with counter, _count_loads(logits) as loads:
         sample(logits, make_rows(rows, **case), fused=True)
-    counter.counted.bytes += counter.counted.logits_read * logits.element_size()
+    counter.counted.passes = (loads / vocab).tolist()
+    counter.counted.bytes += int(loads.sum()) * logits.element_size()
     return counter.counted
 
 
@@ -108,20 +108,21 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _count_loads(logits: Tensor, counted: Counted) -> Iterator[None]:
-    """Count how many logits the interpreter loads."""
+def _count_loads(logits: Tensor) -> Iterator[npt.NDArray[np.int64]]:
+    """Count how many logits of each row the interpreter loads."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    first, last = logits.data_ptr(), logits.data_ptr() + logits.nbytes
+    loads = np.zeros(len(logits), np.int64)
+    row_bytes = logits.shape[1] * logits.element_size()
     load = InterpreterBuilder.create_masked_load
 
     def count(builder: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        places = pointers.data[mask.data]
-        counted.logits_read += int(((places >= first) & (places < last)).sum())
+        rows = (pointers.data[mask.data].astype(np.int64) - logits.data_ptr()) // row_bytes
+        np.add.at(loads, rows[(rows >= 0) & (rows < len(loads))], 1)
         return load(builder, pointers, mask, *rest)
 
     InterpreterBuilder.create_masked_load = count
     try:
-        yield
+        yield loads
     finally:
         InterpreterBuilder.create_masked_load = load

@@ -3,12 +3,13 @@ Nothing here makes the host wait for a device.
 
 Sums of probabilities decide which tokens top-p keeps, and a sum of floats depends on its order. On a GPU the order
 differs with the number of rows, and for a running sum it may differ each time. So these are sums of whole numbers
-(`whole_weights`), which are equal in any order: the same logits keep the same tokens on every device and in every
-batch.
+(`whole_weights`), which are equal in any order: on one kind of device, the same logits keep the same tokens in every
+batch. (Another kind may round exp() differently.)
 
 FlashInfer's top_p_renorm_probs is not used. It reads float32 probabilities, in which different logits may be equal. And
 it is reproducible only with is_deterministic, which costs part of its advantage. `beyond_by_radix` finds the exact
-threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.)"""
+threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.) On a GPU
+these functions serve only typical_p, if Triton can be used (fused.py)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.device import upload_words
 from gpu_worker.sampling.filters import Column, scale_of_weights
 from gpu_worker.sampling.torch_sampling import draw_filtered, score
 
@@ -22,7 +21,7 @@ NUM_WARPS = 16
 NUM_PARAMETERS = 6
 
 _LIBRARY = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("sample_rows(Tensor logits, Tensor parameters, bool limited) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+_LIBRARY.define("sample_rows(Tensor logits, Tensor parameters) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
 _LIBRARY.define("score_rows(Tensor logits, Tensor rows, Tensor tokens, int num_top) -> (Tensor, Tensor, Tensor)")  # type: ignore[no-untyped-call]
 
 
@@ -35,13 +34,12 @@ def parameters_of(columns: Mapping[str, Column], keys: npt.NDArray[np.int32]) ->
     return made
 
 
-def sample_rows(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+def sample_rows(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens, int64 [rows], and which rows have none, bool [rows]: those with a NaN or without a finite maximum;
     their token is 0. Not for rows with typical_p.
 
-    logits: [rows, vocab], any float type; not changed. parameters: parameters_of(), on the device. limited: whether a
-    row has a top_k above 0."""
-    made: tuple[Tensor, Tensor] = torch.ops.paceline.sample_rows(logits, parameters, limited)
+    logits: [rows, vocab], any float type; not changed. parameters: parameters_of(), on the device."""
+    made: tuple[Tensor, Tensor] = torch.ops.paceline.sample_rows(logits, parameters)
     return made
 
 
@@ -53,7 +51,7 @@ def score_rows(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tu
 
 
 @torch.library.impl(_LIBRARY, "sample_rows", "CPU")
-def _sample_rows_by_torch(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+def _sample_rows_by_torch(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     words = parameters.numpy()
     floats = words.view(np.float32)
     best, tokens = logits.max(dim=-1)
@@ -74,12 +72,13 @@ def _score_rows_by_torch(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: 
 
 
 @torch.library.impl(_LIBRARY, "sample_rows", "CUDA")
-def sample_rows_by_triton(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+def sample_rows_by_triton(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     # Here, because only a worker on a GPU has triton.
     from gpu_worker.sampling import fused_kernels
 
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
-    values, ids = _scratch(logits, rows if limited else 0, fused_kernels.MAX_CANDIDATES)
+    values, ids = _scratch(logits, rows, fused_kernels.MAX_CANDIDATES)
     tokens = logits.new_empty(rows, dtype=torch.int64)
     failed = logits.new_empty(rows, dtype=torch.bool)
     fused_kernels.sample_rows[(rows,)](
@@ -93,6 +92,7 @@ def sample_rows_by_triton(logits: Tensor, parameters: Tensor, limited: bool) -> 
 def score_rows_by_triton(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     from gpu_worker.sampling import fused_kernels
 
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     vocab = logits.shape[1]
     num_top = min(num_top, vocab)
     values, ids = _scratch(logits, len(rows), fused_kernels.MAX_CANDIDATES)
@@ -112,23 +112,43 @@ def _scratch(logits: Tensor, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compile the kernels, which takes some seconds the first time. Returns why they cannot be used; None: they can.
+    """Compile the kernels, which takes some seconds the first time, and compare their results with those of a CPU.
+    Returns why they cannot be used; None: they can.
 
     dtype: of the model's logits. The kernels also get float32 logits, after logits processors."""
-    columns = {name: np.ones(1, np.float32) for name in ("temperature", "min_p", "top_p")}
-    parameters = parameters_of(columns | {"top_k": np.ones(1, np.int64)}, np.ones((1, 2), np.int32))
+    rows = len(_TRIAL["temperature"])
+    keys = np.arange(2 * rows, dtype=np.int32).reshape(rows, 2)
+    parameters = torch.from_numpy(parameters_of(_TRIAL, keys))
+    noise = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    which, num_top = torch.arange(rows), min(5, vocab)
     try:
         for kind in {dtype, torch.float32}:
-            logits = torch.zeros(1, vocab, dtype=kind, device=device)
-            tokens, _ = sample_rows(logits, upload_words(parameters, device), True)
-            score_rows(logits, torch.zeros_like(tokens), tokens, 1)
+            logits = (3 * noise).to(kind)
+            tokens, _ = sample_rows(logits, parameters)
+            drawn, failed = sample_rows(logits.to(device), parameters.to(device))
+            # Rounding may let another token win where two clocks ring almost together.
+            if failed.any() or int((drawn.cpu() != tokens).sum()) > 1:
+                return "they draw other tokens than a CPU"
+            expected = score_rows(logits, which, tokens, num_top)
+            found = score_rows(logits.to(device), which.to(device), tokens.to(device), num_top)
+            if not all(torch.allclose(a.cpu(), b, atol=1e-4) for a, b in zip(found, expected, strict=True)):
+                return "they find other log probabilities than a CPU"
     except Exception as error:  # no Triton, no C compiler, or whatever Triton's compiler raises
         return f"{type(error).__name__}: {error}"
     return None
 
 
+# Rows that take each way through the kernels.
+_TRIAL: Mapping[str, Column] = {
+    "temperature": np.array([0, 1, 0.7, 1, 1.5, 1, 1], np.float32),
+    "min_p": np.array([0, 0, 0.05, 0, 0, 0, 0], np.float32),
+    "top_p": np.array([1, 1, 1, 0.95, 0.2, 0.9, 1], np.float32),
+    "top_k": np.array([0, 0, 0, 0, 0, 50, 20]),
+}
+
+
 @torch.library.register_fake("paceline::sample_rows")  # type: ignore[untyped-decorator]
-def _shapes_of_sample_rows(logits: Tensor, parameters: Tensor, limited: bool) -> tuple[Tensor, Tensor]:
+def _shapes_of_sample_rows(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.bool)
 
 

@@ -7,13 +7,15 @@ No kernel sorts the vocabulary:
 
 - Top-k first finds a bound: the k-th largest of the lanes' maxima. The k largest logits are not below it, and few other
   logits are above it. These candidates are copied to `scratch`, and everything else examines only them.
-- Top-p does not find its threshold. It draws a token, and sums the weights of all tokens that are more likely than this
-  token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is among the more
-  likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger set is also the
-  best of any smaller set that contains it: the result is the token that a draw from the kept set would give. A draw is
-  accepted with a probability of at least top_p. (FlashInfer rejects draws in the same way, but draws again.)
+- Top-p does not find its threshold either. It draws a token, and sums the weights of all tokens that are more likely
+  than this token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is among
+  the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger set is
+  also the best of any smaller set that contains it: the result is the token that a draw from the kept set would give.
+  A draw is accepted with a probability of at least top_p. (FlashInfer rejects draws in the same way, but draws again.)
+  A small top_p would reject many draws. It first copies candidates, as top-k does, and draws from these if they
+  suffice.
 
-Sums are of whole numbers, as in filters.py, and do not depend on their order.
+Sums are of whole numbers, as in filters.py, and do not depend on their order: it differs between types of logits.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ import triton.language as tl
 
 # Values that a program examines at once.
 TILE = 4096
-# How many candidates of a row fit into its scratch memory. More can only be there if many logits are equal.
-MAX_CANDIDATES = 4096
+# How many candidates of a row fit into its scratch memory; at least TILE. A top_k of 3,072 has about 5,700.
+MAX_CANDIDATES = 8192
 
+# With a smaller top_p, candidates are copied first.
+_SMALL_SHARE: tl.constexpr = tl.constexpr(0.75)
+# The scale of exp(z) in sums for log probabilities: 2**44 times 2**17 tokens fits into int64.
+_SCORE_SCALE: tl.constexpr = tl.constexpr(2.0**44)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-60.0)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # ln 2 in two parts. The first has few bits, so that its product with a whole number is exact.
@@ -63,25 +69,34 @@ def sample_rows(
     fails = (broken > 0) | (tl.abs(largest) == float("inf"))
     if (temperature > 0) & (fails == 0):
         limit = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+        is_limited = limit < vocab
         count = CAPACITY + 1
-        if limit <= tl.minimum(TILE // 4, vocab - 1):
-            count, _total = _copy_candidates(
-                source, best, largest, temperature, limit, values, ids, vocab, TILE, CAPACITY
+        wanted = tl.full((), 0.0, tl.float64)
+        if (is_limited & (limit <= 3 * TILE // 4)) | ((is_limited == 0) & (share < _SMALL_SHARE)):
+            num_best = tl.minimum(limit, TILE // 4)
+            if is_limited:
+                num_best = limit
+            count, total, copied = _copy_candidates(
+                source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, TILE, CAPACITY
             )
+            wanted = _wanted(total, share)
+            if (is_limited == 0) & (copied.to(tl.float64) < wanted):  # top-p keeps more than the candidates
+                count = CAPACITY + 1
         if count <= CAPACITY:
-            if share < 1:
+            if is_limited & (share < 1):
                 kth = _kth_largest(values, ids, count, 0.0, 1.0, tl.minimum(limit, count), TILE, True)
                 floor = tl.maximum(floor, kth)
             token = _draw(
-                values, ids, count, 0.0, 1.0, floor, share, limit, vocab, first_key, second_key, scale, TILE, True
-            )
+                values, ids, count, 0.0, 1.0, floor, share, limit, wanted, is_limited, vocab, first_key, second_key,
+                scale, TILE, True,
+            )  # fmt: skip
         else:
-            if (share < 1) & (limit < vocab):
+            if is_limited & (share < 1):
                 kth = _kth_largest(source, ids, vocab, largest, temperature, limit, TILE, False)
                 floor = tl.maximum(floor, kth)
             token = _draw(
-                source, ids, vocab, largest, temperature, floor, share, limit, vocab, first_key, second_key, scale,
-                TILE, False,
+                source, ids, vocab, largest, temperature, floor, share, limit, wanted, True, vocab, first_key,
+                second_key, scale, TILE, False,
             )  # fmt: skip
     tl.store(tokens + row, tl.where(fails, 0, token).to(tl.int64))
     tl.store(failed + row, fails)
@@ -102,19 +117,26 @@ def score_rows(
     values, ids = scratch_values + place * CAPACITY, scratch_ids + place * CAPACITY
     best, _best_ids, broken = _lane_maxima(source, vocab, TILE)
     largest = tl.max(best, 0)
-    limit = tl.minimum(tl.maximum(num_top, 1), TILE // 4)
-    count, total = _copy_candidates(source, best, largest, 1.0, limit, values, ids, vocab, TILE, CAPACITY)
-    if (num_top > limit) | (num_top > count):  # perhaps not all of them are candidates
+    limit = tl.minimum(tl.maximum(num_top, 1), 3 * TILE // 4)
+    count, total, _copied = _copy_candidates(
+        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, TILE, CAPACITY
+    )
+    if num_top > limit:
         count = CAPACITY + 1
-    log_total = tl.log(total)
+    # If fewer tokens than num_top are possible, impossible ones follow, and these are among the first ids.
+    first = tl.minimum(vocab, num_top + count)
+    log_total = tl.log((total.to(tl.float64) / _SCORE_SCALE).to(tl.float32))
     if broken > 0:
         log_total = float("nan")
     x = tl.load(source + tl.load(tokens + place)).to(tl.float32)
     tl.store(sampled + place, x - largest - log_total)
     last, last_id = float("inf"), -1
     for rank in range(0, num_top):
-        if count <= CAPACITY:
+        if (count <= CAPACITY) & (rank < count):
             last, last_id = _next_likely(values, ids, count, 0.0, last, last_id, TILE, True)
+        elif count <= CAPACITY:
+            last_id = tl.where(rank == count, -1, last_id)
+            last, last_id = _next_likely(source, ids, first, largest, float("-inf"), last_id, TILE, False)
         else:
             last, last_id = _next_likely(source, ids, vocab, largest, last, last_id, TILE, False)
         tl.store(top_ids + place * num_top + rank, tl.minimum(last_id, vocab - 1).to(tl.int64))
@@ -152,28 +174,34 @@ def _tile(source, ids, start, count, largest, temperature, TILE: tl.constexpr, C
 
 @triton.jit
 def _copy_candidates(
-    source, best, largest, temperature, limit, values, ids, vocab, TILE: tl.constexpr, CAPACITY: tl.constexpr
-):
-    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and the sum of
-    exp(z) over all tokens. With more than CAPACITY, the copy is incomplete."""
+    source, best, largest, temperature, floor, limit, scale, values, ids, vocab,
+    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and the sum of the
+    weights of all tokens and of the copied tokens, with z >= floor. With more than CAPACITY, the copy is
+    incomplete."""
+    tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
     tl.debug_barrier()
     bound = _kth_largest(values, ids, TILE, 0.0, 1.0, limit, TILE, True)
     tl.debug_barrier()
     count = 0
-    total = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE,), tl.int64)
+    copied = tl.zeros((TILE,), tl.int64)
     for start in range(0, vocab, TILE):
         z, tokens = _tile(source, ids, start, vocab, largest, temperature, TILE, False)
-        total += tl.exp(z)
+        weights = tl.where(z >= floor, _weights(z, scale), 0)
+        total += weights
         taken = (z >= bound) & (z > float("-inf"))
+        copied += tl.where(taken, weights, 0)
         places = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         fits = taken & (places < CAPACITY)
         tl.store(values + places, z, mask=fits)
         tl.store(ids + places, tokens, mask=fits)
         count += tl.sum(taken.to(tl.int32), 0)
     tl.debug_barrier()
-    return count, tl.sum(total, 0)
+    return count, tl.sum(total, 0), tl.sum(copied, 0)
 
 
 @triton.jit
@@ -182,14 +210,14 @@ def _kth_largest(source, ids, count, largest, temperature, k, TILE: tl.constexpr
     low, high = tl.full((), -(2**31), tl.int64), tl.full((), 0, tl.int64)
     for _ in range(0, 32):
         middle = low + (high - low + 1) // 2
-        reach = 0
+        reached = tl.zeros((TILE,), tl.int32)
         for start in range(0, count, TILE):
             z, _tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
             bits = (z + 0.0).to(tl.int32, bitcast=True)
             keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             inside = start + tl.arange(0, TILE) < count
-            reach += tl.sum(((keys.to(tl.int64) >= middle) & inside).to(tl.int32), 0)
-        enough = reach >= k
+            reached += ((keys.to(tl.int64) >= middle) & inside).to(tl.int32)
+        enough = tl.sum(reached, 0) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     key = low.to(tl.int32)
@@ -198,15 +226,17 @@ def _kth_largest(source, ids, count, largest, temperature, k, TILE: tl.constexpr
 
 @triton.jit
 def _draw(
-    source, ids, count, largest, temperature, floor, share, limit, vocab, first_key, second_key, scale,
-    TILE: tl.constexpr, COPIED: tl.constexpr,
+    source, ids, count, largest, temperature, floor, share, limit, wanted, is_whole, vocab, first_key, second_key,
+    scale, TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens."""
+    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens. is_whole:
+    top-p's share is one of all these tokens; otherwise it is known, and is `wanted`."""
     total, _count, token, z = _draw_above(
         source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
     )
     if (share < 1) | (limit < vocab):
-        wanted = tl.maximum(total.to(tl.float64) * share.to(tl.float64), 1.0)
+        if is_whole:
+            wanted = _wanted(total, share)
         rejected = 1
         while rejected > 0:
             weight, number, next_token, next_z = _draw_above(
@@ -233,7 +263,7 @@ def _draw_above(
     for start in range(0, count, TILE):
         z, tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
         taken = (z >= floor) & (z > above)
-        weights += tl.where(taken, tl.floor(_exp(tl.maximum(z, _NO_WEIGHT)) * scale + 0.5), 0.0).to(tl.int64)
+        weights += tl.where(taken, _weights(z, scale), 0)
         numbers += taken.to(tl.int32)
         noisy = tl.where(taken, z - tl.log(_clock(tokens, first_key, second_key)), float("-inf"))
         larger = (noisy > best) | ((noisy == best) & (tokens < best_ids))
@@ -244,6 +274,18 @@ def _draw_above(
     token = tl.min(tl.where(best == winner, best_ids, _NO_TOKEN), 0)
     z = tl.max(tl.where((best == winner) & (best_ids == token), best_z, float("-inf")), 0)
     return tl.sum(weights, 0), tl.sum(numbers, 0), token, z
+
+
+@triton.jit
+def _wanted(total, share):
+    """The weights that top-p keeps reach this."""
+    return tl.maximum(total.to(tl.float64) * share.to(tl.float64), 1.0)
+
+
+@triton.jit
+def _weights(z, scale):
+    """whole_weights() in filters.py."""
+    return tl.floor(_exp(tl.where(z > _NO_WEIGHT, z, _NO_WEIGHT)) * scale + 0.5).to(tl.int64)  # NaN has no weight
 
 
 @triton.jit

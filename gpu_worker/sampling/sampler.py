@@ -86,7 +86,7 @@ def sample(
 ) -> Sampled:
     """Sample one token per row. A row's token depends only on its own logits, parameters and past.
 
-    logits: [rows, vocab], any float type; float32 logits are overwritten. fused: use the operations of fused.py."""
+    logits: [rows, vocab], any float type; float32 logits may be overwritten. fused: use the operations of fused.py."""
     changed = processors is not None or mask is not None or len(rows.banned_rows) > 0
     if changed or not fused:
         logits = logits.float()
@@ -127,7 +127,7 @@ def _scorer(logits: Tensor, rows: SamplingRows, fused: bool, changes: bool) -> C
 
 
 def _choose(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """The tokens, int64 [rows], 0 for a failed row; and which rows failed. Overwrites the logits."""
+    """The tokens, int64 [rows], 0 for a failed row; and which rows failed."""
     best, tokens = logits.max(dim=-1)  # a NaN in a row is its maximum
     failed = ~best.isfinite()
     random = np.flatnonzero(rows.columns["temperature"])
@@ -137,14 +137,14 @@ def _choose(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
 
 
 def _choose_fused(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """As _choose(), with the operations of fused.py. Does not change the logits."""
+    """As _choose(), with the operations of fused.py."""
     columns = dict(rows.columns)
     others = np.flatnonzero((columns["temperature"] > 0) & (columns["typical_p"] < 1))
     if len(others):
         columns["temperature"] = columns["temperature"].copy()
         columns["temperature"][others] = 0
     parameters = upload_words(parameters_of(columns, draw_keys(rows.seed, rows.position)), logits.device)
-    tokens, failed = sample_rows(logits, parameters, bool(columns["top_k"].any()))
+    tokens, failed = sample_rows(logits, parameters)
     if len(others):
         _draw_rows(logits, rows, others, tokens, failed)
         tokens.masked_fill_(failed, 0)
@@ -159,7 +159,7 @@ def _draw_rows(
     if len(which) < len(logits):
         logits, failed = logits.index_select(0, where), failed.index_select(0, where)
     # The draw needs finite rows.
-    logits = logits.float().masked_fill_(failed.unsqueeze(-1), 0.0)
+    logits = logits.float().masked_fill(failed.unsqueeze(-1), 0.0)
     columns = {name: column[which] for name, column in rows.columns.items()}
     keys = draw_keys(rows.seed[which], rows.position[which])
     tokens.index_copy_(0, where, draw_filtered(logits, columns, keys))

@@ -310,7 +310,7 @@ class ModelRunner:
         logits = self._compute(step, out)
         if step.draws is None:
             return GraphOutput(logits, None)
-        tokens, failed = sample_rows(logits, step.draws, True)
+        tokens, failed = sample_rows(logits, step.draws)
         self._last_tokens.index_copy_(0, step.decode_slots, tokens)
         return GraphOutput(logits, (tokens, failed))
 

@@ -89,8 +89,8 @@ def test_triton_kernels_sample_and_score_as_torch_does(dtype: torch.dtype) -> No
     keys = draw_keys(np.arange(count, dtype=np.uint64), np.full(count, 5))
     parameters = torch.from_numpy(parameters_of(columns, keys))
     logits = (3 * torch.randn(count, 128_256, generator=torch.Generator().manual_seed(0))).to(dtype)
-    expected, _ = sample_rows(logits, parameters, True)
-    drawn, failed = sample_rows(logits.to(DEVICE), parameters.to(DEVICE), True)
+    expected, _ = sample_rows(logits, parameters)
+    drawn, failed = sample_rows(logits.to(DEVICE), parameters.to(DEVICE))
     assert not failed.any()
     assert (drawn.cpu() != expected).sum() <= 2
     rows = torch.arange(0, count, 3)
@@ -106,6 +106,6 @@ def test_a_row_has_the_same_token_alone_with_triton_kernels() -> None:
     columns["top_k"] = np.repeat([0, 50], 32)
     keys = draw_keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64))
     parameters = torch.from_numpy(parameters_of(columns, keys)).to(DEVICE)
-    together, _ = sample_rows(logits, parameters, True)
-    alone = [sample_rows(logits[row : row + 1], parameters[row : row + 1], True)[0] for row in range(64)]
+    together, _ = sample_rows(logits, parameters)
+    alone = [sample_rows(logits[row : row + 1], parameters[row : row + 1])[0] for row in range(64)]
     assert torch.equal(torch.cat(alone), together)
