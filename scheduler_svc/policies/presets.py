@@ -43,7 +43,7 @@ PRESETS: dict[str, PolicySet] = {
             "mode": "auto",
         },
     ),
-    # vLLM V1 with its defaults.
+    # vLLM V1 with its defaults, and with --scheduling-policy priority.
     "vllm-v1": PolicySet("fcfs", "watermark", "decode-first", "last-in", {"watermark": 0.0, "requeue": "front"}),
     "vllm-v1-priority": PolicySet("priority", "watermark", "decode-first", "lowest-priority", {"watermark": 0.0}),
     # SGLang with its defaults, and with --schedule-policy lpm.

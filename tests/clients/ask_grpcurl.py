@@ -22,7 +22,7 @@ CONTRACTS = {
 
 
 def grpcurl(*arguments: str, data: object = None) -> str:
-    """Returns the output of grpcurl. If it fails, raises AssertionError with its output."""
+    """Returns what grpcurl writes to stdout. If grpcurl fails, raises AssertionError with its stderr."""
     command = [str(Path(sys.executable).parent / "grpcurl"), "-plaintext", "-max-time", "60"]
     said = [] if data is None else ["-d", json.dumps(data)]
     done = subprocess.run(

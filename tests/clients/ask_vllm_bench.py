@@ -1,4 +1,5 @@
-"""`vllm bench serve`. It fails at any line of a stream that does not begin with `data:`."""
+"""`vllm bench serve`. It skips SSE comments, and fails at any other line of a stream that does not begin with
+`data: `."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class BlockEvents:
 
     def _events(self, delta: MessageDelta) -> list[bytes]:
         events: list[bytes] = []
-        if delta.continued:  # first: content behind the call closes its block
+        if delta.continued:  # must come first: the events for content close the call's block
             events.append(self._delta("input_json_delta", partial_json=delta.continued))
         if delta.reasoning:
             events += self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})

@@ -1,4 +1,5 @@
-"""The gateway's own figures for the live view. They are those of /metrics, over the last seconds."""
+"""The gateway's own figures for the live view. They are those of /metrics, with rates and percentiles over the
+last seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outermost layer of the API: request ids, and errors in the shape of the path's API."""
+"""The outermost layer of the API, apart from CORS: request ids, and errors in the shape of the path's API."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def caller_of(request: Request) -> Caller:
 
 
 def sanitised_request_id(value: str) -> str:
-    """A client's request id without characters that could confuse a log or a header. A new id if nothing is left."""
+    """A client's request id without characters that could confuse a log or a header, cut to 128 characters. A new id if
+    nothing is left."""
     return _NOT_REQUEST_ID.sub("", value[: 4 * _REQUEST_ID_CHARS])[:_REQUEST_ID_CHARS] or uuid.uuid4().hex
 
 

@@ -1,4 +1,5 @@
-"""The Open Inference Protocol over a gateway; tests/e2e/test_outside_routers.py has its own client."""
+"""The Open Inference Protocol over a gateway, with generated stubs. tests/e2e/test_outside_routers.py uses Triton's
+client."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ async def stream(running: Running, *requests: pb.ModelInferRequest) -> list[pb.M
     return [response async for response in stub(running).ModelStreamInfer(asked())]
 
 
-async def test_a_text_prompt_gets_the_tokens_of_the_openai_api(running: Running) -> None:
+async def test_a_text_prompt_gets_the_text_of_the_openai_api(running: Running) -> None:
     expected = await running.openai.completions.create(model=MODEL, prompt="once", max_tokens=6, temperature=0)
     found = outputs(answer := await stub(running).ModelInfer(request(TEXT, SHORT)))
     assert (found["text_output"], found["finish_reason"]) == (expected.choices[0].text, "length")
@@ -77,7 +78,7 @@ async def test_a_text_prompt_gets_the_tokens_of_the_openai_api(running: Running)
     assert len(outputs(ids)["output_ids"]) == 6
 
 
-async def test_typed_contents_parameters_outputs_and_the_echo_are_honoured(running: Running) -> None:
+async def test_inputs_in_contents_take_effect_and_so_do_parameters_and_named_outputs(running: Running) -> None:
     typed = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1, 1])
     typed.contents.bytes_contents.append(b"once")
     with_prompt = pb.ModelInferRequest.InferInputTensor(name="exclude_input_in_output", datatype="BOOL", shape=[1])
@@ -242,7 +243,7 @@ async def test_a_list_of_a_million_entries_is_refused_before_a_loop_over_them(st
     assert time.perf_counter() - began_s < 0.05
 
 
-async def test_another_model_is_not_found(running: Running) -> None:
+async def test_another_model_or_version_is_not_found(running: Running) -> None:
     for asked in (request(TEXT, model="other"), request(TEXT, model_version="2")):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub(running).ModelInfer(asked)

@@ -35,7 +35,7 @@ def test_the_token_itself_comes_before_likelier_ones() -> None:
 
 
 def test_offsets_are_those_of_the_text() -> None:
-    """In the text, a special token may be empty, and a byte of no character counts as one character."""
+    """A hidden special token adds nothing to the text. A byte that is not valid UTF-8 adds one character (U+FFFD)."""
     written = {1: b"a", 2: b"<|end|>", 3: b"\x80", 4: b"\xc3", 5: b"b"}
     shape = LogprobFormat(chat=False, token_bytes=written.__getitem__, shown_bytes=(written | {2: b""}).__getitem__)
     ids = [1, 2, 1, 3, 5, 4, 5, 1]  # "aa\ufffdb\ufffdba"

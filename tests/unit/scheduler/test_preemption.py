@@ -1,4 +1,5 @@
-"""Which requests are preempted, where they wait afterwards, and what they keep."""
+"""Which requests are preempted, where they wait afterwards, and which are swapped. How much output is expected. When a
+draining worker is released."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_the_remaining_output_of_a_sequence_in_prefill() -> None:
 @pytest.mark.parametrize(
     ("computed", "member", "suits"), [(True, False, True), (False, False, False), (True, True, False)]
 )
-def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bool, member: bool, suits: bool) -> None:
+def test_a_sequence_is_swapped_only_if_its_prompt_is_computed_and_it_is_no_beam(
+    computed: bool, member: bool, suits: bool
+) -> None:
     host = SwapSpace(free_blocks=1)
     batch = SimpleNamespace(num_tokens=lambda _: 5)
     worker = SimpleNamespace(draining=False, blocks_for=lambda _: 1, batch=batch, host=host)
@@ -89,7 +92,7 @@ def test_only_a_computed_prompt_of_a_clients_own_request_is_swapped(computed: bo
 
 
 @pytest.mark.parametrize("mode", ["auto", "recompute"])
-def test_sequences_of_one_prompt_are_preempted_together_and_others_alone(mode: str) -> None:
+def test_samples_of_one_prompt_are_preempted_together_in_mode_auto_only(mode: str) -> None:
     samples = object()
     of = {0: None, 1: samples, 2: samples, 3: None}
     running = {slot: SimpleNamespace(family=SimpleNamespace(samples=one)) for slot, one in of.items()}

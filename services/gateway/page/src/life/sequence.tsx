@@ -8,11 +8,11 @@ import { hasEnded, lastS, phases, totals, waits } from "./timeline.ts";
 
 const MISSES: Record<MissReason, [string, string]> = {
   new: ["new to the cache", "--c-grey"],
-  block_border: ["behind the last full block", "--c-yellow"],
+  block_border: ["after the last block that can match", "--c-yellow"],
   evicted: ["was cached, and evicted", "--c-vermilion"],
   other_worker: ["cached on another worker", "--c-orange"],
   in_flight: ["being computed for another request", "--c-purple"],
-  whole_prompt: ["computed for the log probabilities of the prompt", "--c-green"],
+  whole_prompt: ["part of a prompt that must be computed in full", "--c-green"],
 };
 
 /** What a reason means, and its colour; a newer server may have further reasons. */
@@ -161,7 +161,7 @@ function Spans({ spans }: { spans: TimelineSpan[] }) {
   );
 }
 
-/** The detail with the id of the request before it as a link. */
+/** The detail of a span. The id of the request ahead in the queue is a link. */
 function Behind({ span, behind }: { span: TimelineSpan; behind: string }) {
   const at = span.detail.indexOf(behind);
   const link = (
