@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpu_worker.device import upload, upload_words
 from gpu_worker.sampling.filters import Column
-from gpu_worker.sampling.fused import parameters_of, sample_rows, score_rows
+from gpu_worker.sampling.fused import NUM_PARAMETERS, parameters_of, sample_rows, score_rows
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
@@ -52,6 +52,8 @@ class SamplingRows:
         columns = self.columns
         if len(self.banned_rows) or len(self.scored) or (columns["temperature"][columns["typical_p"] < 1] > 0).any():
             return None
+        if not columns["temperature"].any():  # greedy
+            return np.zeros((len(self.seed), NUM_PARAMETERS), np.int32)
         return parameters_of(columns, draw_keys(self.seed, self.position))
 
 

@@ -146,6 +146,9 @@ class SlotBuffers:
 
     def _moves(self, plan: StepPlan) -> tuple[Pairs, Pairs, Pairs]:
         """Swaps out, swaps in, copies."""
+        swaps = plan.swap_out_from or plan.swap_out_to or plan.swap_in_from or plan.swap_in_to
+        if not (swaps or plan.copy_from or plan.copy_to):
+            return _NO_MOVES
         device, host = self._check_blocks, self._check_host_blocks
         out = _pairs("swap_out", plan.swap_out_from, plan.swap_out_to, device, host)
         back = _pairs("swap_in", plan.swap_in_from, plan.swap_in_to, host, device)
@@ -383,6 +386,9 @@ class SlotBuffers:
     def _check_host_blocks(self, blocks: Int32s) -> None:
         if len(blocks) and (blocks.min() < 1 or blocks.max() > self.limits.num_host_blocks):
             raise ProtocolViolation(f"a host block id outside 1..{self.limits.num_host_blocks}: {blocks.tolist()}")
+
+
+_NO_MOVES = ((np.zeros(0, np.int32), np.zeros(0, np.int32)),) * 3
 
 
 def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockCheck, check_to: BlockCheck) -> Pairs:
