@@ -1,4 +1,5 @@
-"""`make bench-host`: what a worker asks of a GPU, counted without one. Writes bench/results/gpu_counts.json."""
+"""`make bench-host`: what a worker asks of a GPU, counted without one, and how long the host takes to launch a step.
+Writes bench/results/gpu_counts.json."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
+from bench.device.launching import launch_ms
 
 # The interpreter takes a second a row. The bytes are given for ROWS.
 INTERPRETED_ROWS = 32
@@ -40,12 +42,16 @@ def main() -> None:
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     console.print(table)
+    launches = launch_ms(ROWS)
+    for name, took_ms in launches.items():
+        console.print(f"launch() of {ROWS} {name} decodes, kernels stubbed: {took_ms:.2f} ms", highlight=False)
     report = {
         "rows": ROWS,
         "vocabulary": VOCAB,
         "dtype": "bfloat16",
         "interpreted_rows": INTERPRETED_ROWS,
         "sampling": rows,
+        "launch_ms": {name: round(took_ms, 3) for name, took_ms in launches.items()},
     }
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -44,6 +44,7 @@ def twin(
     max_num_seqs: int = 12,
     graph_sizes: tuple[int, ...] = (),
     capture: Capture = run_again,
+    fused_sampling: bool = False,
 ) -> ModelRunner:
     model = load_model(str(checkpoint), dtype=dtype, device=CPU)
     config = model.config
@@ -68,7 +69,7 @@ def twin(
     if (embedding := model.embedding) is not None:
         pooler = Pooler(embedding, config.hidden_size, max_num_seqs, CPU)
     inputs = PinnedInputs(limits, table_blocks, CPU)
-    runner = ModelRunner(decoder, attention, pool, limits, inputs, CPU, pooler=pooler)
+    runner = ModelRunner(decoder, attention, pool, limits, inputs, CPU, pooler=pooler, fused_sampling=fused_sampling)
     if graph_sizes:
         runner.capture_graphs(list(graph_sizes), capture)
     return runner
