@@ -30,7 +30,7 @@ class Fault(enum.IntEnum):
     NAN = 102  # in the row's logits
     HANG = 103  # the forward pass never returns
     DIE = 104  # the process is killed in the forward pass
-    BREAK = 105  # an exception; all later work on the device fails
+    BREAK = 105  # steps go on; every later check of the device (ModelRunner.check) raises
     SULK = 106  # as HANG, and the worker does not check how long a step takes
 
 
