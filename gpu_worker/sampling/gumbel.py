@@ -2,9 +2,9 @@
 
 Each token gets an exponential clock with a rate that equals its probability, and the first clock to ring wins. This is
 the same as adding Gumbel noise to the logits and taking the largest. So rounding in a logit's last bits changes the
-result only if two clocks ring almost together, as in greedy sampling. (The usual draw compares one random number with
-running sums of probabilities. There, rounding in one likely token moves the interval borders of all later tokens, and
-some intervals are no wider than this error.)
+result only if two clocks ring almost together. (Greedy sampling is alike: there rounding matters only if two logits are
+almost equal. The usual draw compares one random number with running sums of probabilities. There, rounding in one
+likely token moves the interval borders of all later tokens, and some intervals are no wider than this error.)
 """
 
 from __future__ import annotations

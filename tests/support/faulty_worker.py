@@ -30,8 +30,7 @@ class Fault(enum.IntEnum):
     NAN = 102  # in the row's logits
     HANG = 103  # the forward pass never returns
     DIE = 104  # the process is killed in the forward pass
-    BREAK = 105  # an exception; all later work on the device fails
-    SULK = 106  # as HANG, and the worker does not check how long a step takes
+    SULK = 105  # as HANG, and the worker does not check how long a step takes
 
 
 def poison(fault: Fault, after: int, *rest: int) -> list[int]:
@@ -41,7 +40,6 @@ def poison(fault: Fault, after: int, *rest: int) -> list[int]:
 
 class FaultyRunner(ModelRunner):
     _faults: dict[int, tuple[Fault, int]]  # by slot: which, and at which number of computed tokens
-    _broken = False
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._faults = {} if plan.step == 1 else self._faults
@@ -70,14 +68,7 @@ class FaultyRunner(ModelRunner):
                     threading.Event().wait()
                 case Fault.DIE:
                     os.kill(os.getpid(), signal.SIGKILL)
-                case Fault.BREAK:
-                    self._broken = True
         return super()._forward(rows)
-
-    def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
-        if self._broken:
-            raise RuntimeError("CUDA error: device-side assert triggered\nand many lines more")
-        return super()._compute(step, out)
 
     def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         due = self._due(rows)

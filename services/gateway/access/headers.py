@@ -17,7 +17,7 @@ SLO_TTFT = "x-llm-d-slo-ttft-ms"
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_IDS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")  # llm-d's name, and the older one
 LOAD_REPORT_FORMAT = "endpoint-load-metrics-format"
-# Each header of a request for tokens, and its meaning.
+# Headers of generation and embedding requests, and their meaning (for /openapi.json). Some routes add others.
 HEADERS = {
     SESSION_ID: "the session that the request continues; 1 to 128 printable ASCII characters",
     SLO_TTFT: "milliseconds within which the first token is wanted (ttft_slo_s)",

@@ -11,8 +11,8 @@ _LORA = "LoRA adapters are not served."
 _EMBEDS = "Embeddings as a prompt (`prompt_embeds`) are not served."
 _ALL_LOGPROBS = "At most 20 log probabilities per token are served; the test asks for all (`--max-logprobs 151936`)."
 _NO_THINKING = (
-    "The demo model writes no `<think>`. vLLM's parser treats an answer without tags as reasoning; here it is "
-    "reasoning only if the prompt or the answer opened it, so it is content."
+    "The demo model writes no `<think>`. For `qwen3`, vLLM treats an answer without tags as reasoning. Paceline treats "
+    "it as content, unless the prompt ends with `<think>`."
 )
 REASONS: dict[str, str] = {
     "openai/chat_completion/test_batched_chat_completions.py::*": (

@@ -68,7 +68,7 @@ def test_no_reuse_gets_new_blocks_and_others_reuse_the_cached_ones() -> None:
     cache.match(4, [*A, 8])
     part = cache.one(d.admit_op(4, 0, new_tokens=5, no_reuse=True)).admit
     assert len(d.unpack(part.block_table)) == 2
-    assert cache.pools[0][2] == 4 + 5 + 2, "only the sequences that reused the cached blocks use them"
+    assert cache.pools[0][2] == 4 + 5 + 2, "sequences with no_reuse use no cached block"
     cache.free(2, 3, 4)
 
 
@@ -84,7 +84,7 @@ def test_no_reuse_fits_a_pool_that_is_full_of_equal_blocks() -> None:
 
 
 def test_a_sequence_with_duplicates_cannot_be_forked() -> None:
-    """The sequence is admitted without a fork instead, and finds the equal blocks."""
+    """A new sequence can still be admitted without a fork, and reuses the cached blocks."""
     cache = link()
     cache.run(1, A)
     cache.match(2, [*A, 7])
@@ -215,7 +215,7 @@ def test_each_strategy_evicts_by_its_rule(eviction: str, kept: list[bool]) -> No
         stored(cache, sequence, prompt, priority=priority)
     for prompt in (TWO, ONE, ONE) if eviction == "lfu" else (ONE, ONE):
         cache.run(9, [*prompt, 7])
-    cache.start(10, A[:8])  # one block is free; the other one is in use
+    cache.start(10, A[:8])  # takes the free block, and evicts a cached one
     assert keeps(cache, ONE, TWO, THREE) == kept
 
 
@@ -246,7 +246,7 @@ def test_retention_lasts_for_its_duration_after_the_last_use() -> None:
 
 
 def test_each_reuse_renews_a_retention() -> None:
-    """A request without its own retention is a use too: the duration begins again when it ends."""
+    """A request without its own retention is a use too: the duration begins again when the request ends."""
     cache = link(num_blocks=3, partial_reuse=False)
     stored(cache, 1, ONE, retention=[(0, 0, 80, 100)])
     cache.now_ms = 90
@@ -306,8 +306,8 @@ def test_invalid_ranges_are_refused(ranges: d.Retention, message: str) -> None:
 
 
 def test_a_retention_may_end_while_its_block_is_not_in_the_eviction_queue() -> None:
-    """Another worker splits the run of blocks, and its front part waits for the rest. `upcoming` still gives the order
-    in which the blocks are evicted."""
+    """A prompt on another worker splits the node. Its front part enters the queue only when its back part is evicted.
+    `upcoming` still gives the order in which the blocks are evicted."""
     cache = link(num_blocks=4, partial_reuse=False, workers=2)
     cache.one(d.match_op(1, A[:8], retention=[(0, 0, 80, 10)]))
     cache.admit(1, 0)
@@ -344,8 +344,8 @@ def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
     assert cache.extend(3) == [3]
 
 
-def test_repeated_uses_of_retained_blocks_leave_no_old_entries() -> None:
-    """The queue keeps no old entries of a block that is used repeatedly, and none of evicted blocks."""
+def test_repeated_uses_of_retained_blocks_leave_few_old_entries() -> None:
+    """The queue keeps few old entries, both of a block that is used repeatedly and of evicted blocks."""
     cache = link(num_blocks=6)
     hour = 3_600_000
     for i in range(300):

@@ -1,4 +1,5 @@
-"""Sampling never makes the host wait for the device. These tests need no GPU (see no_wait.py)."""
+"""Sampling, prompt scoring and pooling never make the host wait for the device. The tests need no GPU (see
+no_wait.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ ASKED = {
 
 
 def rows_asking(names: tuple[str, ...], everyone: bool) -> dict[str, np.ndarray]:
-    """Parameters that every row asks for, so that no rows are selected, or that some rows ask for."""
+    """`everyone`: every row uses each filter, so the sampler selects no rows. Otherwise only some rows use a filter."""
     values = {name: PER_ROW[name] for name in names}
     return {name: np.repeat(value[-1:], ROWS) for name, value in values.items()} if everyone else values
 
