@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Triton reads it at its import. Its kernels run without a GPU only in its interpreter.
-if not Path("/proc/driver/nvidia").exists():
+if not any(Path(driver).exists() for driver in ("/proc/driver/nvidia", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"
 # Commands find neither a server that the developer runs nor those of other test processes.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"paceline-state-{os.getpid()}")

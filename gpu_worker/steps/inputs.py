@@ -79,8 +79,8 @@ class PinnedInputs:
         int64 | sampling_rows | sampled_slots |          end of the copied part ^
         int32 | qo_indptr |                              attention.plan copies it itself
 
-    In every step of n decodes, the arrays of the first two lines begin at the same addresses, because a captured graph
-    reads them there."""
+    In every step of a graph of n decodes, the arrays of the first two lines begin at the same addresses, because a
+    captured graph reads them there."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: the limit for one sequence's block table."""

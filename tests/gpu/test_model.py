@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from bench.device.load import SAMPLED, Load, LoadRequest
+from bench.device.load import GREEDY, SAMPLED, Load, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.steps import runner as runner_module
@@ -27,6 +27,8 @@ Checkpoints = Callable[[str], Checkpoint]
 
 NEW_TOKENS = 24
 _rng = np.random.default_rng(3)
+# With log probabilities, a step samples after its graph, and so the logits are seen.
+SCORED = SamplingParams(top_p=1.0, logprobs=True, ignore_eos=True)
 PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 2, 16, 33, 64, 90, 300)]
 
 
@@ -111,13 +113,29 @@ def test_graphs_give_the_logits_of_eager_steps(checkpoint: Checkpoints, monkeypa
             logits = logits_of_steps(runner, patch)
             driver = Driver(runner, 512)
             for prompt in PROMPTS:
-                driver.add(prompt, 2)  # one step of chunks, one of decodes
+                driver.add(prompt, 2, SCORED)  # one step of chunks, one of decodes
             driver.run_step()
             driver.run_step()
             seen.append(logits)
     (eager_chunks, eager), (graph_chunks, graph) = seen
     assert torch.equal(eager_chunks.argmax(-1), graph_chunks.argmax(-1)), "the earlier steps differ already"
     assert float((graph - eager).norm() / eager.norm()) < 0.01
+
+
+def test_a_graph_draws_the_tokens_that_are_drawn_after_it(checkpoint: Checkpoints) -> None:
+    """The logits are the same, bit for bit. With log probabilities, a step samples after its graph."""
+    drawn = []
+    for logprobs in (False, True):
+        driver = Driver(gpu_runner(checkpoint("qwen3").folder, graph_max_seqs=40), 512)
+        samplings = [GREEDY, SAMPLED, SamplingParams(temperature=1.0, top_p=0.5, seed=4, ignore_eos=True)]
+        sequences = []
+        for i, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(logprobs=logprobs)
+            sampling.MergeFrom(samplings[i % 3])
+            sequences.append(driver.add(prompt, NEW_TOKENS, sampling))
+        driver.run()
+        drawn.append([sequence.output for sequence in sequences])
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("graph_max_seqs", [0, 24])

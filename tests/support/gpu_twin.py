@@ -46,6 +46,7 @@ def twin(
     capture: Capture = run_again,
     fused_sampling: bool = False,
 ) -> ModelRunner:
+    assert not (fused_sampling and capture is run_again), "such a replay draws into new memory"
     model = load_model(str(checkpoint), dtype=dtype, device=CPU)
     config = model.config
     limits = SlotLimits(

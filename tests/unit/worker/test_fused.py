@@ -26,8 +26,8 @@ from gpu_worker.sampling.fused import (
 )
 from gpu_worker.sampling.gumbel import draw_keys
 
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu runs these kernels, and the interpreter would replace them", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("with a GPU's driver, tests/gpu runs these kernels instead of the interpreter", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 from gpu_worker.sampling import fused_kernels
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
+from gpu_worker.sampling.fused import NUM_PARAMETERS
 from gpu_worker.steps.inputs import HostInputs, PinnedInputs
 from gpu_worker.steps.slots import SlotLimits
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, indptr
@@ -41,6 +44,12 @@ def arrays_of(decodes: list[tuple[int, int]], chunks: list[tuple[int, int]], see
     )
 
 
+def drawing(arrays: StepArrays) -> StepArrays:
+    """A step of a graph that samples."""
+    draws = np.random.default_rng(arrays.num_rows).integers(0, 2**31, (arrays.num_rows, NUM_PARAMETERS))
+    return replace(arrays, draws=draws.astype(np.int32))
+
+
 steps = st.builds(
     arrays_of, st.lists(decode, max_size=5), st.lists(chunk, min_size=1, max_size=3), st.integers(0, 2**31)
 )
@@ -72,7 +81,11 @@ def test_the_device_gets_the_staged_inputs(sequence: list[StepArrays]) -> None:
 
 def test_the_largest_step_fits() -> None:
     full = [(39, 1)] * MAX_SEQS
-    arrays = arrays_of(full, [], 0)
+    arrays = drawing(arrays_of(full, [], 0))
+    sent = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU).send(arrays)
+    assert sent.draws is not None
+    assert arrays.draws is not None
+    assert np.array_equal(sent.draws.numpy(), arrays.draws)
     assert PinnedInputs(LIMITS, TABLE_BLOCKS, CPU).send(arrays).attention.num_rows == MAX_SEQS
     chunks = [(0, 33), *[(39, 1)] * 7]
     arrays = arrays_of([], chunks, 0)
@@ -115,13 +128,15 @@ def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, deco
     size = max(size, len(decodes))
     places = []
     for arrays in (
-        dummy_decodes(size, MAX_SEQS),
+        drawing(dummy_decodes(size, MAX_SEQS)),
         arrays_of([], [(5, 9), (0, 3)], 0),
-        arrays_of(decodes, [], 1).padded(size, MAX_SEQS),
+        drawing(arrays_of(decodes, [], 1)).padded(size, MAX_SEQS),
     ):
         step = inputs.send(arrays, captured=True)
         attention = step.attention
         assert attention.tables is not None
+        if step.draws is not None:
+            assert step.draws.shape == (size, NUM_PARAMETERS)
         tables = attention.tables.kv_indptr, attention.tables.last_block_len, attention.tables.kv_indices
         places.append([x.data_ptr() for x in (step.decode_slots, step.positions, attention.slot_mapping, *tables)])
     assert places[0] == places[2] != places[1]

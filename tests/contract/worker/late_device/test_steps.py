@@ -80,8 +80,8 @@ def test_every_kind_of_sampling_is_as_on_a_cpu(
         check_equal(play(gpu_runner(folder), plans, window), expected)
 
 
-# Operations of a decode step that the host queues one by one: the copy of its inputs, that of FlashInfer's plan, the
-# replay's start, three events, the results (2). Sampling is in the graph; log probabilities and penalties are not.
+# Operations of a decode step that the host queues one by one: the copies of its inputs and of FlashInfer's plan, three
+# events, the results (2). Sampling is in the graph; log probabilities and penalties are not.
 QUEUED = {"greedy": (GREEDY, 7), "sampled": (SAMPLED, 7), "scored": (SCORED, 16)}
 
 
