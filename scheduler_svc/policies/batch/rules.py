@@ -17,4 +17,4 @@ def may_cut(step: Step, num_tokens: int, chunked_prefill: bool) -> bool:
 
 def reject_after_preemption(step: Step) -> None:
     """Note that no waiting request is admitted because the step has preempted sequences."""
-    step.reject_all("preemption", f"{len(step.preempted)} were preempted in this step")
+    step.reject_all("preemption", f"preempted in this step: {len(step.preempted)}")
