@@ -37,7 +37,7 @@ def main() -> None:
         with console.status(f"counting: {case}"):
             rows.append(count(case))
     table = Table(title=f"Sampling of {ROWS} rows, vocabulary {VOCAB:,}, bfloat16 logits", title_justify="left")
-    for heading in ("case", "operations", "GB", "passes", "most", "torch: operations", "torch: GB"):
+    for heading in ("case", "ops", "GB", "passes", "most", "torch: ops", "torch: GB"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=heading == "case")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
