@@ -287,12 +287,13 @@ class ModelRunner:
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
-        parameters, slots = self._slots.sampling_rows(rows), rows.slots[rows.samples]
+        slots = rows.slots[rows.samples]
         is_plain = self._logits_processors.of(slots) is None and not self._grammars.of(slots)
-        draws = parameters.draws() if self._fused_sampling and is_plain else None
+        parameters = self._slots.sampling_rows(rows) if self._fused_sampling and is_plain else None
+        draws = None if parameters is None else parameters.draws()
         step = self._prepare(self._padded(arrays, size, draws), captured=True)
         output = graphs.replay(size)
-        if draws is None or output.drawn is None:
+        if parameters is None or draws is None or output.drawn is None:
             return self._sample(rows, step, output.logits[: arrays.num_rows])
         tokens, failed = output.drawn
         sampled = Sampled(tokens[: arrays.num_rows], failed[: arrays.num_rows], None, None)
