@@ -45,7 +45,8 @@ class CacheCore(Operations):
         self.epoch = 0  # of the first exchange
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
-        """Executes the operations in order. A failed operation has an error as its result and has changed nothing.
+        """Executes the operations in order. A failed operation has an error as its result and has
+        changed no sequence, block or pin. After an ExtendOp that failed, later operations for its workers may fail, too.
 
         Raises LinkError, having changed nothing, if the exchange is not the one after the last, or if its epoch differs
         from that of the first one. Raises InvariantError in debug mode.
@@ -107,10 +108,10 @@ class CacheCore(Operations):
 
     def _report_pools(self, response: pb.CacheServiceLinkResponse) -> None:
         for worker in self._touched.values():
-            counters = worker.counters()
+            worker.shown = counters = worker.counters()
             if counters != worker.reported:
                 self._count_evictions(worker)
-                worker.reported = worker.shown = counters
+                worker.reported = counters
                 response.pools.append(pool_counters(worker.worker_id, counters))
         self._touched.clear()
 

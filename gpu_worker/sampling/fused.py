@@ -12,13 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu_worker.sampling.filters import Column, scale_of_weights
+from gpu_worker.sampling.filters import FILTERS, Column, scale_of_weights
 from gpu_worker.sampling.torch_sampling import draw_filtered, score
 
 # A program's threads, 32 each: 8 values of a tile per thread.
 NUM_WARPS = 16
 # temperature, min_p, top_p (float32), top_k, two words of draw_keys() (int32)
 NUM_PARAMETERS = 6
+# Filters that the kernels lack: their rows are sampled with torch's filters.
+OTHER_FILTERS = tuple(name for name in FILTERS if name not in ("min_p", "top_k", "top_p"))
+ANY_VOCAB = 2**31 - 1  # the size that Filter.needs gets: none of the other filters depends on it
 
 _LIBRARY = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("sample_rows(Tensor logits, Tensor parameters) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
@@ -34,9 +37,17 @@ def parameters_of(columns: Mapping[str, Column], keys: npt.NDArray[np.int32]) ->
     return made
 
 
+def need_other_filters(columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
+    """Which rows sample_rows() cannot sample, bool [rows]."""
+    random, needs = columns["temperature"] > 0, np.zeros(len(columns["temperature"]), bool)
+    for name in OTHER_FILTERS:
+        needs |= FILTERS[name].needs(columns[name], ANY_VOCAB)
+    return random & needs
+
+
 def sample_rows(logits: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens, int64 [rows], and which rows have none, bool [rows]: those with a NaN or without a finite maximum;
-    their token is 0. Not for rows with typical_p.
+    their token is 0. Not for rows that need_other_filters().
 
     logits: [rows, vocab], any float type; not changed. parameters: parameters_of(), on the device."""
     made: tuple[Tensor, Tensor] = torch.ops.paceline.sample_rows(logits, parameters)
@@ -59,7 +70,6 @@ def _sample_rows_by_torch(logits: Tensor, parameters: Tensor) -> tuple[Tensor, T
     random = np.flatnonzero((floats[:, 0] > 0) & ~failed.numpy())
     if len(random):
         columns = {"temperature": floats[:, 0], "min_p": floats[:, 1], "top_p": floats[:, 2], "top_k": words[:, 3]}
-        columns["typical_p"] = np.ones(len(words), np.float32)
         chosen = {name: column[random] for name, column in columns.items()}
         drawn = draw_filtered(logits[random].float(), chosen, words[random, 4:])
         tokens.index_copy_(0, torch.from_numpy(random), drawn)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpu_worker.device import upload, upload_words
 from gpu_worker.sampling.filters import Column
-from gpu_worker.sampling.fused import NUM_PARAMETERS, parameters_of, sample_rows, score_rows
+from gpu_worker.sampling.fused import NUM_PARAMETERS, need_other_filters, parameters_of, sample_rows, score_rows
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.gumbel import draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
@@ -50,7 +50,7 @@ class SamplingRows:
     def draws(self) -> npt.NDArray[np.int32] | None:
         """The parameters for sample_rows() in fused.py, if it alone can sample the tokens; else None."""
         columns = self.columns
-        if len(self.banned_rows) or len(self.scored) or (columns["temperature"][columns["typical_p"] < 1] > 0).any():
+        if len(self.banned_rows) or len(self.scored) or need_other_filters(columns).any():
             return None
         if not columns["temperature"].any():  # greedy
             return np.zeros((len(self.seed), NUM_PARAMETERS), np.int32)
@@ -141,7 +141,7 @@ def _choose(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
 def _choose_fused(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """As _choose(), with the operations of fused.py."""
     columns = dict(rows.columns)
-    others = np.flatnonzero((columns["temperature"] > 0) & (columns["typical_p"] < 1))
+    others = np.flatnonzero(need_other_filters(columns))
     if len(others):
         columns["temperature"] = columns["temperature"].copy()
         columns["temperature"][others] = 0

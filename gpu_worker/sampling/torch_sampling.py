@@ -22,10 +22,11 @@ def draw_filtered(logits: Tensor, columns: Mapping[str, Column], keys: npt.NDArr
     """The drawn tokens, int64 [rows].
 
     logits: float32 [rows, vocab], finite or -inf. columns: the temperature, above 0, and the filters' parameters by
-    name. keys: draw_keys()."""
+    name, without filters that no row needs. keys: draw_keys()."""
     logits = apply_temperature(logits, upload(columns["temperature"], logits.device))
     for name in FILTER_NAMES:
-        logits = _filter(logits, FILTERS[name], columns[name])
+        if name in columns:
+            logits = _filter(logits, FILTERS[name], columns[name])
     return draw(logits, upload(keys, logits.device))
 
 

@@ -1,4 +1,4 @@
-"""LiteLLM as a library, with the provider that its documentation names for OpenAI-compatible servers."""
+"""LiteLLM as a library, with its providers for OpenAI-compatible servers and for vLLM."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ operator killed the worker. Where workers are killed from outside all the time, 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
 back, it has not died of these rows, and that blame is withdrawn. A blame that may still be withdrawn has an `Absence`.
 If a suspect reaches `poisoned_after` only because such blames count, it is held: it is not retried until a worker comes
-back. It is found poisoned when `poisoned_after` of its blames have no `Absence`, or an `Absence` of more than RETURN_S.
+back. Only its latest failures in a row in which it ran alone count. It is found poisoned when `poisoned_after` of these
+have no `Absence`, or an `Absence` that began at least RETURN_S ago.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
 carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a
@@ -44,8 +45,8 @@ RETURN_S = 10.0  # a frozen or unreachable worker is mostly back within this tim
 
 
 class Loss(IntEnum):
-    """How a worker was lost. The value: how many blames for such a loss can be withdrawn before the suspect is
-    cleared."""
+    """How a worker was lost. The value: the most blames of one suspect that can be withdrawn for this kind of loss.
+    Later blames stay. The count starts again when the suspect is cleared."""
 
     FAULT = 0  # it made no progress with a step, or sent an invalid message
     SILENCE = 3  # no heartbeat came

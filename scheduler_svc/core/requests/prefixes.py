@@ -1,4 +1,4 @@
-"""An index of requests by shared token prefixes, for one step."""
+"""An index of requests by shared token prefixes, made for one step or for one placement round."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ R = TypeVar("R", Request, RequestView)
 
 
 class PrefixIndex(Generic[R]):
-    """Finds requests that share a block of tokens at a given depth. Most lookups use one depth, where the cached prefix
-    of all requests ends. So the index sorts its requests by their blocks at a depth only when a lookup needs it."""
+    """Finds requests that share a block of tokens at a given depth. The cached prefixes of
+    the requests usually have the same length, so most lookups ask for the same depth. So the index groups its requests
+    by their blocks at a depth only when a lookup asks for this depth."""
 
     __slots__ = ("_at_depth", "_block_size", "_items")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._items: list[tuple[R, int]] = []
-        # Depth in tokens: the number of items sorted at this depth, and the items by their block there.
+        # By depth in tokens: how many of `_items` are grouped at this depth, and the groups by their block after it.
         self._at_depth: dict[int, tuple[int, dict[bytes, list[tuple[R, int]]]]] = {}
 
     def __len__(self) -> int:

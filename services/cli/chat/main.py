@@ -22,9 +22,7 @@ PROG = "paceline chat"
 
 def parser() -> Parser:
     parser = Parser(
-        prog=PROG,
-        description=__doc__,
-        epilog="Without a terminal, or with a QUESTION, it prints one answer and nothing else.",
+        prog=PROG, description=__doc__, epilog="Without a terminal, or with a QUESTION, it prints one answer and ends."
     )
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="asks only this (default: a chat, or stdin)")
     parser.add_argument("--model", help="(default: the first that the server lists)")
@@ -38,7 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     arguments = parser().parse_args(argv)
-    for stream in (sys.stdin, sys.stdout):  # under LANG=C, text that is not ASCII would raise an error
+    for stream in (sys.stdin, sys.stdout):  # characters that the locale's encoding lacks would raise an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "backslashreplace")
     question = " ".join(arguments.question).strip()

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         server = HttpApi(find_endpoint(arguments))
     except (NoAddress, TlsError, ValueError) as error:
         return usage_error(PROG, str(error))
-    for stream in (sys.stdout, sys.stderr):  # under LANG=C, text that is not ASCII would raise an error
+    for stream in (sys.stdout, sys.stderr):  # characters that the locale's encoding lacks would raise an error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:

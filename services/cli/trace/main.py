@@ -99,7 +99,7 @@ def _record(server: HttpApi, seconds: float) -> list[Record]:
             raise
         print(f"{PROG}: the trace ends early: {error}", file=sys.stderr)
     if not any(record["scheduler"] for record in records):
-        raise RequestFailed(f"{server.endpoint.url} has no connection to the scheduler: there is nothing to record")
+        raise RequestFailed(f"{server.endpoint.url} got no records: its scheduler is not there, or refuses more traces")
     return records
 
 
@@ -125,7 +125,8 @@ def _tell(path: Path, content: dict[str, Any]) -> None:
     """Say on standard error what the file has, and how well the clocks are aligned."""
     about = content["otherData"]
     worst = max(about["clock_errors_us"].values(), default=0.0)
-    missed = f", {about['num_missed']} events missed" if about["num_missed"] else ""
+    num_missed = about["num_missed"]
+    missed = f"; {num_missed} steps, exchanges and runs of the scheduler are missing" if num_missed else ""
     print(
         f"{path}: {len(content['traceEvents'])} events{missed}; clocks agree within {worst / 1000:.2f} ms. "
         "Open it at https://ui.perfetto.dev",

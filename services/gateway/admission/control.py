@@ -15,10 +15,13 @@ _KEPT_S = 1.0
 class AdmissionControl:
     """Admits as many new requests as the scheduler's queue has free positions. It reads no clock.
 
-    The scheduler reports how many positions were free after how many submissions of the stream. Each later submission
-    takes one of these positions. Other gateways take positions too, and requests leave the queue. So a report that was
-    not renewed between two ticks says nothing. Until the next report, each tick then sets the number of free positions
-    to the largest number that was reported on this stream.
+    The scheduler reports how many positions were free after how many submissions of the stream. Until the first report
+    every request is admitted. Each later submission takes one of the free positions. Only online requests count:
+    offline ones have a queue of their own.
+
+    Other gateways take positions too, and requests leave the queue. So the last report holds only while messages of the
+    scheduler come, with or without a new report. If none came between two ticks, each tick sets the number of free
+    positions to the largest number that was reported on this stream, until the next message.
 
     A request takes a position from `enter` on: many requests may enter before the first of them is submitted.
     """
@@ -62,7 +65,7 @@ class AdmissionControl:
         self._is_fresh = False
 
     def sent(self, num_submissions: int) -> None:
-        """This many more submissions were sent."""
+        """This many more online requests were submitted."""
         self._sent += num_submissions
 
     def update(self, num_free: int, num_submissions: int) -> None:

@@ -67,7 +67,7 @@ IGNORED: dict[str, str] = {
     "return_mm_kwargs": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "return_token_offsets": "of vLLM's render endpoints; vLLM ignores it when it generates",
     "safety_identifier": "names an end user for OpenAI's abuse detection",
-    "service_tier": "one tier is served; `priority` is the field for more",
+    "service_tier": "there is only one tier; `priority` puts a request before others",
     "session_id": "groups requests for vLLM's KV connectors; the prefix cache finds a conversation by its tokens",
     "store": "chats are not stored; responses are",
 }

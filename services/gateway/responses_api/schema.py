@@ -29,7 +29,7 @@ IGNORED: dict[str, str] = {
     "prompt_cache_options": "the prefix cache finds a conversation by its tokens",
     "prompt_cache_retention": "the prefix cache finds a conversation by its tokens",
     "safety_identifier": "names an end user for OpenAI's abuse detection",
-    "service_tier": "one tier is served; `priority` is the field for more",
+    "service_tier": "there is only one tier; `priority` puts a request before others",
 }
 # The same for objects inside a request, by their paths.
 IGNORED_INSIDE: dict[str, str] = {

@@ -172,7 +172,7 @@ def test_hrrn_keeps_the_age_of_a_requeued_request() -> None:
     order.stopped(view_of(old))
     wait(order, old, request(50, [50] * 50))
     serve(order, request(51, [51] * 10))
-    assert names(order) == [1, 50], "1,010 tokens of age for 100 against 10 for 50"
+    assert names(order) == [1, 50], "1,110 tokens of age for 100 to compute, and 10 for 50"
 
 
 def test_hrrn_puts_cached_preempted_requests_first() -> None:
@@ -196,7 +196,7 @@ def test_hrrn_counts_a_refused_request_once() -> None:
         run(order, refused)
         order.stopped(view_of(refused))
         wait(order, refused)
-    assert names(order) == [3, 1, 2], "100 tokens were served since: 20 times request 3, once request 1, a third of 2"
+    assert names(order) == [3, 1, 2], "ratios of age to tokens: 100 / 5, 100 / 100 and 220 / 300"
 
 
 def test_hrrn_remembers_no_request_that_has_ended() -> None:
@@ -207,7 +207,8 @@ def test_hrrn_remembers_no_request_that_has_ended() -> None:
         wait(order, cancelled)
         order.remove(view_of(cancelled))
         assert names(order) == []
-    gc.collect()  # these requests did not end as in a scheduler, which keeps no reference to them
+    # A request and its view refer to each other. A scheduler breaks this cycle when a request ends; this test does not.
+    gc.collect()
     assert len(order._entries) == 0
     assert len(order._arrived_at) == 1, "the last request, which this test still references"
 
