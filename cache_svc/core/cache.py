@@ -46,7 +46,7 @@ class CacheCore(Operations):
 
     def exchange(self, request: pb.CacheServiceLinkRequest) -> pb.CacheServiceLinkResponse:
         """Executes the operations in order. A failed operation has an error as its result and has
-        changed no sequence, block or pin. After an ExtendOp that failed, later operations for its workers may fail, too.
+        changed no sequence, block or pin. After a failed ExtendOp, later operations for its workers may fail, too.
 
         Raises LinkError, having changed nothing, if the exchange is not the one after the last, or if its epoch differs
         from that of the first one. Raises InvariantError in debug mode.
