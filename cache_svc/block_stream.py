@@ -16,9 +16,9 @@ from paceline.v1 import cache_pb2 as pb
 MAX_WATCHERS = 64
 INTERVALS_MS = 100, 10_000
 DEFAULT_INTERVAL_MS = 1000
-# Snapshots take at most this share of the time. A snapshot of 10,000 nodes takes 15 ms, so at most one runs per 1.5 s.
+# Snapshots take at most this share of the time. A snapshot of 10,000 nodes takes 15 ms, so at most one runs per 3 s.
 # Exception: the next snapshot does not wait if there is no latest one, for example for the first watcher.
-MAX_SHARE = 0.01
+MAX_SHARE = 0.005
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

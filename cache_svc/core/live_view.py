@@ -23,8 +23,8 @@ from cache_svc.core.tree.tree import PrefixTree
 from paceline.v1 import cache_pb2 as pb
 
 MAX_CELLS = 2048  # of one memory
-MAX_NODES = 200  # without their ancestors
-MAX_NODES_WITH_ANCESTORS = 1000
+MAX_NODES = 100  # without their ancestors
+MAX_NODES_WITH_ANCESTORS = 300
 SLICE_NODES = 500  # about 1 ms
 SHOWN_NAMESPACE_CHARS = 16
 

@@ -16,7 +16,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions. A type's unused fields keep their defaults."""
+    """Rotary positions. A type ignores the fields that it does not use."""
 
     type: str
     theta: float
@@ -68,15 +68,17 @@ class DecoderConfig:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Read config.json. Raises ModelError, with one line, for a model that cannot be served."""
+    """Read config.json, and the end-of-sequence tokens of generation_config.json if it has them.
+
+    Raises ModelError, with one line, for a model that cannot be served."""
     raw = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     try:
         return parse_config(raw, generation)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        # One rule for values of all unexpected types.
-        raise ModelError(f"{folder / 'config.json'} has a value that makes no sense: {error}") from error
+        # parse_config does not check the type of every value.
+        raise ModelError(f"{folder}: config.json or generation_config.json has a malformed value: {error}") from error
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DecoderConfig:
@@ -86,11 +88,12 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Decod
     hidden_size = _positive(raw, "hidden_size")
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
     head_dim = _positive(raw, "head_dim", architecture.head_dim or hidden_size // num_heads)
-    if num_heads % num_kv_heads or head_dim % 2:
+    if num_heads % num_kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {num_heads}, num_key_value_heads {num_kv_heads} and head_dim {head_dim} "
-            "do not fit together"
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim {head_dim} is odd")
     num_layers = _positive(raw, "num_hidden_layers")
     rope = _rope(raw)
     return DecoderConfig(

@@ -1,4 +1,5 @@
-"""Random draws and log probabilities with torch's own kernels: on a CPU, and as the reference for fused_kernels.py."""
+"""Random draws and log probabilities with torch's own kernels: on a CPU, and on a GPU for what the kernels of
+fused_kernels.py lack. They are also the reference for these kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def draw_filtered(logits: Tensor, columns: Mapping[str, Column], keys: npt.NDArr
     """The drawn tokens, int64 [rows].
 
     logits: float32 [rows, vocab], finite or -inf. columns: the temperature, above 0, and the filters' parameters by
-    name, without filters that no row needs. keys: draw_keys()."""
+    name. A filter that no row needs may be missing. keys: draw_keys()."""
     logits = apply_temperature(logits, upload(columns["temperature"], logits.device))
     for name in FILTER_NAMES:
         if name in columns:
@@ -55,7 +56,7 @@ def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ids and log probabilities [rows, count] of the most likely tokens, best first; among equals the lower id.
 
     topk alone does not define its choice among equals, and this choice changes with `count`. So each token gets a
-    unique key of 64 bits: the float32's order above, and the id below. This takes LIKELIEST_BYTES per logit.
+    unique 64-bit key: the float32's order in the upper half, minus the id. This takes LIKELIEST_BYTES per logit.
     """
     bits = (logprobs + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     bits ^= (bits >> 31) & 0x7FFFFFFF

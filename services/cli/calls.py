@@ -84,4 +84,4 @@ def _hint(target: Target) -> str:
         return f"; no `paceline up` runs here: name the {target.service} with --{target.service} HOST:PORT"
     if target.named_by.startswith("server "):
         return f"; {target.named_by} runs, but its {target.service} may be starting"
-    return "" if target.named_by.startswith("--") else f"; {target.named_by} names it"
+    return "" if target.named_by.startswith("--") else f"; the address is that of {target.named_by}"

@@ -41,7 +41,9 @@ class Stack:
     worker_module: str = ""
     scheduler_module: str = ""
     tls_dir: Path | None = None  # certificates of all services
-    proxied: bool = False  # each service dials through a proxy of its own: `links`, by the service's name
+    # The scheduler dials the cache, and workers and gateways dial the scheduler, each through a proxy of its own: `links`,
+    # by the name of the service that dials. (A gateway's connection to the cache has no proxy.)
+    proxied: bool = False
 
     def __post_init__(self) -> None:
         self.http_port, self.grpc_port, self.scheduler_port, self.cache_port = (free_port() for _ in range(4))
@@ -62,7 +64,7 @@ class Stack:
         return f"127.0.0.1:{self.scheduler_port}"
 
     def dialled(self, name: str) -> str:
-        """Where this service finds the one that it dials: the cache for the scheduler, the scheduler for all others."""
+        """The address that the service dials: the cache's for the scheduler, the scheduler's for a worker or a gateway."""
         port = self.cache_port if name == "scheduler" else self.scheduler_port
         if self.proxied:
             if name not in self.links:
@@ -121,7 +123,7 @@ class Stack:
         self._wait(lambda: self.total(name, labels, of) == value, f"{name} of {labels} = {value}")
 
     def metric(self, name: str, of: str = "scheduler") -> float | None:
-        """The sum of a service's series of this name; None if there is none. `name` may be one series, with labels."""
+        """The sum of a service's series of this name. None if there is no such series, or if the service does not answer. `name` may be one series, with labels."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         values = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(map(float, values)) if status == 200 and values else None
@@ -160,7 +162,7 @@ class Stack:
         while time.monotonic() < deadline:
             if condition():
                 return
-            # A copy: this is mostly called on a thread, while the test starts and kills others.
+            # A copy, because a test may start and kill processes on another thread meanwhile.
             for name, process in list(self.processes.items()):
                 if process.poll() not in (None, 0):
                     raise AssertionError(f"{name} ended with {process.returncode} before {what}\n{self.logs()}")

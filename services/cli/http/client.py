@@ -67,7 +67,7 @@ class HttpApi:
             return "; no `paceline up` runs here: start one with `paceline up`, or name a server with --url"
         if named_by.startswith("server "):
             return f"; {named_by} runs, but its gateway may be starting"
-        return f"; {named_by} names it"
+        return f"; the address is that of {named_by}"
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:

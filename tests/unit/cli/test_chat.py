@@ -226,7 +226,7 @@ def test_without_a_server_the_line_says_how_to_start_one(
     line = failure(capsys, 1, "hi")
     assert line.startswith(f"no server answers at {url} (")
     assert line.endswith("; no `paceline up` runs here: start one with `paceline up`, or name a server with --url")
-    assert failure(capsys, 1, "--url", url, "hi").endswith("; --url names it")
+    assert failure(capsys, 1, "--url", url, "hi").endswith("; the address is that of --url")
 
 
 @pytest.mark.parametrize(

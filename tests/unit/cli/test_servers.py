@@ -178,7 +178,7 @@ def test_without_a_server_a_command_prints_one_error_line(
             f"paceline cache: no cache answers at {closed} (Connection refused); "
         )
     monkeypatch.setenv("PACELINE_SCHEDULER", closed)
-    assert get(capsys) == f"paceline policy: {nothing}; PACELINE_SCHEDULER names it"
+    assert get(capsys) == f"paceline policy: {nothing}; the address is that of PACELINE_SCHEDULER"
 
 
 def test_an_address_that_is_no_scheduler_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The times of a request's phases in its ending, with a clock that the tests set."""
+"""The queue, prefill and decode times that a request's ending reports, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def until_tokens(system: LocalSystem, handle: int, count: int) -> None:
             return
         kind, end = system.moves()[0]
         system.move(kind, end)
-    raise AssertionError("no such token")
+    raise AssertionError(f"request {handle} has fewer than {count} tokens after 100 moves")
 
 
 def ending(system: LocalSystem, handle: int = 1) -> Ending:

@@ -3,7 +3,7 @@
 const NONE = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
-/** 3 significant digits, without an exponent. */
+/** At most 3 significant digits and 3 decimals, without an exponent: 12.3, 0.012. */
 function digits(value: number): string {
   if (value === 0) return "0";
   const rounded = Number(value.toPrecision(3)); // before the size is taken: 0.9996 is rounded to 1.00
@@ -11,7 +11,7 @@ function digits(value: number): string {
   return rounded.toFixed(Math.max(0, Math.min(3, 2 - size)));
 }
 
-/** 1,234; 1.23 M from ten million on. */
+/** 1,234; from ten million on 12.3 M, from a billion on 1.23 G. */
 export function count(value: number | null | undefined): string {
   if (value === null || value === undefined) return NONE;
   if (Math.abs(value) < 1e7) return whole.format(value);
@@ -42,14 +42,14 @@ export function seconds(value: number | null | undefined): string {
   return `${Math.floor(all / 3600)} h ${Math.floor((all % 3600) / 60)} min`;
 }
 
-/** A duration in whole seconds for what counts up: "3 s", "2 min 5 s". */
+/** A duration that grows, such as an uptime, rounded down: "3 s", "2 min 5 s", "2 h 4 min". */
 export function age(value: number | null | undefined): string {
   if (value === null || value === undefined) return NONE;
   const all = Math.max(0, Math.floor(value));
   return all < 60 ? `${all} s` : seconds(all);
 }
 
-/** 42%, or "–" of nothing. Shows 100% only for all, and 0% only for nothing. */
+/** 42%; "–" if `all` is 0. Shows 100% only if `part` equals `all`, and 0% only if `part` is 0 (0.1% is the least). */
 export function share(part: number, all: number): string {
   if (!all) return NONE;
   const percent = (100 * part) / all;

@@ -35,14 +35,18 @@ export function BlockMap({ title, cells, blocksPerCell, numBlocks }: Props) {
     if (canvas.current) draw(canvas.current, cells, perRow, size, width, height);
   }, [cells, perRow, size, width, height, theme]);
   const counts = countCells(cells);
-  const unit = blocksPerCell === 1 ? "" : ` (a cell shows ${blocksPerCell} blocks, by the most used one)`;
-  const said = CELLS.map(([state, , name]) => `${name} ${count(counts[state] ?? 0)}`).join(", ");
+  const unit = blocksPerCell === 1 ? "" : ` (a cell stands for ${blocksPerCell} blocks and has the color of the most used one)`;
+  const amount = (state: string) => {
+    const number = counts[state] ?? 0;
+    return blocksPerCell === 1 ? count(number) : counted(number, "cell");
+  };
+  const said = CELLS.map(([state, , name]) => `${name} ${amount(state)}`).join(", ");
   const move = (event: PointerEvent) => {
     const index = Math.floor(event.offsetY / size) * perRow + Math.floor(event.offsetX / size);
     const state = CELLS.find(([one]) => one === cells[index]);
     if (!state) return setPointed("");
     const [first, last] = [index * blocksPerCell, Math.min((index + 1) * blocksPerCell, numBlocks) - 1];
-    setPointed(`${first === last ? `block ${first}` : `blocks ${first}–${last}`}: ${state[2]}`);
+    setPointed(`${first === last ? `block ${first}` : `blocks ${first}–${last}, the most used one`}: ${state[2]}`);
   };
   return (
     <figure class="block-map">
@@ -63,7 +67,7 @@ export function BlockMap({ title, cells, blocksPerCell, numBlocks }: Props) {
         {CELLS.map(([state, color, name]) => (
           <span key={state}>
             <i style={{ background: `var(${color})` }} />
-            {name} {count(counts[state] ?? 0)}
+            {name} {amount(state)}
           </span>
         ))}
         <span class="muted">{pointed}</span>
