@@ -41,8 +41,8 @@ class Stack:
     worker_module: str = ""
     scheduler_module: str = ""
     tls_dir: Path | None = None  # certificates of all services
-    # The scheduler dials the cache, and workers and gateways dial the scheduler, each through a proxy of its own: `links`,
-    # by the name of the service that dials. (A gateway's connection to the cache has no proxy.)
+    # The scheduler dials the cache, and workers and gateways dial the scheduler, each through a proxy of its own:
+    # `links`, by the name of the service that dials. (A gateway's connection to the cache has no proxy.)
     proxied: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Stack:
         return f"127.0.0.1:{self.scheduler_port}"
 
     def dialled(self, name: str) -> str:
-        """The address that the service dials: the cache's for the scheduler, the scheduler's for a worker or a gateway."""
+        """The address that the service dials: for the scheduler the cache's, for others the scheduler's."""
         port = self.cache_port if name == "scheduler" else self.scheduler_port
         if self.proxied:
             if name not in self.links:
@@ -123,7 +123,8 @@ class Stack:
         self._wait(lambda: self.total(name, labels, of) == value, f"{name} of {labels} = {value}")
 
     def metric(self, name: str, of: str = "scheduler") -> float | None:
-        """The sum of a service's series of this name. None if there is no such series, or if the service does not answer. `name` may be one series, with labels."""
+        """The sum of a service's series of this name. None if there is no such series, or the service does not answer.
+        `name` may be one series, with labels."""
         status, text = self._get(f"http://127.0.0.1:{self.metrics_ports[of]}/metrics")
         values = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(map(float, values)) if status == 200 and values else None
