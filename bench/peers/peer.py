@@ -1,4 +1,5 @@
-"""A peer's benchmark as a process: one job a line in, one result a line out, so that both systems can take turns."""
+"""A peer's benchmark as a process that stays alive, so that Paceline and the peer can be measured in turns. It reads a job
+and writes a result, each as a line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Peer:
-    """If the peer's environment is missing, or the peer cannot start, every answer is None and `absent` says why."""
+    """If the peer's environment is missing, or its process ends, this and all later answers are None and `absent` says why."""
 
     def __init__(self, name: str, environments: Path) -> None:
         self.name = name

@@ -2,7 +2,7 @@
 
 A range of tokens has a priority and may have a duration. A block gets the range of its first token. A later request
 that has a range for the same block replaces the earlier one. Exception: a priority above DEFAULT_RETENTION that another
-tenant requested stays, unless the new priority is higher. A request without a range for the block changes nothing.
+tenant requested stays, unless the new priority is higher. A request without a range for the block changes neither priority nor duration, but the duration begins again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Range:
 
 
 def read_ranges(ranges: Iterable[RetentionRange]) -> tuple[Range, ...]:
-    """Raises OpError(INVALID_ARGUMENT) if ranges overlap, or one is empty or out of bounds."""
+    """Raises OpError(INVALID_ARGUMENT) if ranges overlap, one is empty, or a priority is too high."""
     reached = 0
     for one in sorted(ranges, key=lambda r: r.start):
         if one.priority > MAX_RETENTION:

@@ -29,7 +29,7 @@ MAX_MOVES = 50_000
 class Run:
     """One seeded run: random requests over shared prefixes, cancels, worker kills, cache restarts."""
 
-    # Workers are killed at random, and often. A request that loses several workers in a row is not poisoned.
+    # Up to 5 healthy workers are killed. With fewer failures an innocent request could be found poisoned.
     poison_failures = 9
     tenant_limits: tuple[int, ...] = (0, 0, 10, 40, 100)
 
@@ -107,7 +107,9 @@ class Run:
         prompt = (shared + [rng.randrange(8, 1000) for _ in range(length)])[:length]
         session, first = rng.choice("ab"), self.requests_left
         fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz"), "lora": rng.choice(["", *"abc"])}
-        max_tokens = rng.randrange(1, min(40, room - length + 2))  # at most a token longer than the pool
+        max_tokens = rng.randrange(
+            1, min(40, room - length + 2)
+        )  # with the output at most one token longer than the pool: the last token needs no room
         ignore_eos = rng.random() < 0.3
         if rng.random() < 0.1:
             sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)
@@ -148,7 +150,7 @@ class Run:
             self.attach()
 
     def lose_cache(self) -> None:
-        """Running requests run on, and are still live when the cache is back, at once or after a while."""
+        """Neither the loss of the cache nor its return, at once or later, changes which requests run."""
         scheduler, before = self.system.scheduler, self.running()
         requeued = scheduler.counters.requeued
         self.system.lose_cache()
@@ -163,7 +165,7 @@ class Run:
         assert self.running() == before
 
     def running(self) -> list[tuple[int, int, int, bytes]]:
-        """Everything that has blocks on a worker: the worker, the slot, the sequence and the blocks."""
+        """Each running sequence and parked beam: worker, slot, sequence and device blocks."""
         for worker in self.system.scheduler.workers.values():
             worker.batch.slots.complete_tables()
         return [

@@ -50,8 +50,8 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, targets: Mapping[str, int], rule_files: Sequence[Path] = ()) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes these ports of loopback every second, under the job `paceline`. `targets`: a name for
-    each port."""
+    """A Prometheus that scrapes these ports of loopback every second, under the job `paceline`. `targets`: ports by
+    the name of the service; only the ports are used."""
     static = [{"targets": [f"127.0.0.1:{port}"]} for port in targets.values()]
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

@@ -1437,7 +1437,7 @@ class WatchBlocksResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBlockMap]: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LivePrefixNode]:
-        """The 200 nodes with the most saved tokens, and the nodes before them up to the root; parents first. At most 1,000."""
+        """The 100 nodes with the most saved tokens, and the nodes before them up to the root; parents first. At most 300."""
 
     def __init__(
         self,

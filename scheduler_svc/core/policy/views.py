@@ -7,10 +7,10 @@ from scheduler_svc.core.workers.state import WorkerState
 
 
 class Paused(Exception):
-    """A policy has paused running sequences."""
+    """A policy asks to preempt running sequences, and then to schedule the step again."""
 
     def __init__(self, victims: list[Running]) -> None:
-        super().__init__(f"{len(victims)} sequences are paused")
+        super().__init__(f"{len(victims)} sequences are to be preempted")
         self.victims = victims
 
 
@@ -36,7 +36,7 @@ class Running:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last token is left to compute, so that each step computes one token."""
+        """Whether its prefill has ended: from then on each step computes one token."""
         return self._slot not in self._worker.batch.prefills
 
     @property

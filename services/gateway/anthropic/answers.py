@@ -18,7 +18,7 @@ from services.gateway.openai.format import Envelope
 
 _RUNNING = common_pb2.FINISH_REASON_UNSPECIFIED
 _NOT_ENDED: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-# A stream gets a ping after this long without events, or up to twice as long. Otherwise a proxy may close it.
+# Checked this often: a stream without events since the last check gets a ping. Otherwise a proxy may close it.
 PING_S = 15.0
 
 

@@ -42,7 +42,7 @@ _STORE_PAUSE_S = 1.0  # after a failure of the store
 _LOOK_S = 0.2  # how often a line looks whether the server takes requests
 # The process that parses large bodies takes 1 to 2 s for so many bytes, and requests of clients wait behind them.
 _HELD_BYTES = 32 * 2**20
-_UNKNOWN_ID = ""  # custom_id of a line that this gateway cannot parse; results are in the order of the lines
+_UNKNOWN_ID = ""  # custom_id of a line that this gateway cannot parse
 _WRITTEN = 256  # results of lines that were not run, in one write
 # Bytes of results between two checks of the owner's limit. With Redis, a check asks for the size of each document of
 # the owner.
@@ -89,8 +89,8 @@ class BatchRun:
         self.is_idle = False  # its turn is over, and no line is in flight any more: it waits to be cancelled
 
     def end_turn(self) -> None:
-        """Begin no further line. Lines in flight end first: a line may take longer than a turn, and would begin again
-        in each turn."""
+        """Begin no further line. Lines in flight are not cancelled: a line that takes longer than a turn would begin
+        again in each turn, and never end."""
         self._turn_is_over = True
 
     async def run(self) -> None:
@@ -117,7 +117,7 @@ class BatchRun:
             await self._check_room()
 
     async def _check_room(self) -> None:
-        """Run no further lines if the owner has no room for their results."""
+        """Stop the run if the owner has no room for more results. Lines in flight are cancelled, and count as not run."""
         if self._num_bytes >= self._next_check:
             self._next_check = self._num_bytes + _CHECKED_BYTES
             if await self._files.exceed_bytes(self.batch.name.owner):
@@ -221,7 +221,7 @@ class BatchRun:
         if missing and self._turn_is_over:
             self.is_idle = True
             try:
-                await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is
+                await asyncio.Event().wait()  # ends when this run is cancelled, or the batch is stopped
             finally:
                 self.is_idle = False
         if missing:  # a task has failed, and the log says why
@@ -274,7 +274,7 @@ class BatchRun:
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def _result(self, number: int, line: BatchLine, request_id: str) -> ContentPiece | None:
-        """The result of a line, as soon as the server takes the line. None if the key of the batch was removed, or if
+        """Runs a line and returns its result. Waits until the server has room for it, and tries again after a refusal. None if the key of the batch was removed, or if
         the turn ends first."""
         name = self.batch.name
         while True:

@@ -120,8 +120,10 @@ def _state_routes(gateway: Gateway) -> list[Route]:
             reason = "no connection to the scheduler"
         elif gateway.session.mismatch:
             reason = gateway.session.mismatch
+        elif workers == 0:
+            reason = "no worker is attached"
         else:
-            reason = "no worker is attached" if workers == 0 else "the scheduler is not ready"
+            reason = "the queue is full" if status is not None and status.full else "the scheduler has no cache"
         said = {"status": "not ready", "reason": reason, "workers": workers, "model": gateway.model_name}
         return _json(said, 503)
 

@@ -41,7 +41,7 @@ test("the page says plainly what is missing, and since when", () => {
   assert.match(said({ problem: new ApiProblem(429, "64 viewers watch") }), /64 viewers watch/);
 });
 
-test("a route survives every id", () => {
+test("every id comes back from its link", () => {
   for (const id of ["cmpl-1", "a/b", "ü %2F #", "%"]) {
     assert.deepEqual(parseRoute(requestHref(id)), { view: "request", id });
   }

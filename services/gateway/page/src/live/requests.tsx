@@ -1,4 +1,4 @@
-/** Recent requests, each a link to its life. */
+/** Recent requests, each with a link to its timeline. */
 
 import { age, count, shortId, tenantName } from "../format.ts";
 import { moveFocus } from "../shell/focus.ts";
@@ -17,7 +17,7 @@ export function Requests({ view, most = 64 }: { view: SchedulerView; most?: numb
           {count(view.num_live_sequences)} live, {count(view.num_finished)} finished, {count(view.num_rejected)} refused
         </p>
       </div>
-      {!newest.length && <p class="muted">No request has come yet.</p>}
+      {!newest.length && <p class="muted">No request has been accepted yet.</p>}
       <ul class="requests" onKeyDown={moveFocus("a")}>
         {newest.map((one) => (
           <li key={`${one.request_id} ${one.arrived_s}`}>
