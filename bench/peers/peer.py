@@ -1,5 +1,5 @@
-"""A peer's benchmark as a process that stays alive, so that Paceline and the peer can be measured in turns. It reads a job
-and writes a result, each as a line of JSON."""
+"""A peer's benchmark as a process that stays alive, so that Paceline and the peer can be measured in turns. It reads
+jobs and writes results, each as a line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Peer:
-    """If the peer's environment is missing, or its process ends, this and all later answers are None and `absent` says why."""
+    """If the peer's environment is missing, or its process ends, this and all later answers are None, and
+    `absent` says why."""
 
     def __init__(self, name: str, environments: Path) -> None:
         self.name = name
