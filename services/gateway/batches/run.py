@@ -117,7 +117,7 @@ class BatchRun:
             await self._check_room()
 
     async def _check_room(self) -> None:
-        """Stop the run if the owner has no room for more results. Lines in flight are cancelled, and count as not run."""
+        """Stop the run if the owner has no room for more results. Lines in flight are cancelled and count as not run."""
         if self._num_bytes >= self._next_check:
             self._next_check = self._num_bytes + _CHECKED_BYTES
             if await self._files.exceed_bytes(self.batch.name.owner):
@@ -274,8 +274,8 @@ class BatchRun:
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def _result(self, number: int, line: BatchLine, request_id: str) -> ContentPiece | None:
-        """Runs a line and returns its result. Waits until the server has room for it, and tries again after a refusal. None if the key of the batch was removed, or if
-        the turn ends first."""
+        """Runs a line and returns its result. Waits until the server has room for it, and tries again after a refusal.
+        None if the key of the batch was removed, or if the turn ends first."""
         name = self.batch.name
         while True:
             async with self._throttle.entering(), self._context.slots.entering(name.owner):
