@@ -60,7 +60,7 @@ def build_worker(
     settings: WorkerSettings, progress: Progress | None = None, capture_progress: CaptureProgress | None = None
 ) -> BuiltWorker:
     """Build the worker. This reads the weights, and may take minutes. Raises ModelError for a model that cannot be
-    served, and DeviceError if there is no memory."""
+    served (ModelTooLarge if it does not fit into memory), and DeviceError if the KV pool cannot be allocated."""
     device = pick_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or default_threads())
@@ -149,7 +149,8 @@ class _RunnerMaker:
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
 
     def num_blocks(self) -> int:
-        """As many as memory allows, but never more than all slots use at full length."""
+        """As many as fit `gpu_memory_utilization`, or `kv_cache_gib` on a CPU, but never more than all slots use at full
+        length."""
         settings = self.settings
         if self.device.type == "cuda":
             one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
@@ -247,7 +248,7 @@ def check_vectors(settings: WorkerSettings, config: DecoderConfig, embedding: Em
     most = MAX_RESULT_BYTES // vector_bytes
     if min(settings.max_num_seqs, settings.max_batched_tokens) > most:
         raise ModelError(
-            f"max_num_seqs {settings.max_num_seqs}: a step's vectors of {vector_bytes} bytes would exceed a message; "
+            f"max_num_seqs {settings.max_num_seqs}: a step's vectors, {vector_bytes} bytes each, would exceed a message; "
             f"at most {most} are possible"
         )
 

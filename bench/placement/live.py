@@ -1,4 +1,7 @@
-"""Measures placement on real workers: `python -m bench.placement.live`.
+"""Measures placement on running services: `python -m bench.placement.live`.
+
+Each worker also sleeps in each step, as if it had a device of its own (bench/overload/slow_worker.py); `--real-steps`
+turns this off.
 
 One or two workers of 16 sequences each serve the demo model over HTTP. In the first load all requests share a system
 prompt: one request warms one worker's cache, then requests with this prefix and 8 tokens of their own arrive, 32 at a
@@ -68,7 +71,7 @@ Load = Callable[[CountingClient, random.Random], Awaitable[float]]  # returns se
 
 async def share_prefix(asked: CountingClient, rng: random.Random, prefix_tokens: int, per_s: float) -> float:
     """One request warms a cache; then the others are measured. `per_s` requests arrive a second; with 0, CONCURRENCY
-    requests always run."""
+    requests are in flight until the last ones are sent."""
     prefix = prompt(rng, prefix_tokens)
     await CountingClient(asked.client).ask(prefix + prompt(rng, OWN_TOKENS))
     gate, began_s = asyncio.Semaphore(CONCURRENCY if not per_s else REQUESTS), time.perf_counter()

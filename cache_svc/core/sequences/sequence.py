@@ -39,8 +39,8 @@ class Sequence:
                             ^ node            the tree's node where the whole computed blocks end (or an earlier node,
                                               if the next one is about to be written by another sequence)
 
-    Tokens count as computed as soon as the cache grants the step that computes them. Until that step is sent, the
-    sequence is `unwritten`, and so are the sequences that share its new blocks.
+    Planned tokens count as computed as soon as the cache grants the step that computes them; other tokens count when
+    they are committed. Until that step is sent, the sequence is `unwritten`, and so are the sequences that share its new blocks.
 
     The sequence uses `node` and all nodes above it. Their blocks are those of the table, unless another sequence stored
     equal blocks first. Then the sequence uses both, and its own blocks stay outside the tree (`duplicates`). A sequence

@@ -1,4 +1,4 @@
-"""Beam search for one request: which beams continue, which have ended, and when no better one can come.
+"""Beam search for one request: which beams continue, which have ended, and when the search is over.
 
 The rules are those of Hugging Face transformers (`GenerationMixin._beam_search` of 5.23.0), and the tests compare both.
 The differences are on purpose:
@@ -32,9 +32,10 @@ Candidates = Sequence[tuple[int, float]]  # token and its log-probability, best 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchBeam:
-    """A sequence under search. Beams of one origin share their past, so a step adds one token to each of them.
+    """A sequence under search: its last token, and the beam that it grew from (`origin`). Beams of one origin share the
+    earlier tokens.
 
-    `parent` is the beam's index among the live beams of the previous step.
+    `parent` is the index of `origin` among the live beams of the previous step.
     """
 
     parent: int

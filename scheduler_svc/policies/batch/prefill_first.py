@@ -4,7 +4,8 @@ Unfinished prompts continue first, then waiting requests are admitted. With chun
 the budget is cut, and it is the only unfinished one. `prefill_decode_interval` delays a prefill until that many decode
 steps have followed the previous one (SGLang's answer to starved decodes; 0: no delay).
 
-Swapped-out requests resume beside the decodes. Until all of them have resumed, no other request is admitted (vLLM V0).
+Swapped-out requests resume beside the decodes. Until all of them have resumed, no other request is admitted (vLLM V0),
+unless nothing runs in the step and none of them can resume.
 
 Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if a waiting request was rejected for want of
 room while others decode, no request is offered a slot until a sequence has left (its `batch_is_full`); vLLM V0 tries
@@ -24,7 +25,8 @@ from scheduler_svc.policies.options import Count
 class Left:
     """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
-    A prompt may begin while any of `prefill_tokens` is left. Of `chunk_tokens` it gets at most what is left.
+    With chunks, a prompt may begin while any of both is left, and gets at most what is left of `chunk_tokens`. Without
+    chunks, every prompt but the first must fit `prefill_tokens`, and each must fit the step's budget.
     """
 
     def __init__(self, step: Step, prefill_tokens: float, unit: int) -> None:

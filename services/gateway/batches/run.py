@@ -117,7 +117,7 @@ class BatchRun:
             await self._check_room()
 
     async def _check_room(self) -> None:
-        """Stop the run if the owner has no room for more results. Lines in flight are cancelled and count as not run."""
+        """Stop the run if the owner has no room for more results. Cancelled lines count as not run."""
         if self._num_bytes >= self._next_check:
             self._next_check = self._num_bytes + _CHECKED_BYTES
             if await self._files.exceed_bytes(self.batch.name.owner):

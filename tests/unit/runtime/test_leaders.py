@@ -1,4 +1,4 @@
-"""Which scheduler is the leader: watched by health, on real servers of loopback."""
+"""Finds the leader among several schedulers by gRPC's health service (Watch), on real servers on loopback."""
 
 from __future__ import annotations
 
