@@ -149,8 +149,7 @@ class _RunnerMaker:
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
 
     def num_blocks(self) -> int:
-        """As many as fit `gpu_memory_utilization`, or `kv_cache_gib` on a CPU, but never more than all slots use at full
-        length."""
+        """As many as fit `gpu_memory_utilization` (on a CPU: `kv_cache_gib`), but not more than all slots can use."""
         settings = self.settings
         if self.device.type == "cuda":
             one_block_bytes = block_bytes(settings, self.model.config, self.model.dtype)
@@ -241,15 +240,15 @@ def longest_sequence(settings: WorkerSettings, config: DecoderConfig, embedding:
 
 
 def check_vectors(settings: WorkerSettings, config: DecoderConfig, embedding: EmbeddingConfig | None) -> None:
-    """Raises ModelError if the vectors of one step would not fit a message."""
+    """Raises ModelError if the vectors of one step could exceed MAX_RESULT_BYTES."""
     if embedding is None:
         return
     vector_bytes = 4 * config.hidden_size
     most = MAX_RESULT_BYTES // vector_bytes
     if min(settings.max_num_seqs, settings.max_batched_tokens) > most:
         raise ModelError(
-            f"max_num_seqs {settings.max_num_seqs}: a step's vectors, {vector_bytes} bytes each, would exceed a message; "
-            f"at most {most} are possible"
+            f"max_num_seqs {settings.max_num_seqs}: vectors of {vector_bytes} bytes each; at most {most} "
+            "of them fit the message of a step's result"
         )
 
 

@@ -48,7 +48,7 @@ class MetricsServer:
 def start_metrics_server(host: str, port: int, *, or_free: bool = False) -> MetricsServer:
     """Serve the process's registry on a thread, for GET and HEAD. Port 0 takes a free port.
 
-    `or_free`: if the port is in use, take a free port. Otherwise raises OSError.
+    `or_free`: if the port is in use, take a free port. Raises OSError if the port cannot be opened.
     """
     try:
         server, thread = start_http_server(port, addr=host)

@@ -35,12 +35,13 @@ class Sequence:
     """An admitted sequence. (A waiting sequence has no blocks: see PrefixSubscription.)
 
         table   [ b0 b1 b2 | b3 | b4 b5 ]     one block id per `block_size` tokens, append-only
-                  reused     own
-                            ^ node            the tree's node where the whole computed blocks end (or an earlier node,
+                  reused     own, whole and computed: b3; not yet: b4, b5
+                                ^ node        the tree's node where the whole computed blocks end (or an earlier node,
                                               if the next one is about to be written by another sequence)
 
     Planned tokens count as computed as soon as the cache grants the step that computes them; other tokens count when
-    they are committed. Until that step is sent, the sequence is `unwritten`, and so are the sequences that share its new blocks.
+    they are committed. Until that step is sent, the sequence is `unwritten`, and so are the sequences that share its new
+    blocks.
 
     The sequence uses `node` and all nodes above it. Their blocks are those of the table, unless another sequence stored
     equal blocks first. Then the sequence uses both, and its own blocks stay outside the tree (`duplicates`). A sequence
@@ -76,8 +77,8 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.alone = False
         self.unwritten = False
-        # Computed tokens at admission. Until the sequence has computed more, the copy of a block's beginning may be
-        # pending.
+        # Computed tokens at admission. The first tokens of a cached block may be copied into a block of the sequence.
+        # Until the sequence has computed more tokens, this copy may not be made yet.
         self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.metadata = known.metadata

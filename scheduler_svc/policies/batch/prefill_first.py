@@ -47,7 +47,7 @@ class Left:
         return -(-tokens // self._unit) * self._unit
 
     def largest_cut(self) -> int:
-        """Tokens of the longest chunk that fits: whole units if there is one."""
+        """Tokens of the longest chunk that fits, rounded down to whole units if at least one unit fits."""
         return self.chunk_tokens // self._unit * self._unit or self.chunk_tokens
 
     def spend(self, tokens: int) -> None:
@@ -145,7 +145,8 @@ class PrefillFirst(BatchPolicy):
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
             within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
             fits = tokens <= step.budget_tokens and within
-            if fits or self.closes_when_full:  # also beyond the budget: a request without room closes the batch
+            # `closes_when_full`: a lack of slots or blocks closes the batch, also for a request beyond the token budget.
+            if fits or self.closes_when_full:
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
                     return True
