@@ -40,7 +40,7 @@ class Sequence:
                                               if the next one is about to be written by another sequence)
 
     Planned tokens count as computed as soon as the cache grants the step that computes them; other tokens count when
-    they are committed. Until that step is sent, the sequence is `unwritten`, and so are the sequences that share its new
+    they are committed. Until that step is sent, the sequence is `unwritten`, and so are sequences that share its new
     blocks.
 
     The sequence uses `node` and all nodes above it. Their blocks are those of the table, unless another sequence stored

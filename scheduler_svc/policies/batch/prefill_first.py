@@ -145,7 +145,7 @@ class PrefillFirst(BatchPolicy):
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
             within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
             fits = tokens <= step.budget_tokens and within
-            # `closes_when_full`: a lack of slots or blocks closes the batch, also for a request beyond the token budget.
+            # `closes_when_full`: a lack of slots or blocks closes the batch, also for a request beyond the budget.
             if fits or self.closes_when_full:
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
