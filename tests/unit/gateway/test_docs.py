@@ -37,7 +37,7 @@ LIMITS: dict[str, list[int]] = {
     "`cache_salt`": [METADATA["cache_salt"].max_chars],
     "`user`, `metadata.user_id`": [METADATA["tenant"].max_chars],
     "`chat_template` |": [chat_template._MAX_TEMPLATE_CHARS],
-    "a copy of the sampling fields": [request._MAX_COPIED_BYTES >> 20],
+    "the size of `logit_bias`": [request._MAX_COPIED_BYTES >> 20],
     "a line of a file": [],  # a request's body
     "nesting of messages": [chat_values.MAX_DEPTH],
     "`Idempotency-Key`": [idempotency.MAX_KEY_CHARS],
