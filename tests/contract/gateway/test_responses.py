@@ -314,7 +314,7 @@ async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_las
             rest[:] = [event async for event in events]
             return len(rest) == 1
 
-        await until(reads_one)  # for a moment the first gateway may still have the events that it has made
+        await eventually(reads_one)  # for a moment the first gateway may still have the events that it has made
         [last] = rest
         assert last.type == "response.incomplete"
         assert (last.response.status, last.sequence_number) == ("cancelled", 20)
