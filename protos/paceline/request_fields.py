@@ -152,6 +152,7 @@ class MetadataValues(TypedDict, total=False):
     tenant: Annotated[str, MetadataField(max_chars=128)]  # budgets and fair order are per tenant
     cache_salt: Annotated[str, MetadataField(max_chars=256)]  # only requests with the same salt share KV
     offline: Annotated[bool, MetadataField()]  # runs on what other requests leave of each step
+    disable_speculation: Annotated[bool, MetadataField()]  # propose no draft tokens for it
 
 
 def _table(declarations: type) -> dict[str, Any]:

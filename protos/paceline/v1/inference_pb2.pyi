@@ -77,6 +77,7 @@ class EmbedRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     OFFLINE_FIELD_NUMBER: _builtins.int
+    DISABLE_SPECULATION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -91,6 +92,7 @@ class EmbedRequest(_message.Message):
     cache_salt: _builtins.str
     ttft_slo_s: _builtins.float
     offline: _builtins.bool
+    disable_speculation: _builtins.bool
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Used unchanged: if the model wants an end-of-sequence token, these ids must contain it."""
@@ -109,10 +111,11 @@ class EmbedRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         ttft_slo_s: _builtins.float = ...,
         offline: _builtins.bool = ...,
+        disable_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "dimensions", b"dimensions", "input", b"input", "model", b"model", "offline", b"offline", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "dimensions", b"dimensions", "disable_speculation", b"disable_speculation", "input", b"input", "model", b"model", "offline", b"offline", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -475,6 +478,7 @@ class GenerateRequest(_message.Message):
     RESUME_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TTFT_SLO_S_FIELD_NUMBER: _builtins.int
     OFFLINE_FIELD_NUMBER: _builtins.int
+    DISABLE_SPECULATION_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     model: _builtins.str
     """Empty: the model that is served."""
@@ -505,6 +509,8 @@ class GenerateRequest(_message.Message):
     """
     offline: _builtins.bool
     """The request runs on the slots, blocks and step budget that requests without this flag leave, and yields to them."""
+    disable_speculation: _builtins.bool
+    """No draft tokens are proposed for the request. Its tokens are the same with and without them."""
     @_builtins.property
     def messages(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -546,10 +552,11 @@ class GenerateRequest(_message.Message):
         resume_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ttft_slo_s: _builtins.float = ...,
         offline: _builtins.bool = ...,
+        disable_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "offline", b"offline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "deadline_s", b"deadline_s", "disable_speculation", b"disable_speculation", "idempotency_key", b"idempotency_key", "messages", b"messages", "model", b"model", "offline", b"offline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_after", b"resume_after", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -840,6 +847,7 @@ class Submission(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     SPAN_ID_FIELD_NUMBER: _builtins.int
+    DISABLE_SPECULATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     prompt_token_ids: _builtins.bytes
@@ -895,6 +903,8 @@ class Submission(_message.Message):
     """The span of the sender that the scheduler's spans are children of, 16 hexadecimal digits; empty: the request is not
     traced (sampled), and the scheduler makes no spans.
     """
+    disable_speculation: _builtins.bool
+    """As in GenerateRequest."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -929,10 +939,11 @@ class Submission(_message.Message):
         trace_id: _builtins.str = ...,
         pooling: _common_pb2.Pooling.ValueType = ...,
         span_id: _builtins.str = ...,
+        disable_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beam", b"beam", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "offline", b"offline", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "span_id", b"span_id", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_before", b"accepted_before", "answer_id", b"answer_id", "beam", b"beam", "cache_retention", b"cache_retention", "cache_salt", b"cache_salt", "conversation", b"conversation", "deadline_s", b"deadline_s", "disable_speculation", b"disable_speculation", "fork_of", b"fork_of", "handle", b"handle", "lora", b"lora", "min_slo_s", b"min_slo_s", "offline", b"offline", "output_token_ids", b"output_token_ids", "owner", b"owner", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "span_id", b"span_id", "tenant", b"tenant", "trace_id", b"trace_id", "ttft_slo_s", b"ttft_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1065,6 +1076,9 @@ class SchedulerLoad(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests with a slot, and requests in the queue."""
     num_waiting: _builtins.int
@@ -1087,6 +1101,10 @@ class SchedulerLoad(_message.Message):
     with reused KV. Samples of one prompt count once; a request that is admitted again is not counted again.
     """
     prefix_hit_tokens: _builtins.int
+    num_drafts: _builtins.int
+    """Since the scheduler's start, of speculative decoding: rows with draft tokens, their draft tokens, and the accepted ones."""
+    num_draft_tokens: _builtins.int
+    num_accepted_tokens: _builtins.int
     @_builtins.property
     def step_tokens(self) -> Global___StepTokens:
         """Since the scheduler's start, over all workers, offline requests included."""
@@ -1106,10 +1124,13 @@ class SchedulerLoad(_message.Message):
         prefix_query_tokens: _builtins.int = ...,
         prefix_hit_tokens: _builtins.int = ...,
         step_tokens: Global___StepTokens | None = ...,
+        num_drafts: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["step_tokens", b"step_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_blocks", b"num_blocks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_tokens", b"step_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks", b"num_blocks", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_slots", b"num_slots", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prefix_query_tokens", b"prefix_query_tokens", "step_tokens", b"step_tokens", "waiting_s", b"waiting_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1117,7 +1138,7 @@ Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 
 @_typing.final
 class StepTokens(_message.Message):
-    """A histogram of steps by their tokens: prompt tokens computed and tokens sampled."""
+    """A histogram of steps by their tokens: prompt tokens computed, tokens sampled, and draft tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -83,6 +83,7 @@ class WorkerRegistration(_message.Message):
     HEARTBEATS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     PREPARES_GRAMMARS_FIELD_NUMBER: _builtins.int
+    VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -105,6 +106,8 @@ class WorkerRegistration(_message.Message):
     """
     prepares_grammars: _builtins.bool
     """The worker prepares grammars on demand (GrammarOrders). Otherwise it compiles a grammar when its sequence arrives."""
+    verifies_drafts: _builtins.bool
+    """The worker computes draft rows. Otherwise plans have none."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -128,10 +131,11 @@ class WorkerRegistration(_message.Message):
         heartbeats: _builtins.bool = ...,
         incarnation: _builtins.str = ...,
         prepares_grammars: _builtins.bool = ...,
+        verifies_drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prepares_grammars", b"prepares_grammars"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prepares_grammars", b"prepares_grammars", "verifies_drafts", b"verifies_drafts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,6 +444,11 @@ class StepPlan(_message.Message):
       1. decode rows: every unpaused slot with a sequence that has sampled in an earlier step of this link, in ascending slot
          order; the row's input is its last token (which may still be on the device only). None if skip_decodes;
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
+      3. draft rows: the slots of draft_slots, in that order. These slots are held (hold_slots), and no earlier plan in flight
+         has rows of them. Row i computes the slot's last token and then its draft_counts[i] draft tokens, and samples after
+         each of them. Its result is the sampled tokens up to the first one that is not the next draft token (or up to the
+         one before a position without finite logits): those that as many decode steps would have sampled. The
+         KV of the other draft tokens is overwritten later.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on. With an embedding model it
     samples nothing: the step gives the vector, and the sequence has ended.
     A steady decode step is thus an (almost) empty message.
@@ -464,6 +473,9 @@ class StepPlan(_message.Message):
     SWAP_IN_FROM_FIELD_NUMBER: _builtins.int
     SWAP_IN_TO_FIELD_NUMBER: _builtins.int
     TRACED_FIELD_NUMBER: _builtins.int
+    DRAFT_SLOTS_FIELD_NUMBER: _builtins.int
+    DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Plan n+1 follows plan n; the first of a link is 1."""
     free_slots: _builtins.bytes
@@ -493,6 +505,12 @@ class StepPlan(_message.Message):
     swap_in_to: _builtins.bytes
     traced: _builtins.bool
     """A trace is recorded: the result says when the plan arrived and when the result left."""
+    draft_slots: _builtins.bytes
+    """Draft rows (speculative decoding). A count may be 0: the row then is like a decode row. draft_tokens has the draft
+    tokens of all rows, one row after the other.
+    """
+    draft_counts: _builtins.bytes
+    draft_tokens: _builtins.bytes
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     def __init__(
@@ -515,10 +533,13 @@ class StepPlan(_message.Message):
         swap_in_from: _builtins.bytes = ...,
         swap_in_to: _builtins.bytes = ...,
         traced: _builtins.bool = ...,
+        draft_slots: _builtins.bytes = ...,
+        draft_counts: _builtins.bytes = ...,
+        draft_tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to", "traced", b"traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_from", b"copy_from", "copy_to", b"copy_to", "draft_counts", b"draft_counts", "draft_slots", b"draft_slots", "draft_tokens", b"draft_tokens", "free_slots", b"free_slots", "grow_blocks", b"grow_blocks", "grow_slots", b"grow_slots", "hold_slots", b"hold_slots", "new_sequences", b"new_sequences", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "resume_slots", b"resume_slots", "skip_decodes", b"skip_decodes", "step", b"step", "swap_in_from", b"swap_in_from", "swap_in_to", b"swap_in_to", "swap_out_from", b"swap_out_from", "swap_out_to", b"swap_out_to", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -583,6 +604,8 @@ class StepResult(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     RECEIVED_US_FIELD_NUMBER: _builtins.int
     SENT_US_FIELD_NUMBER: _builtins.int
+    DRAFT_NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     token_ids: _builtins.bytes
     """Packed int32: one sampled token for each row that samples: decode rows, then the prefills that ended, in row order.
@@ -594,6 +617,11 @@ class StepResult(_message.Message):
     received_us: _builtins.int
     """If the plan was traced, by the same clock: when the plan arrived, and when this result left."""
     sent_us: _builtins.int
+    draft_num_tokens: _builtins.bytes
+    """Packed int32, of the draft rows in the plan's order: how many tokens each row has sampled (from 1 to one more than its
+    draft tokens; 0 if the row failed, then an error names its slot), and these tokens, one row after the other.
+    """
+    draft_token_ids: _builtins.bytes
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]: ...
     @_builtins.property
@@ -621,10 +649,12 @@ class StepResult(_message.Message):
         embeddings: _abc.Iterable[Global___SlotEmbedding] | None = ...,
         received_us: _builtins.int = ...,
         sent_us: _builtins.int = ...,
+        draft_num_tokens: _builtins.bytes = ...,
+        draft_token_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "received_us", b"received_us", "sent_us", b"sent_us", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_num_tokens", b"draft_num_tokens", "draft_token_ids", b"draft_token_ids", "embeddings", b"embeddings", "errors", b"errors", "finished_us", b"finished_us", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "received_us", b"received_us", "sent_us", b"sent_us", "started_us", b"started_us", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
