@@ -25,7 +25,7 @@ NUM_LONG_STEPS = 20
 # models it takes a smaller part.
 CACHED_TOKENS = 1024
 # Fields of a plan that make the device do something, perhaps for the first time.
-COMPUTED = {"prefill_tokens", "copy_from", "skip_decodes"}
+COMPUTED = {"prefill_tokens", "draft_slots", "copy_from", "skip_decodes"}
 # Sampling parameters that cannot make a step slow: a grammar is compiled before the worker gets its sequence, and there
 # is a time limit for its masks.
 PREPARED = {"grammar"}
@@ -81,7 +81,7 @@ class Pace:
         """The found tokens before the plan's prompt tokens, on average. Call this once for each plan, in order."""
         for one in plan.new_sequences:
             self._found[one.slot] = one.num_cached_tokens
-        slots, counts = array("i", plan.prefill_slots), array("i", plan.prefill_tokens)
+        slots, counts = _chunks(plan)
         behind = sum(self._found.get(slot, 0) * count for slot, count in zip(slots, counts, strict=False))
         return behind / (sum(counts) or 1)
 
@@ -148,7 +148,7 @@ class StepWatch:
     def begun(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._age_s = 0.0
-        num_prefill = sum(memoryview(plan.prefill_tokens).cast("i")) if plan.prefill_tokens else 0
+        num_prefill = sum(_chunks(plan)[1])
         self.last_begun = plan.step
         found = self.allowance.pace.found_before(plan)
         self._in_flight.append((plan.step, num_prefill, found, self.allowance.of(plan, num_prefill, found)))
@@ -168,6 +168,15 @@ class StepWatch:
         self._age_s += min(elapsed_s, MOST_AT_ONCE_S)
         step, *_, allowed_s = self._in_flight[0]
         return (step, allowed_s) if self._age_s > allowed_s else None
+
+
+def _chunks(plan: StepPlan) -> tuple[array[int], array[int]]:
+    """The slots with prompt tokens, and how many each has. Draft rows cost the same as prompt tokens."""
+    slots, counts = array("i", plan.prefill_slots), array("i", plan.prefill_tokens)
+    if plan.draft_slots:
+        slots.frombytes(plan.draft_slots)
+        counts.extend(1 + count for count in array("i", plan.draft_counts))
+    return slots, counts
 
 
 def _fields_of(plan: StepPlan) -> set[str]:

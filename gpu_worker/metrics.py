@@ -20,7 +20,7 @@ LINK_UP = Gauge("paceline_worker_link_up", "1 while registered with the schedule
 LINK_FAILURES = Counter("paceline_worker_link_failures", "Links that ended other than by a release")
 FAILED_STEPS = Counter("paceline_worker_failed_steps", "Steps that raised or were overdue")
 
-_DECODE, _PREFILL = TOKENS.labels("decode"), TOKENS.labels("prefill")
+_DECODE, _PREFILL, _DRAFT = (TOKENS.labels(phase) for phase in ("decode", "prefill", "draft"))
 
 
 def record_step(result: StepResult, stats: StepStats) -> None:
@@ -31,3 +31,5 @@ def record_step(result: StepResult, stats: StepStats) -> None:
         _DECODE.inc(stats.decode_tokens)
     if stats.prefill_tokens:
         _PREFILL.inc(stats.prefill_tokens)
+    if stats.draft_tokens:
+        _DRAFT.inc(stats.draft_tokens)

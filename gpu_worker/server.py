@@ -268,4 +268,5 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         max_batched_tokens=limits.max_batched_tokens,
         heartbeats=True,
         prepares_grammars=True,
+        verifies_drafts=built.runner.verifies_drafts,
     )

@@ -1,6 +1,6 @@
 """The input of an attention backend, and its duties.
 
-A step's rows are tokens: first one row per decoding sequence, then the chunks of the prefilling sequences, one sequence
+A step's rows are tokens: first one row per decoding sequence, then the chunks of prefills and draft rows, one sequence
 after the other. The block tables of all sequences are concatenated (CSR), as FlashInfer and our torch backend need
 them:
 

@@ -116,8 +116,9 @@ class TorchAttention:
             for window in set(self._windows)
         }
 
-    def _chunks(self, metadata: AttentionMetadata, window: int) -> Iterator[ChunkPlan]:
-        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > 1).tolist():
+    def _chunks(self, metadata: AttentionMetadata, window: int, without: int = 1) -> Iterator[ChunkPlan]:
+        """The chunks, without those of at most `without` rows."""
+        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > without).tolist():
             yield self._chunk(metadata, i, window)
 
     def _decode_groups(self, metadata: AttentionMetadata, sequences: Int64s, window: int) -> Iterator[DecodeGroup]:

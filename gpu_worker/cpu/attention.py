@@ -1,4 +1,4 @@
-"""Attention over the paged pool for CPUs: a compiled kernel for decodes, and SDPA for prefill chunks."""
+"""Attention over the paged pool for CPUs: a compiled kernel for decodes and short chunks, SDPA for longer chunks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from gpu_worker.attention.torch_backend import TorchAttention, WindowPlan
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
+
+# A chunk with at most this many rows runs in the kernel, row by row, like as many decodes. Measured with one thread and
+# the shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower.
+KERNEL_ROWS = 8
 
 
 class CpuAttention(TorchAttention):
@@ -24,21 +28,25 @@ class CpuAttention(TorchAttention):
         self._scale = np.float32(self._head_dim**-0.5)
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
-        """The kernel takes all decodes at once. Their arrays are the same for every window."""
-        decodes = np.flatnonzero(np.diff(metadata.qo_indptr) == 1)
-        kv_lens = metadata.kv_lens(self._block_size)
-        arrays = metadata.kv_indptr[decodes], kv_lens[decodes], metadata.qo_indptr[decodes]
-        first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
-        self._decodes = (np.ascontiguousarray(metadata.kv_indices, np.int32), first_blocks, kv_lens, rows)
-        self._plans = {window: WindowPlan((), tuple(self._chunks(metadata, window))) for window in set(self._windows)}
+        """The kernel takes all rows of short sequences at once. Their arrays are the same for every window."""
+        counts = np.diff(metadata.qo_indptr)
+        owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
+        rows = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
+        # A row sees the tokens up to its own. The sequence's last row sees all.
+        kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - rows)
+        arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, rows
+        self._by_kernel = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
+        self._plans = {
+            window: WindowPlan((), tuple(self._chunks(metadata, window, KERNEL_ROWS))) for window in set(self._windows)
+        }
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         window = self._windows[layer]
-        if len(self._decodes[-1]):
+        if len(self._by_kernel[-1]):
             keys, values = self._pool_arrays[layer]
-            self._kernels.attend(as_array(query), keys, values, *self._decodes, window, self._scale, as_array(out))
+            self._kernels.attend(as_array(query), keys, values, *self._by_kernel, window, self._scale, as_array(out))
         for chunk in self._plans[window].chunks:
             self._prefill(layer, chunk, query, key, value, out)
         return out

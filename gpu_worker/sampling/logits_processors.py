@@ -79,6 +79,11 @@ class LogitsOptions:
     def penalises(self) -> bool:
         return self.penalties != _NO_PENALTIES
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether the result depends on earlier tokens of the output."""
+        return self.penalises or bool((self.prefixes >= 0).any())
+
 
 @dataclass(slots=True)
 class BatchLogitsProcessors:
@@ -161,6 +166,10 @@ class LogitsProcessors:
             asking = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._of]
             self._assembled = (key, self._assemble(asking) if asking else None)
         return self._assembled[1]
+
+    def read_output(self, slots: npt.NDArray[np.int32]) -> bool:
+        """Whether the processors of one of these slots depend on earlier tokens of the output."""
+        return any(slot in self._of and self._of[slot].reads_output for slot in slots.tolist())
 
     def _free(self, slot: int) -> None:
         if self._of.pop(slot, None) is not None:

@@ -69,6 +69,13 @@ class TokenHistory:
         self.tokens[slots, positions] = tokens
         self.num_known[slots] = np.where(tokens < 0, 0, positions + 1)
 
+    def extend(self, slot: int, tokens: Int32s) -> None:
+        """Add tokens to the known ones of the slot's sequence. All earlier tokens must be known. With no token, the
+        slot counts as empty."""
+        known = self.num_known[slot]
+        self.tokens[slot, known : known + len(tokens)] = tokens
+        self.num_known[slot] = known + len(tokens) if len(tokens) else 0
+
     def of(self, slot: int) -> Int32s:
         """The known tokens of the sequence in the slot."""
         return self.tokens[slot, : self.num_known[slot]]

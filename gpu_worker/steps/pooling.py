@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_worker.device import fetch, upload
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.models.embedding import EmbeddingConfig
-from gpu_worker.steps.slots import Int32s, StepRows
+from gpu_worker.steps.rows import Int32s, StepRows
 from paceline.v1.worker_pb2 import StepResult
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,29 +14,26 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
-from gpu_worker.device import DeviceEvent, fetch
+from gpu_worker.device import DeviceEvent
+from gpu_worker.errors import ProtocolViolation
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import PreparedGrammars
 from gpu_worker.sampling.fused import NUM_PARAMETERS, sample_rows
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
-from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, score_prompts
-from gpu_worker.sampling.sampler import Sampled, SamplingRows, Scores, sample
+from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, rows_at_once, score_prompts
+from gpu_worker.sampling.sampler import Sampled, sample
+from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
 from gpu_worker.steps.pooling import Pooled, Pooler
-from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
+from gpu_worker.steps.results import Drawn, StepOutputs, VerifiedDrafts, fetch_drawn
+from gpu_worker.steps.rows import StepRows
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
-from paceline.v1.worker_pb2 import KeptSequence, RowError, StepPlan, StepResult, TokenLogprobs
-
-NO_NUMBER = "the model's output contains NaN or infinity"
-INVALID_ARGUMENT = 3  # google.rpc.Code
-NO_TOKEN = (
-    "no token is left to sample: allowed_token_ids, bad_words, logit_bias, min_tokens and structured outputs together "
-    "exclude every token"
-)
+from paceline.v1.worker_pb2 import KeptSequence, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +42,10 @@ class StepStats:
 
     decode_tokens: int = 0
     prefill_tokens: int = 0
+    draft_tokens: int = 0  # rows of draft tokens and of the last tokens before them
     sequences: int = 0
     # Entries of all block tables. A block that two sequences share counts twice.
     table_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The sampled tokens of a step, on their way to host memory."""
-
-    tokens: Tensor  # int64 [rows that sample]
-    failed: Tensor  # bool [rows that sample]
-    ruled_out: Tensor | None  # bool [rows that sample]: failed because the row's own parameters exclude every token
-    scores: Scores | None
-    slots: np.ndarray  # [rows that sample]
-    parameters: SamplingRows
-    refused: Mapping[int, str]  # by slot: why its grammar excludes every token
 
 
 @dataclass(slots=True)
@@ -69,20 +55,14 @@ class LaunchedStep:
     step: int
     stats: StepStats
     started_us: int
-    drawn: Drawn | None  # None if no row samples
-    prompts: PromptScores | None  # None if no prompt is scored
-    pooled: Pooled | None  # None if no vector is complete
+    outputs: StepOutputs
     done: DeviceEvent
     clock: _Clock
 
     def result(self) -> StepResult:
         """Wait for the device. Call this in the order of the steps, from one thread."""
         self.done.wait()
-        result = StepResult() if self.drawn is None else _result(self.drawn)
-        if self.prompts is not None:
-            _add_prompt_logprobs(result, self.prompts)
-        if self.pooled is not None:
-            self.pooled.add_to(result, NO_NUMBER)
+        result = self.outputs.result()
         result.step = self.step
         # A step that is launched early begins when the previous step ends.
         result.started_us = max(self.started_us, self.clock.finished_us)
@@ -136,6 +116,8 @@ class ModelRunner:
         self._last_tokens = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._clock = _Clock()
         self._rows: StepRows | None = None  # of the last launched step
+        # A limit for the memory of logits.
+        self._rows_at_once = max(limits.max_num_seqs, rows_at_once(limits.vocab_size))
         self._is_whole = True  # whether every plan so far was executed completely
         self._unrecorded: deque[_UnrecordedStep] = deque()  # steps that are not in the history yet
 
@@ -166,6 +148,11 @@ class ModelRunner:
         """Whether launch() returns before the step is done."""
         return self._device.type == "cuda"
 
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether plans may have draft rows."""
+        return not (self.is_asynchronous or self.pools)
+
     def reset(self, grammars: PreparedGrammars | None = None) -> None:
         """A new link begins: forget every sequence. The pool keeps its contents: sequences of the new link may begin
         with KV that kept() has reported.
@@ -188,7 +175,7 @@ class ModelRunner:
     def _note(self) -> None:
         """Note the oldest step that is not in the history. The step must be done."""
         step = self._unrecorded.popleft()
-        self._slots.history.note(step.sampled, _token_ids(step.drawn))
+        self._slots.history.note(step.sampled, step.drawn.token_ids())
 
     def _note_all(self) -> None:
         """Wait for the launched steps, and note them all."""
@@ -244,9 +231,13 @@ class ModelRunner:
         while self._unrecorded and self._unrecorded[0].done.is_passed():
             self._note()
         self._is_whole, self._rows = False, None
+        if plan.draft_slots and not self.verifies_drafts:
+            raise ProtocolViolation("a plan has draft rows, and this worker computes none")
         rows = self._rows = self._slots.apply(plan)
         self._logits_processors.apply(plan)
         self._grammars.apply(plan)
+        if rows.num_drafted:
+            check_drafted(rows, self._slots, self._logits_processors, self._grammars)
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
         if len(rows.swaps_in[0]):
@@ -255,35 +246,47 @@ class ModelRunner:
             self._pool.copy(*rows.copies)
         if len(rows.granted_blocks):
             self._pool.clear(rows.granted_blocks)
-        drawn, prompts, pooled = self._forward(rows) if rows.num_rows else (None, None, None)
+        outputs = self._forward(rows) if rows.num_rows else StepOutputs()
         sampled = self._slots.sampling(rows)
         self._slots.commit(rows)
+        if outputs.drafts is not None:
+            self._advance(outputs.drafts)
         stats = StepStats(
             decode_tokens=rows.num_decodes,
-            prefill_tokens=rows.num_rows - rows.num_decodes,
+            prefill_tokens=rows.num_rows - rows.num_decodes - rows.num_draft_rows,
+            draft_tokens=rows.num_draft_rows,
             sequences=len(rows.slots),
             table_blocks=self._slots.table_blocks,
         )
         done = DeviceEvent(self._device, blocking=True)
         done.record()
-        if drawn is not None:
-            self._unrecorded.append(_UnrecordedStep(sampled, drawn, done))
+        if outputs.drawn is not None:
+            self._unrecorded.append(_UnrecordedStep(sampled, outputs.drawn, done))
         self._is_whole = True
-        return LaunchedStep(plan.step, stats, started_us, drawn, prompts, pooled, done, self._clock)
+        return LaunchedStep(plan.step, stats, started_us, outputs, done, self._clock)
 
-    def _forward(self, rows: StepRows) -> tuple[Drawn | None, PromptScores | None, Pooled | None]:
+    def _forward(self, rows: StepRows) -> StepOutputs:
         if self._pooler is not None:
-            return None, None, self._pool_rows(rows, self._pooler)
+            return StepOutputs(pooled=self._pool_rows(rows, self._pooler))
         prompts = self._slots.prompt_rows(rows)
         arrays = step_arrays(rows, self._slots, None if prompts is None else prompts.rows)
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
-            return self._replay(rows, arrays, self._graphs, graph), None, None
+            return StepOutputs(self._replay(rows, arrays, self._graphs, graph))
         step = self._prepare(arrays, captured=False)
         hidden = self._hidden(step)
         num_samples = len(arrays.sampled_slots)
-        drawn = self._sample(rows, step, self._decoder.logits(hidden[:num_samples])) if num_samples else None
-        return drawn, None if prompts is None else self._score(prompts, hidden[num_samples:]), None
+        num_logits = num_samples + rows.num_draft_rows
+        drawn = drafts = None
+        if num_logits:
+            # One product with the head for all rows, unless there are very many draft tokens.
+            first, *more = torch.split(hidden[:num_logits], self._rows_at_once)
+            logits = self._decoder.logits(first)
+            drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
+            if rows.num_drafted:
+                drafts = self._verify(rows, chain([logits[num_samples:]], map(self._decoder.logits, more)))
+        scores = None if prompts is None else self._score(prompts, hidden[num_logits:])
+        return StepOutputs(drawn, scores, drafts=drafts)
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
@@ -297,7 +300,7 @@ class ModelRunner:
             return self._sample(rows, step, output.logits[: arrays.num_rows])
         tokens, failed = output.drawn
         sampled = Sampled(tokens[: arrays.num_rows], failed[: arrays.num_rows], None, None)
-        return _drawn(sampled, slots, parameters, {})
+        return fetch_drawn(sampled, slots, parameters, {})
 
     def _padded(self, arrays: StepArrays, size: int, draws: np.ndarray | None) -> StepArrays:
         """The step of a graph. Without `draws`, a graph that samples draws the likeliest tokens, and these are not
@@ -336,7 +339,18 @@ class ModelRunner:
         if processors is not None:
             processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
-        return _drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
+        return fetch_drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
+
+    def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
+        """logits: of the draft rows, in pieces [rows, vocab]."""
+        return verify(rows, logits, self._slots, self._logits_processors, self._fused_sampling)
+
+    def _advance(self, drafts: VerifiedDrafts) -> None:
+        """The sequences continue after the tokens of their draft rows."""
+        for slot, tokens in zip(drafts.slots.tolist(), drafts.tokens, strict=True):
+            self._slots.advance(slot, tokens)
+            if len(tokens):
+                self._last_tokens[slot] = int(tokens[-1])
 
     def _grammar_mask(self, slots: np.ndarray) -> GrammarMask | None:
         asking = self._grammars.of(slots)
@@ -367,62 +381,6 @@ class ModelRunner:
         if step.prefill_tokens is not None:
             tokens = torch.cat((tokens, step.prefill_tokens))
         return self._decoder.forward(tokens, step.positions, wanted)
-
-
-def _drawn(sampled: Sampled, slots: np.ndarray, parameters: SamplingRows, refused: Mapping[int, str]) -> Drawn:
-    scores = sampled.scores
-    if scores is not None:
-        scores = Scores(fetch(scores.sampled), fetch(scores.top_tokens), fetch(scores.top))
-    ruled_out = None if sampled.ruled_out is None else fetch(sampled.ruled_out)
-    return Drawn(fetch(sampled.tokens), fetch(sampled.failed), ruled_out, scores, slots, parameters, refused)
-
-
-def _token_ids(drawn: Drawn) -> np.ndarray:
-    """Token ids, int32 [rows that sample]; -1 for a failed row."""
-    tokens = drawn.tokens.numpy().astype("<i4")
-    tokens[drawn.failed.numpy()] = -1
-    return tokens
-
-
-def _result(drawn: Drawn) -> StepResult:
-    """The sampled tokens, the failed rows, and the log probabilities that requests ask for."""
-    failed = drawn.failed.numpy()
-    return StepResult(
-        token_ids=_token_ids(drawn).tobytes(),
-        errors=_row_errors(drawn, failed) if failed.any() else (),
-        logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
-    )
-
-
-def _row_errors(drawn: Drawn, failed: np.ndarray) -> Iterator[RowError]:
-    no_token = np.zeros_like(failed) if drawn.ruled_out is None else drawn.ruled_out.numpy()
-    for row in np.flatnonzero(failed).tolist():
-        slot = int(drawn.slots[row])
-        if no_token[row]:
-            yield RowError(slot=slot, message=drawn.refused.get(slot, NO_TOKEN), code=INVALID_ARGUMENT)
-        else:
-            yield RowError(slot=slot, message=NO_NUMBER)
-
-
-def _add_prompt_logprobs(result: StepResult, prompts: PromptScores) -> None:
-    known = {error.slot for error in result.errors}
-    for scores, are_numbers in prompts.by_chunk():
-        result.prompt_logprobs.append(scores)
-        if not are_numbers and scores.slot not in known:
-            result.errors.add(slot=scores.slot, message=NO_NUMBER)
-
-
-def _token_logprobs(scores: Scores | None, slots: np.ndarray, num_top: np.ndarray) -> Iterator[TokenLogprobs]:
-    if scores is None:
-        return
-    sampled, ids, values = scores.sampled.tolist(), scores.top_tokens.numpy(), scores.top.numpy()
-    for i, (slot, count) in enumerate(zip(slots.tolist(), num_top.tolist(), strict=True)):
-        yield TokenLogprobs(
-            slot=slot,
-            logprob=sampled[i],
-            top_token_ids=ids[i, :count].astype("<i4").tobytes(),
-            top_logprobs=values[i, :count].astype("<f4").tobytes(),
-        )
 
 
 def _now_us() -> int:

@@ -18,13 +18,10 @@ from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import SamplingRows
 from gpu_worker.steps.history import SampledSlots, TokenHistory
+from gpu_worker.steps.rows import NO_INTS, Bools, Int32s, Int64s, Pairs, StepRows
 from paceline.request_fields import SAMPLING
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
 
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Pairs = tuple[Int32s, Int32s]
 BlockCheck = Callable[[Int32s], None]
 _COLUMNS = tuple(param for param in SAMPLING.values() if param.processor != "penalty")
 _DTYPES = {float: np.float32, int: np.int64}
@@ -42,27 +39,6 @@ class SlotLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_host_blocks: int = 0  # ids are 1..num_host_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The sequences of a step: decodes in slot order, then prefills in plan order."""
-
-    slots: Int32s  # [sequences]
-    num_decodes: int
-    starts: Int32s  # [sequences] position of the first row
-    counts: Int32s  # [sequences] rows
-    samples: Bools  # [sequences] whether the last row samples
-    granted_blocks: Int32s  # blocks that get a new owner in this step
-    # Block copies, as sources and targets. They run before anything else: first all swaps out, then all swaps in, then
-    # the other copies.
-    swaps_out: Pairs  # to host blocks
-    swaps_in: Pairs  # from host blocks
-    copies: Pairs
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.counts.sum())
 
 
 @dataclass(slots=True)
@@ -125,7 +101,7 @@ class SlotBuffers:
         if plan.step != self._last_step + 1:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
-        self._granted = [np.zeros(0, np.int32)]
+        self._granted = [NO_INTS]
         moves = self._moves(plan)
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
@@ -139,8 +115,8 @@ class SlotBuffers:
             self._pause(unpack(plan.resume_slots, "resume_slots"), False)
         return self._rows(
             np.flatnonzero(self.decoding & ~self.paused if not plan.skip_decodes else []).astype(np.int32),
-            unpack(plan.prefill_slots, "prefill_slots"),
-            unpack(plan.prefill_tokens, "prefill_tokens"),
+            (unpack(plan.prefill_slots, "prefill_slots"), unpack(plan.prefill_tokens, "prefill_tokens")),
+            self._drafts(plan),
             moves,
         )
 
@@ -254,14 +230,16 @@ class SlotBuffers:
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _rows(
-        self, decodes: Int32s, prefills: Int32s, prefill_tokens: Int32s, moves: tuple[Pairs, Pairs, Pairs]
+        self, decodes: Int32s, chunks: Pairs, drafted: tuple[Int32s, Int32s, Int32s], moves: tuple[Pairs, Pairs, Pairs]
     ) -> StepRows:
+        prefills, prefill_tokens = chunks
         if len(prefills) != len(prefill_tokens):
             raise ProtocolViolation(f"{len(prefills)} prefill_slots and {len(prefill_tokens)} prefill_tokens")
         if len(prefills):
             self._check_prefills(prefills, prefill_tokens)
-        slots = np.concatenate((decodes, prefills))
-        counts = np.concatenate((np.ones(len(decodes), np.int32), prefill_tokens))
+        drafting, draft_counts, draft_tokens = drafted
+        slots = np.concatenate((decodes, prefills, drafting))
+        counts = np.concatenate((np.ones(len(decodes), np.int32), prefill_tokens, draft_counts + 1))
         starts = self.num_computed[slots]
         ends = starts + counts
         if counts.sum() > self.limits.max_batched_tokens:
@@ -276,7 +254,9 @@ class SlotBuffers:
         if too_long.any():
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
         samples = ends == self.num_tokens[slots]
-        return StepRows(slots, len(decodes), starts, counts, samples, np.concatenate(self._granted), *moves)
+        samples[len(slots) - len(drafting) :] = False
+        granted = np.concatenate(self._granted)
+        return StepRows(slots, len(decodes), starts, counts, samples, granted, *moves, len(drafting), draft_tokens)
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")
@@ -285,27 +265,55 @@ class SlotBuffers:
         if (counts < 1).any() or (counts > self.num_tokens[slots] - self.num_computed[slots]).any():
             raise ProtocolViolation("prefill_tokens: each count must be from 1 to the slot's uncomputed tokens")
 
+    def _drafts(self, plan: StepPlan) -> tuple[Int32s, Int32s, Int32s]:
+        """The slots with draft rows, how many draft tokens each has, and these tokens."""
+        if not (plan.draft_slots or plan.draft_counts or plan.draft_tokens):
+            return NO_INTS, NO_INTS, NO_INTS
+        slots, counts = unpack(plan.draft_slots, "draft_slots"), unpack(plan.draft_counts, "draft_counts")
+        tokens = unpack(plan.draft_tokens, "draft_tokens")
+        self._check_occupied(slots, "draft_slots")
+        if len(np.unique(slots)) != len(slots) or not self.paused[slots].all():
+            raise ProtocolViolation(f"draft_slots: each slot must be held and named once, not {slots.tolist()}")
+        if (self.history.num_known[slots] != self.num_tokens[slots]).any():
+            raise ProtocolViolation(f"draft_slots names a slot without a known last token: {slots.tolist()}")
+        if len(slots) != len(counts) or (counts < 0).any() or counts.sum() != len(tokens):
+            raise ProtocolViolation(
+                f"{len(slots)} draft_slots, draft_counts {counts.tolist()} and {len(tokens)} draft_tokens"
+            )
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.limits.vocab_size):
+            raise ProtocolViolation(f"draft_tokens: a token id outside the vocabulary of {self.limits.vocab_size}")
+        return slots, counts, tokens
+
     def prefill_tokens(self, rows: StepRows) -> Int64s:
-        """The token ids of the prefill rows, concatenated."""
-        n = rows.num_decodes
-        chunks = [
+        """The input token ids of the prefill rows and the draft rows, concatenated."""
+        chunk = slice(rows.num_decodes, rows.drafted.start)
+        inputs = [
             self.tokens[slot][start : start + count]
             for slot, start, count in zip(
-                rows.slots[n:].tolist(), rows.starts[n:].tolist(), rows.counts[n:].tolist(), strict=True
+                rows.slots[chunk].tolist(), rows.starts[chunk].tolist(), rows.counts[chunk].tolist(), strict=True
             )
         ]
-        return np.concatenate(chunks).astype(np.int64)
+        for slot, drafts in zip(rows.slots[rows.drafted].tolist(), rows.drafts(), strict=True):
+            inputs += self.history.of(slot)[-1:], drafts
+        return np.concatenate(inputs).astype(np.int64)
 
     def commit(self, rows: StepRows) -> None:
-        """The step is queued: its rows count as computed, and each sampling slot has one token more."""
-        slots = rows.slots
-        self.num_computed[slots] += rows.counts
-        sampled = slots[rows.samples]
+        """The step is queued: its rows count as computed, and each sampling slot has one token more. Draft rows do not
+        count before advance()."""
+        slots = rows.slots[: rows.drafted.start]
+        self.num_computed[slots] += rows.counts[: rows.drafted.start]
+        sampled = rows.slots[rows.samples]
         self.num_tokens[sampled] += 1
-        for slot in slots[rows.num_decodes :][rows.samples[rows.num_decodes :]].tolist():
+        for slot in sampled[rows.num_decodes :].tolist():
             self.decoding[slot] = True
             del self.tokens[slot]
             self.scored_prompts.pop(slot, None)
+
+    def advance(self, slot: int, tokens: Int32s) -> None:
+        """Draft rows of the slot have sampled these tokens. With no token, they have failed."""
+        self.num_computed[slot] += len(tokens)
+        self.num_tokens[slot] += len(tokens)
+        self.history.extend(slot, tokens)
 
     def sampling(self, rows: StepRows) -> SampledSlots:
         """The slots that sample in the step, for `history`. Call before commit()."""
@@ -347,9 +355,12 @@ class SlotBuffers:
         return PromptRows(np.concatenate(where), chunks) if chunks else None
 
     def sampling_rows(self, rows: StepRows) -> SamplingRows:
-        """Parameters of the sampling rows, in row order. Call before commit()."""
+        """Parameters of the sampling rows, in row order, without draft rows. Call before commit()."""
         slots = rows.slots[rows.samples]
-        positions = self.num_tokens[slots].astype(np.int64)
+        return self.sampling_at(slots, self.num_tokens[slots].astype(np.int64))
+
+    def sampling_at(self, slots: Int32s, positions: Int64s) -> SamplingRows:
+        """Parameters of rows that sample the tokens at these positions."""
         banned_rows, banned_tokens = self._banned(slots, positions)
         scored = np.flatnonzero(self.num_top[slots] >= 0)
         return SamplingRows(
@@ -388,7 +399,7 @@ class SlotBuffers:
             raise ProtocolViolation(f"a host block id outside 1..{self.limits.num_host_blocks}: {blocks.tolist()}")
 
 
-_NO_MOVES = ((np.zeros(0, np.int32), np.zeros(0, np.int32)),) * 3
+_NO_MOVES = ((NO_INTS, NO_INTS),) * 3
 
 
 def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockCheck, check_to: BlockCheck) -> Pairs:

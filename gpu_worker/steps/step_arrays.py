@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.steps.slots import SlotBuffers, SlotLimits, StepRows
+from gpu_worker.steps.rows import StepRows
+from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -21,15 +22,16 @@ class StepArrays:
     """Rows and sequences in the order of attention/base.py: decodes first, then the chunks."""
 
     decode_slots: Int32s  # [decodes]; the input is the slot's last sampled token
-    prefill_tokens: Int64s  # [rows - decodes]
+    prefill_tokens: Int64s  # [rows - decodes] of prefill rows and draft rows
     positions: Int64s  # [rows]
     slot_mapping: Int64s  # [rows] block * block_size + offset
     qo_indptr: Int32s  # [sequences + 1]
     kv_indptr: Int32s  # [sequences + 1]
     kv_indices: Int32s  # [kv_indptr[-1]]
     last_block_len: Int32s  # [sequences]
-    sampling_rows: Int32s | None  # rows that need logits, sampling rows first; None: all rows
-    sampled_slots: Int32s  # [rows that sample]
+    # Rows that need logits: rows that sample, then draft rows, then scored rows; None: all rows.
+    sampling_rows: Int32s | None
+    sampled_slots: Int32s  # [rows that sample], without draft rows
     draws: Int32s | None = None  # [rows, NUM_PARAMETERS] for a graph that samples (fused.py)
 
     @property
@@ -78,6 +80,8 @@ def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.
     widths = -(-kv_lens // block_size)
     has_chunks = len(rows.slots) > rows.num_decodes
     wanted = qo_indptr[1:][rows.samples] - 1
+    if rows.num_drafted:
+        wanted = np.concatenate((wanted, np.arange(qo_indptr[rows.drafted.start], qo_indptr[-1], dtype=np.int32)))
     if scored_rows is not None:
         wanted = np.concatenate((wanted, scored_rows)).astype(np.int32)
     all_sample = rows.num_rows == len(rows.slots) and bool(rows.samples.all())

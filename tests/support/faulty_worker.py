@@ -11,14 +11,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 from torch import Tensor
 
 from gpu_worker.deadline import StepWatch
 from gpu_worker.steps.inputs import StepInput
-from gpu_worker.steps.runner import Drawn, LaunchedStep, ModelRunner
-from gpu_worker.steps.slots import StepRows
+from gpu_worker.steps.results import Drawn, VerifiedDrafts
+from gpu_worker.steps.rows import StepRows
+from gpu_worker.steps.runner import LaunchedStep, ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
 from services.cli.main import main
 
@@ -76,6 +78,24 @@ class FaultyRunner(ModelRunner):
             if due.get(slot) is Fault.NAN:
                 logits[row] = float("nan")
         return super()._sample(rows, step, logits)
+
+    def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
+        positions = [
+            (slot, start + i + 1)
+            for slot, start, count in zip(rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), strict=True)
+            for i in range(count)
+        ][-rows.num_draft_rows :]
+
+        def poisoned() -> Iterator[Tensor]:
+            left = iter(positions)
+            for piece in logits:
+                for row, (slot, end) in zip(piece, left, strict=False):
+                    fault, at = self._faults.get(slot, (None, 0))
+                    if fault is Fault.NAN and end >= at:
+                        row.fill_(float("nan"))
+                yield piece
+
+        return super()._verify(rows, poisoned())
 
 
 if __name__ == "__main__":

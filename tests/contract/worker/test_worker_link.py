@@ -158,6 +158,36 @@ async def test_a_worker_registers_runs_plans_and_is_released(rig: Rig) -> None:
     await asyncio.wait_for(rig.worker, 20)
 
 
+async def test_a_draft_row_gives_the_tokens_of_decode_rows(rig: Rig) -> None:
+    link = await rig.accept()
+    assert link.registration.verifies_drafts
+    await link.plan(1, **first_plan())
+    for step in range(2, 7):
+        await link.plan(step)
+    tokens = [np.frombuffer((await link.result()).token_ids, "<i4").item() for _ in range(6)]
+    link.cut()
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    drafts = [tokens[1], tokens[2], (tokens[3] + 1) % 100]
+    await link.plan(
+        2, hold_slots=pack(0), draft_slots=pack(0), draft_counts=pack(3), draft_tokens=pack(*drafts)
+    )  # fmt: skip
+    await link.plan(3, resume_slots=pack(0))
+    first, second, third = [await link.result() for _ in range(3)]
+    assert (first.token_ids, first.draft_num_tokens) == (pack(tokens[0]), b"")
+    assert (second.token_ids, second.draft_num_tokens) == (b"", pack(3))
+    assert (second.draft_token_ids, third.token_ids) == (pack(*tokens[1:4]), pack(tokens[4]))
+
+
+async def test_a_draft_row_of_a_decoding_slot_fails_the_link(rig: Rig) -> None:
+    link = await rig.accept()
+    await link.plan(1, **first_plan())
+    await link.plan(2, draft_slots=pack(0), draft_counts=pack(0))
+    failure = await link.failure()
+    assert (failure.first_step, failure.last_step) == (2, 2)
+    assert "ProtocolViolation: draft_slots: each slot must be held" in failure.message
+
+
 async def test_health_and_metrics(rig: Rig) -> None:
     await rig.accept()
     addresses = await asyncio.wait_for(rig.ready, 20)

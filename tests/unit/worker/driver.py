@@ -29,6 +29,7 @@ class Sequence:
     blocks: list[int]
     sampling: SamplingParams
     fresh: bool = True
+    held: bool = False
     shared_blocks: int = 0
 
     @property
@@ -55,6 +56,8 @@ class Driver:
     free_blocks: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     arrivals: list[Sequence] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by slot, for the next step
+    resumed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.free_blocks = list(range(1, self.runner.limits.num_blocks + 1))
@@ -108,6 +111,15 @@ class Driver:
             sequence.blocks.append(grown[-1])
         return grown
 
+    def draft(self, sequence: Sequence, tokens: Seq[int]) -> None:
+        """The next step has a draft row of the sequence. Later steps have none, until another call or resume()."""
+        self.drafts[sequence.slot] = list(tokens)
+
+    def resume(self, sequence: Sequence) -> None:
+        """From the next step on the sequence decodes again."""
+        sequence.held = False
+        self.resumed.append(sequence.slot)
+
     def free(self, sequence: Sequence) -> None:
         del self.running[sequence.slot]
         self.freed.append(sequence.slot)
@@ -115,8 +127,14 @@ class Driver:
 
     def run_step(self) -> StepResult:
         self.step += 1
-        decodes = [s for _, s in sorted(self.running.items()) if s.decodes]
-        grow = [(s.slot, block) for s in decodes for block in self._extend(s, len(s.tokens))]
+        drafts, self.drafts = self.drafts, {}
+        drafted = [self.running[slot] for slot in drafts]
+        decodes = [s for _, s in sorted(self.running.items()) if s.decodes and not s.held and s.slot not in drafts]
+        grow = [
+            (s.slot, block)
+            for s in [*decodes, *drafted]
+            for block in self._extend(s, len(s.tokens) + len(drafts.get(s.slot, ())))
+        ]
         prefills = [s for s in self.running.values() if not s.decodes]
         chunks = [min(self.chunk_tokens, len(s.tokens) - s.num_computed) for s in prefills]
         plan = StepPlan(
@@ -138,8 +156,13 @@ class Driver:
             grow_blocks=pack([block for _, block in grow]),
             prefill_slots=pack([s.slot for s in prefills]),
             prefill_tokens=pack(chunks),
+            hold_slots=pack([s.slot for s in drafted if not s.held]),
+            resume_slots=pack(self.resumed),
+            draft_slots=pack(list(drafts)),
+            draft_counts=pack([len(tokens) for tokens in drafts.values()]),
+            draft_tokens=pack([token for tokens in drafts.values() for token in tokens]),
         )
-        self.freed, self.arrivals = [], []
+        self.freed, self.arrivals, self.resumed = [], [], []
         result = self.runner.step(plan)
         sampled = iter(np.frombuffer(result.token_ids, "<i4").tolist())
         for sequence in decodes:
@@ -151,6 +174,12 @@ class Driver:
                 sequence.tokens.append(next(sampled))
                 sequence.fresh = False
         assert next(sampled, None) is None, "more tokens than rows that sample"
+        accepted = iter(np.frombuffer(result.draft_token_ids, "<i4").tolist())
+        for sequence, count in zip(drafted, np.frombuffer(result.draft_num_tokens, "<i4").tolist(), strict=True):
+            sequence.held = True
+            sequence.num_computed += count
+            sequence.tokens += [next(accepted) for _ in range(count)]
+        assert next(accepted, None) is None, "more tokens than the draft rows report"
         return result
 
     def run(self) -> None:

@@ -224,6 +224,23 @@ def test_a_step_with_a_new_feature_may_compile() -> None:
         steps.watch.finished(0.01)
 
 
+def drafts(slot: int, count: int) -> dict[str, bytes]:
+    return {"draft_slots": slots(slot), "draft_counts": slots(count), "draft_tokens": slots(*[5] * count)}
+
+
+def test_draft_rows_cost_as_much_as_prompt_tokens() -> None:
+    steps = Steps().known()
+    steps.begin(**drafts(3, 0))
+    assert steps.overdue_after_s() > 60, "the first draft row may compile"
+    steps.watch.finished(0.01)
+    steps.run(NUM_REMEMBERED, 0.01)
+    steps.begin(40, **drafts(3, FEW_TOKENS - 40 - 1))  # and the last token before the drafts
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (0.01 + 0.064), abs=0.3)
+    steps.watch.finished(0.064)
+    steps.begin(100, prefill_slots=slots(4), new_sequences=found(3, times=10), **drafts(3, 99))
+    assert steps.overdue_after_s() == pytest.approx(HANG_S + 6 * 10 * (0.01 + 0.2), abs=0.3)
+
+
 def test_the_pace_of_a_step_with_a_grammar_is_known() -> None:
     """The grammar was compiled before its sequence came, so no step may take minutes for it."""
     steps = Steps().known()

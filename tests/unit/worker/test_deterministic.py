@@ -88,6 +88,42 @@ def test_logprobs_are_the_same_after_recomputation_and_with_a_shared_prefix(runn
     assert not bystander.ended
 
 
+def test_logits_of_draft_rows_are_those_of_decode_rows(
+    runner_of: Callable[[], Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All drafts are right. Other sequences decode, prefill and speculate in the same step."""
+    driver = runner_of()
+    decoder = driver.runner._decoder
+    noted: list[torch.Tensor] = []
+    logits = decoder.logits
+
+    def note(hidden: torch.Tensor) -> torch.Tensor:
+        noted.append(logits(hidden).clone())
+        return noted[-1]
+
+    monkeypatch.setattr(decoder, "logits", note)
+    sampling = SamplingParams(top_p=1.0, max_tokens=NEW_TOKENS)
+    for prompt in PROMPTS[3:6]:
+        noted.clear()
+        alone = driver.add(prompt, NEW_TOKENS, sampling)
+        driver.run()
+        by_token = torch.cat(noted)  # a step with an unfinished prompt computes no logits
+        assert len(by_token) == NEW_TOKENS
+        others = [driver.add(other, 200, sampling) for other in (PROMPTS[2], PROMPTS[1], PROMPTS[7])]
+        sequence = driver.add(prompt, NEW_TOKENS, sampling)
+        for _ in range(2):
+            driver.run_step()
+        num_known = len(sequence.output)
+        driver.draft(others[0], [1, 2, 3])
+        driver.draft(sequence, alone.output[num_known:-1])
+        noted.clear()
+        driver.run_step()
+        assert sequence.output == alone.output
+        assert torch.equal(noted[0][-(NEW_TOKENS - num_known) :], by_token[num_known:])
+        for one in [*others, sequence]:
+            driver.free(one)
+
+
 def test_a_matmul_that_depends_on_other_rows_is_refused_at_the_start() -> None:
     class Planted(PlainMatmul):
         def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:

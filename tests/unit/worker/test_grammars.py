@@ -23,7 +23,7 @@ from gpu_worker.sampling import compiled, grammars
 from gpu_worker.sampling.compiled import NO_TOKENIZER, PreparedGrammars
 from gpu_worker.sampling.grammars import MISFIT, NOT_PREPARED, Grammars
 from gpu_worker.sampling.processors import allow_bits
-from gpu_worker.steps.runner import INVALID_ARGUMENT, NO_TOKEN
+from gpu_worker.steps.results import INVALID_ARGUMENT, NO_TOKEN
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan, StepResult
 from tests.support import reference

@@ -120,6 +120,15 @@ def test_a_failed_row_leaves_no_known_tokens() -> None:
     assert history.of(2).tolist() == [20, 21, 22]
 
 
+def test_several_tokens_of_a_slot_become_known_at_once() -> None:
+    history = TokenHistory(2, 5)
+    history.begin(1, int32(10, 11))
+    history.extend(1, int32(12, 13, 14, 15))
+    assert history.of(1).tolist() == [10, 11, 12, 13, 14, 15]
+    history.extend(1, int32())
+    assert history.of(1).tolist() == []
+
+
 def test_the_longest_sequence_has_room_for_a_token_more() -> None:
     history = TokenHistory(2, 5)
     history.begin(1, np.arange(5, dtype=np.int32))

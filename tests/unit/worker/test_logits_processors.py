@@ -29,7 +29,7 @@ from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.filters import mask_min_p, mask_typical_p
 from gpu_worker.sampling.logits_processors import MAX_BAD_WORD_TOKENS, LogitsProcessors
-from gpu_worker.steps.runner import INVALID_ARGUMENT, NO_NUMBER, NO_TOKEN
+from gpu_worker.steps.results import INVALID_ARGUMENT, NO_NUMBER, NO_TOKEN
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver, pack

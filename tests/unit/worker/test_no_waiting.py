@@ -18,7 +18,7 @@ from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
 from gpu_worker.sampling.sampler import sample
 from gpu_worker.steps.pooling import Pooler
-from gpu_worker.steps.slots import StepRows
+from gpu_worker.steps.rows import StepRows
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.support.late_device.device import HostWaits

@@ -11,7 +11,7 @@ import torch
 from gpu_worker.build import BuiltWorker
 from gpu_worker.sampling import prompt_scores
 from gpu_worker.sampling.prompt_scores import ScoredChunk, score_prompts
-from gpu_worker.steps.runner import NO_NUMBER
+from gpu_worker.steps.results import NO_NUMBER
 from paceline.v1.common_pb2 import PromptLogprobs, SamplingParams
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import Reference

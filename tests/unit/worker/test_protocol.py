@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpu_worker.errors import ProtocolViolation
@@ -48,8 +49,16 @@ def table() -> SlotBuffers:
     plan = StepPlan(
         step=1, new_sequences=[new(), new(1, 9, (3, 4, 5))], prefill_slots=pack([0, 1]), prefill_tokens=pack([6, 3])
     )
-    table.commit(table.apply(plan))
+    rows = table.apply(plan)
+    sampled = table.sampling(rows)
+    table.commit(rows)
+    table.history.note(sampled, np.array([7]))
     return table
+
+
+def draft(step: int, slot: int, *tokens: int, **changes: Any) -> StepPlan:
+    fields = {"draft_slots": pack([slot]), "draft_counts": pack([len(tokens)]), "draft_tokens": pack(tokens)}
+    return StepPlan(step=step, **{**fields, **changes})
 
 
 def test_an_empty_plan_decodes_the_running_sequences(table: SlotBuffers) -> None:
@@ -119,6 +128,29 @@ def test_a_paused_slot_waits_and_a_step_may_skip_all_decodes(table: SlotBuffers)
     table.commit(rows)
     rows = table.apply(StepPlan(step=5))
     assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 1], [6, 9])
+
+
+def test_draft_rows_come_last_and_count_when_their_tokens_are_known(table: SlotBuffers) -> None:
+    """Slot 0 has its seventh token, and two drafts. Only the first one is right."""
+    plan = draft(2, 0, 50, 51, hold_slots=pack([0]), prefill_slots=pack([1]), prefill_tokens=pack([2]))
+    plan.MergeFrom(StepPlan(grow_slots=pack([0]), grow_blocks=pack([6])))
+    rows = table.apply(plan)
+    assert (rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist()) == ([1, 0], [3, 6], [2, 3])
+    assert (rows.samples.tolist(), rows.num_drafted, rows.num_draft_rows) == ([False, False], 1, 3)
+    assert table.prefill_tokens(rows).tolist() == [4, 5, 7, 50, 51]
+    table.commit(rows)
+    assert (table.num_tokens[:2].tolist(), table.num_computed[:2].tolist()) == ([7, 9], [6, 5])
+    table.advance(0, np.array([50, 60], np.int32))
+    assert (table.num_tokens[0], table.num_computed[0]) == (9, 8)
+    assert table.history.of(0).tolist() == [1, 2, 3, 4, 5, 6, 7, 50, 60]
+    rows = table.apply(StepPlan(step=3, resume_slots=pack([0])))
+    assert (rows.slots.tolist(), rows.starts.tolist(), rows.samples.tolist()) == ([0], [8], [True])
+
+
+def test_a_draft_row_without_a_draft_is_no_decode_row(table: SlotBuffers) -> None:
+    rows = table.apply(draft(2, 0, hold_slots=pack([0])))
+    assert (rows.num_decodes, rows.counts.tolist(), rows.samples.tolist()) == (0, [1], [False])
+    assert table.prefill_tokens(rows).tolist() == [7]
 
 
 def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotBuffers) -> None:
@@ -277,6 +309,36 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "copy to a source": (
         lambda: StepPlan(step=2, copy_from=pack([1, 2]), copy_to=pack([2, 3])),
         "copy_to names a block of copy_from",
+    ),
+    "draft of a slot that is not held": (lambda: draft(2, 0, 5), "must be held"),
+    "draft of a prefill": (lambda: draft(2, 1, 5), "must be held"),
+    "draft of an empty slot": (lambda: draft(2, 3, 5), "no sequence"),
+    "draft of a resumed slot": (lambda: draft(2, 0, 5, hold_slots=pack([0]), resume_slots=pack([0])), "must be held"),
+    "draft twice": (
+        lambda: draft(2, 0, hold_slots=pack([0]), draft_slots=pack([0, 0]), draft_counts=pack([0, 0])),
+        "named once",
+    ),
+    "draft without counts": (
+        lambda: draft(2, 0, hold_slots=pack([0]), draft_counts=b""),
+        r"1 draft_slots, draft_counts \[\] and 0 draft_tokens",
+    ),
+    "draft without slots": (lambda: draft(2, 0, 5, draft_slots=b"", draft_counts=b""), "0 draft_slots"),
+    "draft with fewer tokens": (
+        lambda: draft(2, 0, 5, hold_slots=pack([0]), draft_counts=pack([2])),
+        r"draft_counts \[2\] and 1 draft_tokens",
+    ),
+    "draft with a negative count": (
+        lambda: draft(2, 0, hold_slots=pack([0]), draft_counts=pack([-1])),
+        r"draft_counts \[-1\]",
+    ),
+    "draft token beyond": (lambda: draft(2, 0, 100, hold_slots=pack([0])), "outside the vocabulary"),
+    "negative draft token": (lambda: draft(2, 0, -1, hold_slots=pack([0])), "outside the vocabulary"),
+    "drafts past the blocks": (lambda: draft(2, 0, 5, 5, hold_slots=pack([0])), "too few for 9 tokens"),
+    "drafts past the budget": (
+        lambda: draft(
+            2, 0, *[5] * 20, hold_slots=pack([0]), grow_slots=pack([0] * 5), grow_blocks=pack([6, 7, 8, 9, 10])
+        ),
+        "21 rows in a step of at most 20",
     ),
     "odd bytes": (lambda: StepPlan(step=2, free_slots=b"abc"), "not packed int32"),
     "negative temperature": (

@@ -215,7 +215,7 @@ WAITS: list[Planted] = [
     (Mistake(ModelRunner, "_sample", "slots = rows", "logits.sum().item(); slots = rows"), Bench.greedy),
     (Mistake(sampler, "sample", "    ruled_out = None", "    ruled_out = None; bool(failed.any())"), Bench.greedy),
     (Mistake(BatchLogitsProcessors, "record", "places = ", "tokens.tolist(); places = "), Bench.sampled),
-    (Mistake(runner_module, "_drawn", "= sampled.scores\n", "= sampled.tokens.cpu() and None\n"), Bench.greedy),
+    (Mistake(runner_module, "fetch_drawn", "= sampled.scores\n", "= sampled.tokens.cpu() and None\n"), Bench.greedy),
     (Mistake(prompt_scores, "_score", "    ranks =", "    values.numpy(force=True); ranks ="), Bench.sampled),
     (Mistake(KvPool, "copy", "rows, device =", "self.storage.amax().item(); rows, device ="), Bench.swaps),
     (Mistake(SwapLane, "out", "free.hold()", "free.wait(); filled.wait()"), Bench.swaps),
