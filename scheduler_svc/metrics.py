@@ -78,6 +78,9 @@ class SchedulerMetrics(Collector):
             ("swapped_out", "Preempted requests that moved to host memory", counters.swapped_out),
             ("swapped_in", "Requests that came back from host memory", counters.swapped_in),
             ("requeued_requests", "Requests that lost their worker, or their blocks", counters.requeued),
+            ("spec_decode_num_drafts", "Rows with draft tokens", counters.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens", counters.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Accepted draft tokens", counters.num_accepted_tokens),
         )
         yield from _families(CounterMetricFamily, totals_of_model, model)
         yield _step_tokens(counters.step_tokens, model)
@@ -85,7 +88,7 @@ class SchedulerMetrics(Collector):
 
 def _step_tokens(steps: StepTokens, labels: dict[str, str]) -> Metric:
     family = HistogramMetricFamily(
-        PREFIX + "step_tokens", "Tokens of a step: prompt tokens computed and tokens sampled", labels=list(labels)
+        PREFIX + "step_tokens", "Tokens of a step: prompt tokens computed, tokens sampled, draft tokens", labels=list(labels)
     )
     edges = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
     family.add_metric(list(labels.values()), list(zip(edges, accumulate(steps.counts), strict=True)), steps.total)

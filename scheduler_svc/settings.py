@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from scheduler_svc.core.types import CacheScope
 from scheduler_svc.policies.presets import DEFAULT, PRESETS
@@ -60,6 +60,14 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     max_offline_tokens: int = Field(
         256, ge=0, description="tokens of offline requests in a step that runs online requests, too; 0: none"
     )
+    speculative_tokens: int = Field(
+        0, ge=0, le=64, description="most draft tokens of a sequence in a step (speculative decoding); 0: none"
+    )
+    speculative_max_rows: int = Field(8, ge=1, description="if more sequences run on a worker, none of them speculates")
+    speculative_ngram_max: int = Field(
+        4, ge=1, le=64, description="most last tokens that are looked up in the text before them, for drafts"
+    )
+    speculative_ngram_min: int = Field(2, ge=1, le=64, description="fewest last tokens that are looked up")
     poison_failures: int = Field(
         2, ge=1, description="a request fails if it was the only one in this many failed steps or lost workers in a row"
     )
@@ -104,3 +112,12 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     )
     partial_reuse: bool = Field(True, description="also reuse the beginning of a cached block, by a copy")
     host_cache: bool = Field(True, description="keep evicted KV in the workers' host memory, if they have any")
+
+    @model_validator(mode="after")
+    def _check_ngrams(self) -> Self:
+        if self.speculative_ngram_max < self.speculative_ngram_min:
+            raise ValueError(
+                f"--speculative-ngram-max {self.speculative_ngram_max} is less than "
+                f"--speculative-ngram-min {self.speculative_ngram_min}"
+            )
+        return self

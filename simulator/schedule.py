@@ -20,6 +20,8 @@ NUM_GATEWAYS = 2
 PAIR_EVERY = 6
 # Requests of lower seeds have no grammars: what these seeds are known to catch depends on the time of every message.
 FIRST_WITH_GRAMMARS = 1000
+# The same for texts that repeat themselves, and for schedulers that speculate.
+FIRST_WITH_DRAFTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class ClientScript:
     patience_s: float | None = None
     grace_s: float = 0.0
     grammar: str = ""
+    repeats: int = 0  # its text mostly repeats the token this many places before; 0: it does not repeat itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class PartySizes:
     preset: str
     mode: str
     num_schedulers: int
+    speculative_tokens: int
+    speculative_max_rows: int
 
     @classmethod
     def of(cls, seed: int) -> PartySizes:
@@ -113,6 +118,8 @@ class PartySizes:
             preset=rng.choice(["paceline", "paceline", "vllm-v1", "vllm-v0", "sglang-lpm", "trtllm-max-util"]),
             mode=rng.choice(["recompute", "swap", "swap"]),
             num_schedulers=2 if seed % PAIR_EVERY == 3 else 1,
+            speculative_tokens=seed % 5 if seed >= FIRST_WITH_DRAFTS else 0,
+            speculative_max_rows=1 + seed % 4,
         )
 
 
@@ -122,6 +129,8 @@ def random_schedule(seed: int) -> Schedule:
     asks = tuple(_random_ask(rng, families) for _ in range(rng.randrange(2, 8)))
     if seed >= FIRST_WITH_GRAMMARS:
         asks = tuple(replace(ask, grammar=_grammar_of(ask)) for ask in asks)
+    if seed >= FIRST_WITH_DRAFTS:
+        asks = tuple(replace(ask, repeats=period, grammar="") if (period := _period_of(ask)) else ask for ask in asks)
     sizes = PartySizes.of(seed)
     faults = [_random_fault(rng, sizes.num_workers) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4]))]
     if sizes.num_schedulers > 1:
@@ -134,6 +143,11 @@ def _grammar_of(ask: ClientScript) -> str:
     so that the rest of the schedule is the same as without grammars."""
     last = ask.prompt[-1]
     return "" if ask.beam_width else ("", "form 0", "form 1", f"form {last}")[last % 4]
+
+
+def _period_of(ask: ClientScript) -> int:
+    """As with grammars: not drawn at random."""
+    return 0 if ask.beam_width else ask.prompt[-1] % 3
 
 
 def _random_ask(rng: random.Random, families: list[list[int]]) -> ClientScript:

@@ -3,13 +3,15 @@
 Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
 blocks hold the meaning of a real worker's blocks: for each position, a hash of all tokens up to it. A row that attends
 reads its whole table and compares. So a block that was freed too early, shared wrongly or never written is found at
-once. No position of a block is written twice while a table contains the block (invariant 2 of docs/design.md).
+once. No position of a block is written twice while a table contains the block (invariant 2 of docs/design.md), unless
+the position had a draft token that was not accepted.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import numpy as np
 
@@ -45,8 +47,11 @@ class WorkerDied(Exception):
 
 
 def next_token(tokens: list[int], sampling: SamplingParams) -> int:
-    """The toy model: any token id from 8 on, or EOS in about one of forty cases."""
+    """The toy model: any token id from 8 on, or EOS in about one of forty cases. With top_k = n the text repeats
+    itself: mostly it is the token n places before."""
     digest = zlib.crc32(np.array([*tokens, sampling.seed & 0x7FFFFFFF], np.int64).tobytes())
+    if 0 < sampling.top_k <= len(tokens) and digest % 13:
+        return tokens[-sampling.top_k]
     return EOS if digest % 40 == 0 else 8 + digest % (VOCAB - 8)
 
 
@@ -123,6 +128,7 @@ class ToyWorker:
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens,
             num_host_blocks=num_host_blocks,
+            verifies_drafts=True,
         )
         self.block_size = block_size
         self.blocks: Blocks = {b: [None] * block_size for b in range(1, num_blocks + 1)}
@@ -182,20 +188,33 @@ class ToyWorker:
         if plan.skip_decodes:
             decodes = []
         chunks = list(zip(_ints(plan.prefill_slots), _ints(plan.prefill_tokens), strict=True))
-        budget = len(decodes) + sum(tokens for _, tokens in chunks)
+        draft_slots, draft_counts = _ints(plan.draft_slots), _ints(plan.draft_counts)
+        draft_tokens = iter(_ints(plan.draft_tokens))
+        drafts = [list(islice(draft_tokens, count)) for count in draft_counts]
+        self._expect([*map(len, drafts)] == draft_counts and not [*draft_tokens], "the draft counts are wrong")
+        budget = len(decodes) + sum(tokens for _, tokens in chunks) + len(drafts) + sum(draft_counts)
         self._expect(0 < budget <= self.registration.max_batched_tokens, f"{budget} tokens in a step")
         for slot, _ in chunks:
             self._expect(not self._at(slot, "prefilled").has_sampled, f"slot {slot} has sampled, and prefills")
         self._expect(len(dict(chunks)) == len(chunks), "a slot prefills twice in a step")
+        for slot in draft_slots:
+            self._expect(self._at(slot, "drafted").paused, f"slot {slot} drafts, but is not held")
+        self._expect(len({*draft_slots}) == len(draft_slots), "a slot drafts twice in a step")
         prompts = [shown for slot, tokens in chunks if (shown := self._prompt_logprobs(slot, tokens)) is not None]
         sampled = [self._compute(self.slots[slot], 1, filled) for slot in decodes]
         sampled += [self._compute(self.slots[slot], num_tokens, filled) for slot, num_tokens in chunks]
         tokens = [token for token in sampled if token is not None]
+        verified = [self._verify(self.slots[slot], own, filled) for slot, own in zip(draft_slots, drafts, strict=True)]
         self._forget_grammars()
         scored = [slot for slot in [*decodes, *dict(chunks)] if self.slots[slot].sampling.logprobs]
         scores = [self._logprobs(slot) for slot in scored if self.slots[slot].has_sampled]
         return StepResult(
-            step=plan.step, token_ids=np.array(tokens, np.int32).tobytes(), logprobs=scores, prompt_logprobs=prompts
+            step=plan.step,
+            token_ids=np.array(tokens, np.int32).tobytes(),
+            logprobs=scores,
+            prompt_logprobs=prompts,
+            draft_num_tokens=np.array([*map(len, verified)], np.int32).tobytes(),
+            draft_token_ids=np.array([*chain(*verified)], np.int32).tobytes(),
         )
 
     def _copy(self, source: Blocks, packed_from: bytes, target: Blocks, packed_to: bytes) -> None:
@@ -279,6 +298,34 @@ class ToyWorker:
         them."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         self._expect(num_tokens > 0 and end <= len(sequence.tokens), f"{num_tokens} tokens from {start}")
+        self._attend(sequence, end, filled)
+        sequence.num_computed = end
+        if end < len(sequence.tokens):
+            return None
+        token = next_token(sequence.tokens, sequence.sampling)
+        sequence.append(token)
+        sequence.has_sampled = True
+        return token
+
+    def _verify(self, sequence: ToySequence, drafts: list[int], filled: dict[int, int]) -> list[int]:
+        """Compute the last token and the drafts after it, and sample after each. Returns the sampled tokens up to the
+        first one that is not the next draft."""
+        known = len(sequence.tokens)
+        self._expect(sequence.num_computed == known - 1, f"{sequence.num_computed} of {known} tokens are computed")
+        for token in drafts:
+            sequence.append(token)
+        self._attend(sequence, known + len(drafts), filled)
+        del sequence.tokens[known:], sequence.hashes[known:]
+        for draft in [*drafts, None]:
+            sequence.append(next_token(sequence.tokens, sequence.sampling))
+            if sequence.tokens[-1] != draft:
+                break
+        sequence.num_computed = len(sequence.tokens) - 1
+        return sequence.tokens[known:]
+
+    def _attend(self, sequence: ToySequence, end: int, filled: dict[int, int]) -> None:
+        """Write the KV of the tokens up to `end`, and read the KV of all of them."""
+        start = sequence.num_computed
         self._expect(end <= len(sequence.table) * self.block_size, f"no block for position {end - 1}")
         for position in range(start, end):
             block, place = sequence.table[position // self.block_size], position % self.block_size
@@ -287,14 +334,7 @@ class ToyWorker:
         for position in range(end):
             read = self.blocks[sequence.table[position // self.block_size]][position % self.block_size]
             self._expect(read == sequence.hashes[position], f"wrong KV at position {position} of {end}")
-        sequence.num_computed = end
-        self.num_computed += num_tokens
-        if end < len(sequence.tokens):
-            return None
-        token = next_token(sequence.tokens, sequence.sampling)
-        sequence.append(token)
-        sequence.has_sampled = True
-        return token
+        self.num_computed += end - start
 
     @staticmethod
     def _expect(condition: bool, message: str) -> None:

@@ -110,7 +110,13 @@ class World:
         self.parties[name] = party
 
     def _scheduler(self, name: str) -> SchedulerParty:
-        config = SchedulerConfig(window=self.sizes.window, poison_failures=self._poison_failures)
+        config = SchedulerConfig(
+            window=self.sizes.window,
+            poison_failures=self._poison_failures,
+            speculative_tokens=self.sizes.speculative_tokens,
+            speculative_max_rows=self.sizes.speculative_max_rows,
+            speculative_ngram_min=1,
+        )
         cache = self._find("cache")
         if not self._elects:
             core = new_scheduler_core(config, self._policies, 1000 * next(self._epochs))

@@ -49,6 +49,7 @@ from scheduler_svc.core.requests.phases import Phase
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.status import StatusReport
 from scheduler_svc.core.step.decide import Decider
+from scheduler_svc.core.step.drafting import Drafting
 from scheduler_svc.core.step.emit import Emitter
 from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.policy_failures import PolicyFailures
@@ -116,10 +117,19 @@ class SchedulerCore:
         self._exchanges = StepExchanges(
             self.workers, cache, step_scheduler, emitter, life, self._groups, self._send_worker
         )
+        drafting = Drafting(life)
         self._rounds = Rounds(
-            self.workers, cache, step_scheduler, Decider(life), self._exchanges, life, self._groups, self._retry_groups
+            self.workers,
+            cache,
+            step_scheduler,
+            Decider(life),
+            self._exchanges,
+            life,
+            self._groups,
+            self._retry_groups,
+            drafting,
         )
-        self._results = ResultReader(life, self._publisher, self._groups, self.step_log, self.trace_log)
+        self._results = ResultReader(life, self._publisher, self._groups, drafting, self.step_log, self.trace_log)
         self._status = StatusReport(config, self.workers, self.sessions, self.queue.online, cache)
         self._note_outage()
 
@@ -235,6 +245,7 @@ class SchedulerCore:
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
+            may_draft=self.config.speculative_tokens > 0 and registration.verifies_drafts,
             linked_s=self.life.now_s,
             kept=list(registration.kept),
         )

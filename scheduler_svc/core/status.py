@@ -78,6 +78,9 @@ class StatusReport:
             step_tokens=StepTokens(
                 bounds=STEP_TOKENS, counts=counters.step_tokens.counts, total=counters.step_tokens.total
             ),
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=counters.num_accepted_tokens,
         )
 
     def _waiting_s(self, budgets: Budgets, now_s: float) -> float:

@@ -40,6 +40,12 @@ class SchedulerConfig:
     conversation_ttl_s: float = 300.0  # how long an idle conversation keeps its blocks and queue position
     no_worker_timeout_s: float = 30.0  # how long a request waits while no worker is attached; 0: no limit
     allow_mixed_dtypes: bool = False  # workers of one model may use different data types; tokens may then differ
+    # Speculative decoding: draft tokens of one row in a step, at most; 0: none. Workers have to support it.
+    speculative_tokens: int = 0
+    speculative_max_rows: int = 8  # if more sequences run on a worker, none of them speculates
+    # A draft is what followed the last tokens when they occurred before: this many of them at most, and at least.
+    speculative_ngram_max: int = 4
+    speculative_ngram_min: int = 2
     # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.
     stuck_decisions: int = 40
 
@@ -105,4 +111,7 @@ class SchedulerCounters:
     refused_restores: int = 0  # requests that it did not take over
     prefix_query_tokens: int = 0  # looked up in the prefix cache at first admissions
     prefix_hit_tokens: int = 0  # of these, with reused KV
+    num_drafts: int = 0  # draft rows with a result
+    num_draft_tokens: int = 0  # draft tokens in these rows
+    num_accepted_tokens: int = 0  # of these, the tokens that were accepted
     step_tokens: StepTokens = field(default_factory=StepTokens)

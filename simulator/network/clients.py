@@ -83,6 +83,7 @@ class SimulatedClient:
                 ignore_eos=ask.ignore_eos,
                 logprobs=ask.logprobs,
                 grammar=ask.grammar,
+                top_k=ask.repeats,
             )
             for i in range(ask.n)
         ]

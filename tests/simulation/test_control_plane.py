@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ class Run:
     # Up to 5 healthy workers are killed. With fewer failures an innocent request could be found poisoned.
     poison_failures = 9
     tenant_limits: tuple[int, ...] = (0, 0, 10, 40, 100)
+    speculation: ClassVar[dict[str, Any]] = {}  # settings of speculative decoding
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -43,6 +45,7 @@ class Run:
             prefix_caching=self.rng.random() < 0.9,
             poison_failures=self.poison_failures,
             tenant_max_running_tokens=random.Random(f"limit {seed}").choice(self.tenant_limits),
+            **self.speculation,
         )
         self.system = LocalSystem(config, self.policies(), self.policy_failed)
         self.families = [[self.rng.randrange(8, 100) for _ in range(40)] for _ in range(3)]
@@ -125,12 +128,17 @@ class Run:
             sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
             sampling.logprobs = rng.random() < 0.2
             sampling.prompt_logprobs = rng.random() < 0.2
+            sampling.top_k = self.period()
             handle = self.requests_left
             self.asked[session, handle] = prompt, sampling
             self.system.submit(session, handle, prompt, sampling, fork_of=first if handle != first else 0, **fields)
             self.requests_left -= 1
             if not self.requests_left:
                 return
+
+    def period(self) -> int:
+        """After how many tokens the text of the next request repeats itself; 0: never."""
+        return 0
 
     def to_cancel(self) -> list[tuple[str, int]]:
         """The requests of which one may be cancelled now."""

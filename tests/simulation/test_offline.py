@@ -30,6 +30,7 @@ class OfflineRun(Run):
             if not (handle := self.requests_left):
                 return
             sampling = SamplingParams(top_p=1, max_tokens=max_tokens, seed=seed, ignore_eos=rng.random() < 0.3)
+            sampling.top_k = self.period()
             self.asked[session, handle] = prompt, sampling
             self.system.submit(session, handle, prompt, sampling, fork_of=first if handle != first else 0, **fields)
             self.requests_left -= 1

@@ -208,6 +208,13 @@ class Step(StepView):
         return self.is_empty and (self._offline_part is None or self._offline_part.is_empty)
 
     @property
+    def _left_blocks(self) -> int:
+        """Available blocks that no request of either class takes in the worker's step."""
+        if self._offline_part is not None:
+            return self._offline_part._available_blocks
+        return self._available_blocks - self._lent_blocks
+
+    @property
     def runs_prefills(self) -> bool:
         """Whether the step computes tokens of a prompt, or admits a request."""
         return bool(self._chunks or self._placed)

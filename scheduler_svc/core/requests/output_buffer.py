@@ -20,7 +20,8 @@ class OutputBuffer:
                        in request.output     | in the ring       | in flight, or not planned yet
 
     Every slot is flushed every FLUSH_EVERY_STEPS steps; `due` names the slots of a step. A slot decodes in spans of
-    steps, because a sequence may be paused and resumed.
+    steps, because a sequence may be paused and resumed. Between two spans, draft rows may add tokens to request.output
+    directly, once all tokens of the earlier span are there.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -32,6 +33,8 @@ class OutputBuffer:
 
     def start(self, slot: int, step: int) -> None:
         """The slot's sequence decodes from this decode step on."""
+        if self._spans[slot] and self._spans[slot][-1][1] <= self._flushed[slot]:
+            self._spans[slot].clear()  # of a sequence that drafts now and then, too many would gather
         if not self._spans[slot]:
             self._flushed[slot] = step
         self._spans[slot].append((step, FAR))

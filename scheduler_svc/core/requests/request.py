@@ -48,6 +48,7 @@ class SubmissionMetadata:
     deadline_s: float = math.inf  # on the clock of Request.arrival_s
     ttft_slo_s: float = 0.0  # seconds from arrival within which the first token is wanted; 0: no goal
     offline: bool = False  # it runs on what online requests leave, and yields to them
+    disable_speculation: bool = False
     conversation: str = ""  # the one that it continues; empty: none
     owner: str = ""  # name of the API key; empty: none
     min_slo_s: float = 0.0  # seconds after arrival; an order moves an earlier deadline or SLO to that time

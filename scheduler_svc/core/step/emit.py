@@ -20,7 +20,7 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES
 from scheduler_svc.core.types import SchedulerCounters
 from scheduler_svc.core.workers.block_boundaries import NONE
 from scheduler_svc.core.workers.state import WorkerState, new_plan
-from scheduler_svc.core.workers.steps import Decision, PendingStep, PlannedAdmission, StepInFlight
+from scheduler_svc.core.workers.steps import Decision, DraftRow, PendingStep, PlannedAdmission, StepInFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Emitter:
             assert response is not None, "growth needs an exchange"
             self._grow(worker, pending_step, response, plan)
         self._choose_decodes(worker, decision.decodes, plan)
+        drafts = self._choose_drafts(worker, decision, plan) if decision.drafts or decision.ended_drafts else []
         generation = worker.batch.slots.generation
         lost = decision.shares and bool(decision.admissions) and self._has_lost(worker, decision)
         sizes = {slot: size for slot, gen, size in decision.chunks if generation[slot] == gen}
@@ -54,7 +55,7 @@ class Emitter:
             if lost and (granted := admit_result(response, index)) is not None and granted.shares_planned:
                 continue  # the caller requeues the request
             self._fill_slot(worker, admission, response, index, plan, sizes)
-        return message if self._run(worker, plan, sizes, pending_step.planned_s, now_s) else None
+        return message if self._run(worker, plan, sizes, drafts, pending_step.planned_s, now_s) else None
 
     @staticmethod
     def _has_lost(worker: WorkerState, decision: Decision) -> bool:
@@ -88,6 +89,13 @@ class Emitter:
         if paused or resumed:
             plan.hold_slots = packed(paused)
             plan.resume_slots = packed(resumed)
+
+    def _choose_drafts(self, worker: WorkerState, decision: Decision, plan: StepPlan) -> list[DraftRow]:
+        """The draft rows of sequences that still run. Sequences that stop to draft decode in this step."""
+        batch, generation = worker.batch, worker.batch.slots.generation
+        ended = [slot for slot, gen in decision.ended_drafts if generation[slot] == gen]
+        plan.resume_slots += packed(slot for slot in ended if batch.end_drafting(slot))
+        return [row for row in decision.drafts if generation[row.slot] == row.generation]
 
     def _fill_slot(
         self,
@@ -137,17 +145,34 @@ class Emitter:
         new.sampling.CopyFrom(request.sampling)
         new.request_id, new.cache_salt = request.request_id, request.metadata.cache_salt
 
-    def _run(self, worker: WorkerState, plan: StepPlan, sizes: dict[int, int], planned_s: float, now_s: float) -> bool:
+    def _run(
+        self,
+        worker: WorkerState,
+        plan: StepPlan,
+        sizes: dict[int, int],
+        drafts: list[DraftRow],
+        planned_s: float,
+        now_s: float,
+    ) -> bool:
         """Record the rows as in flight. Returns whether there are any."""
         slots = worker.batch.slots
         rows = slots.rows_of(NONE) if plan.skip_decodes else slots.decode_rows()
         chunks = [worker.batch.chunk(slot, size) for slot, size in sizes.items()]
-        if not (len(rows) or chunks):
+        if not (len(rows) or chunks or drafts):
             self._undo(worker, plan)
             return False
+        if worker.batch.drafting:
+            plan.hold_slots += packed(worker.batch.take_holds())
         if chunks:
             plan.prefill_slots = packed(chunk.slot for chunk in chunks)
             plan.prefill_tokens = packed(sizes.values())
+        new_tokens = sum(sizes.values())
+        context_tokens = rows.base_tokens + len(rows) * worker.batch.decode_step
+        if drafts:
+            context_tokens += sum(row.num_tokens for row in drafts)
+            plan.draft_slots = packed(row.slot for row in drafts)
+            plan.draft_counts = packed(len(row.draft_tokens) for row in drafts)
+            plan.draft_tokens = packed(token for row in drafts for token in row.draft_tokens)
         worker.host.add_copies(plan)
         sampled = 0 if worker.pools else len(rows) + sum(chunk.samples for chunk in chunks)
         step = StepInFlight(
@@ -157,13 +182,16 @@ class Emitter:
             num_releases=slots.num_releases,
             chunks=tuple(chunks),
             num_sampled=sampled,
-            new_tokens=sum(sizes.values()),
-            context_tokens=rows.base_tokens + len(rows) * worker.batch.decode_step,
+            new_tokens=new_tokens,
+            context_tokens=context_tokens,
             planned_s=planned_s,
             sent_s=now_s,
+            drafts=drafts,
         )
         worker.in_flight.append(step)
-        self.counters.step_tokens.observe(step.new_tokens + sampled)
+        self.counters.step_tokens.observe(step.new_tokens + sampled + len(drafts) + step.num_draft_tokens)
+        for row in drafts:
+            worker.batch.advance_draft(row.slot)
         if len(rows):
             worker.batch.advance_decodes()
         for chunk in chunks:

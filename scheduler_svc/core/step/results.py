@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from paceline.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from paceline.v1.worker_pb2 import RowError, StepResult, TokenLogprobs
-from scheduler_svc.core.arrays import Slots, Tokens
+from scheduler_svc.core.arrays import Slots, Tokens, packed, unpacked
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.lifecycle.beam_groups import BeamGroups
 from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.output.sessions import Publisher
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
+from scheduler_svc.core.step.drafting import Drafting
 from scheduler_svc.core.step.step_log import StepLog
 from scheduler_svc.core.step.trace_log import TraceLog
 from scheduler_svc.core.workers.state import WorkerState
@@ -30,6 +32,7 @@ class ResultReader:
     life: Lifecycle
     publisher: Publisher
     groups: BeamGroups
+    drafting: Drafting
     step_log: StepLog
     trace_log: TraceLog
 
@@ -55,6 +58,10 @@ class ResultReader:
         elif step.chunks:
             self._prompt_scores(worker, step, result)
             accepted += self._prefills(worker, step, tokens[len(step.rows) :], failed, logprobs, now_s)
+        if step.drafts:
+            accepted += self._drafts(worker, step, result, failed)
+        if worker.may_draft:
+            self.drafting.observe(worker, step)
         return accepted
 
     def _matching_step(self, worker: WorkerState, result: StepResult) -> StepInFlight:
@@ -65,6 +72,8 @@ class ResultReader:
             raise ProtocolError(f"result of step {result.step}, expected {step.step}")
         if len(result.token_ids) != 4 * step.num_sampled:
             raise ProtocolError(f"step {step.step}: {len(result.token_ids)} bytes for {step.num_sampled} tokens")
+        if step.drafts or result.draft_num_tokens:
+            _check_drafts(step, result)
         return step
 
     def _decodes(
@@ -107,6 +116,45 @@ class ResultReader:
             if slots.has_all_tokens(slot):
                 self.life.end(worker.batch.running[slot], FINISH_REASON_LENGTH)
 
+    def _drafts(self, worker: WorkerState, step: StepInFlight, result: StepResult, failed: Failures) -> int:
+        """The draft rows. Tokens after one that ends the request are dropped, as if they had never been sampled."""
+        batch, sampled = worker.batch, iter(unpacked(result.draft_token_ids))
+        new: list[tuple[int, int, int]] = []  # session, handle, token
+        for row, count in zip(step.drafts, unpacked(result.draft_num_tokens), strict=True):
+            tokens = list(islice(sampled, count))
+            if batch.slots.generation[row.slot] != row.generation:
+                continue
+            request = batch.running[row.slot]
+            if row.slot in failed:
+                self._fail(request, failed[row.slot])
+                continue
+            stop = next((i for i, token in enumerate(tokens) if self._stops(worker, row.slot, request, token)), None)
+            if stop is not None:
+                del tokens[stop + 1 :]
+            self.drafting.verified(worker, row, count, len(tokens))
+            self.life.holdings.flush_output(worker, row.slot)
+            request.add_output(packed(tokens))
+            new += [(int(batch.slots.session[row.slot]), request.handle, token) for token in tokens]
+            if stop is not None:
+                self.life.end(request, FINISH_REASON_STOP)
+            elif request.num_tokens >= request.max_total_tokens:
+                self.life.end(request, FINISH_REASON_LENGTH)
+        self._publish(new)
+        return len(new)
+
+    @staticmethod
+    def _stops(worker: WorkerState, slot: int, request: Request, token: int) -> bool:
+        """Whether the token ends the request."""
+        ends_at_eos = token in worker.eos_token_ids and bool(worker.batch.slots.stops_at_eos[slot])
+        return ends_at_eos or token in request.extra_stop_ids
+
+    def _publish(self, new: list[tuple[int, int, int]]) -> None:
+        """`new`: session, handle and token of each new token."""
+        if new:
+            sessions, handles, tokens = zip(*new, strict=True)
+            session = sessions[0] if len({*sessions}) == 1 else -1
+            self.publisher.tokens(session, np.array(sessions), np.array(handles), np.array(tokens, np.int32))
+
     def _prompt_scores(self, worker: WorkerState, step: StepInFlight, result: StepResult) -> None:
         scores = {item.slot: item.logprobs for item in result.prompt_logprobs} if result.prompt_logprobs else {}
         for chunk in step.chunks if scores else ():
@@ -144,10 +192,7 @@ class ResultReader:
                 continue
             new.append((int(worker.batch.slots.session[chunk.slot]), request.handle, token))
             self._first_token(worker, chunk.slot, request, token, logprobs)
-        if new:
-            sessions, handles, first = zip(*new, strict=True)
-            session = sessions[0] if len({*sessions}) == 1 else -1
-            self.publisher.tokens(session, np.array(sessions), np.array(handles), np.array(first, np.int32))
+        self._publish(new)
         return len(new)
 
     def _embeddings(
@@ -180,8 +225,7 @@ class ResultReader:
             request.needs_whole_prompt = request.sampling.prompt_logprobs = False
         if slot in logprobs:
             self.publisher.score(request, logprobs[slot])
-        ends_at_eos = token in worker.eos_token_ids and worker.batch.slots.stops_at_eos[slot]
-        if ends_at_eos or token in request.extra_stop_ids:
+        if self._stops(worker, slot, request, token):
             self.life.end(request, FINISH_REASON_STOP)
         elif request.num_tokens >= request.max_total_tokens:
             self.life.end(request, FINISH_REASON_LENGTH)
@@ -191,3 +235,19 @@ class ResultReader:
             self.life.fail(request, error.message, error.code)
         else:
             self.life.invalidate_kv(request, error.message)
+
+
+def _check_drafts(step: StepInFlight, result: StepResult) -> None:
+    """Raises ProtocolError if the result does not have the right number of tokens for each draft row."""
+    counts, failed = unpacked(result.draft_num_tokens), {error.slot for error in result.errors}
+    fits = (
+        len(counts) == len(step.drafts)
+        and sum(counts) * TOKEN_BYTES == len(result.draft_token_ids)
+        and all(
+            (0 if row.slot in failed else 1) <= count <= 1 + len(row.draft_tokens)
+            for row, count in zip(step.drafts, counts, strict=True)
+        )
+    )
+    if not fits:
+        sizes = [len(row.draft_tokens) for row in step.drafts]
+        raise ProtocolError(f"step {step.step}: {counts} tokens of draft rows with {sizes} draft tokens")

@@ -18,6 +18,7 @@ from scheduler_svc.core.lifecycle.lifecycle import Lifecycle
 from scheduler_svc.core.policy.step import Step
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.step.decide import Decider
+from scheduler_svc.core.step.drafting import Drafting
 from scheduler_svc.core.step.exchange import StepExchanges
 from scheduler_svc.core.step.schedule import REFUSALS, StepScheduler
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
@@ -36,6 +37,7 @@ class Rounds:
     _life: Lifecycle
     _groups: BeamGroups
     _retry_groups: RetryGroups
+    _drafting: Drafting
     _refusals: int = field(default=0, init=False)  # refusals in a row while the system is idle
 
     def plan(self, now_s: float) -> CacheServiceLinkRequest | None:
@@ -56,7 +58,7 @@ class Rounds:
     ) -> None:
         retry_groups, may_retry = self._retry_groups, self._retry_groups.active
         while worker.pending_step is None and worker.has_credit:
-            if self._step_scheduler.must_ask(worker, self._cache):
+            if self._must_ask(worker):
                 awaiting_cache.append(worker)
                 return
             members = retry_groups.members(worker) if may_retry else []
@@ -83,6 +85,12 @@ class Rounds:
             elif not (may_retry and retry_groups.has_group_for(worker)):
                 return
 
+    def _must_ask(self, worker: WorkerState) -> bool:
+        """Whether the next step has to wait for the cache."""
+        if self._step_scheduler.must_ask(worker, self._cache):
+            return True
+        return worker.may_draft and self._drafting.must_ask(worker, self._cache)
+
     def _schedule_step(self, worker: WorkerState, members: list[Request], now_s: float) -> Step | None:
         if members:
             return self._step_scheduler.schedule_retry_step(self._decider, worker, members, now_s)
@@ -92,14 +100,20 @@ class Rounds:
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
         """Turn a scheduled step into a plan, or into a pending step for the cache. Returns whether the worker may
-        schedule again: always, except after an empty step for which no sequence was preempted."""
+        schedule again: always, except after an empty step for which no sequence was preempted, and if only drafting
+        sequences run, which wait for their tokens in flight."""
+        decision = step._decision()
+        if worker.may_draft and not is_retry:
+            drafted = self._drafting.add(worker, step, decision, self._cache)
+            if drafted is None:
+                return False
+            decision = drafted
         worker.knows_cache = False
-        preempted = bool(worker.preempted)
+        preempted, yielded = bool(worker.preempted), worker.yielded
         worker.preempted.clear()
         worker.yielded = False
         if not is_retry:
             self._step_scheduler.planned(step)
-        decision = step._decision()
         timeline, now_s = self._life.timeline, self._life.now_s
         if is_retry:
             timeline.decided(worker.id, decision.rejected, decision.closed, now_s)
@@ -110,7 +124,7 @@ class Rounds:
             self._life.counters.empty_steps += preempted
             if not (self._ask_for_pins(worker, decision) or is_retry):
                 self._watch_progress(decision)
-            return preempted  # then schedule again: perhaps only the preempted sequences can run
+            return preempted or yielded  # then schedule again: perhaps only the preempted sequences can run
         self._refusals, worker.asked_for_pins = 0, False
         pending_step = PendingStep(worker.id, decision, worker.batch.slots.num_releases, now_s)
         if len(decision.growth) or decision.admissions:

@@ -40,7 +40,7 @@ class StepLog:
         """Note a step. Only to be called while there is a reader."""
         self.num_steps += 1
         times = step.planned_s, step.sent_s, ended_s, computed_s
-        sizes = len(step.rows), len(step.chunks), step.new_tokens, step.context_tokens
+        sizes = step.num_decodes, len(step.chunks), step.new_tokens, step.context_tokens
         self._steps.append(EndedStep(worker, step.step, *times, *sizes))
 
     def since(self, num_seen: int) -> list[EndedStep]:

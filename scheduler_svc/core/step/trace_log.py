@@ -70,7 +70,7 @@ class TraceLog:
                 started_us=result.started_us,
                 finished_us=result.finished_us,
                 result_sent_us=result.sent_us,
-                num_decodes=len(step.rows),
+                num_decodes=step.num_decodes,
                 num_prefills=len(step.chunks),
                 new_tokens=step.new_tokens,
                 context_tokens=step.context_tokens,

@@ -1,4 +1,4 @@
 """What the scheduler knows of one worker: slots, block growth, steps in flight, step times.
 
-May import `requests`.
+May import `requests` and `drafts`.
 """

@@ -1,4 +1,4 @@
-"""The sequences that run on one worker: which of them prefill, which decode, which are paused."""
+"""The sequences that run on one worker: which of them prefill, which decode, which are paused, which draft."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.arrays import Slots
+from scheduler_svc.core.drafts.drafter import Drafter
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.steps import Prefill, PrefillChunk
@@ -18,12 +19,19 @@ from scheduler_svc.core.workers.steps import Prefill, PrefillChunk
 @dataclass(slots=True, eq=False)
 class Batch:
     """A running sequence prefills, then decodes in every step until its last token is in flight. It is paused while a
-    policy leaves it out. Steps in flight count as run."""
+    policy leaves it out. While it drafts (speculative decoding), the worker holds its slot as if it were paused, and a
+    draft row takes the place of its decode row. Then one step after the other has a row of it, because the next drafts
+    depend on the tokens before them. Steps in flight count as run."""
 
     slots: SlotLedger
     running: dict[int, Request] = field(default_factory=dict)  # by slot, in order of admission
     prefills: dict[int, Prefill] = field(default_factory=dict)  # by slot, in order of admission
     paused: dict[int, int] = field(default_factory=dict)  # of decoding sequences: tokens by slot
+    # Of drafting sequences: tokens by slot. One more token is certain while a draft row is in flight.
+    drafting: dict[int, int] = field(default_factory=dict)
+    held_drafting: set[int] = field(default_factory=set)  # drafting slots that the worker was told to hold
+    # By slot: what proposes the drafts of a sequence that has decoded; None if its request allows none.
+    drafters: dict[int, Drafter | None] = field(default_factory=dict)
     finishing: set[int] = field(default_factory=set)  # slots with their last token in flight; to be freed by a plan
     frees: list[int] = field(default_factory=list)  # slots that the worker has not been told to free yet
     decode_step: int = 0  # number of the next decode step
@@ -39,14 +47,15 @@ class Batch:
 
     @property
     def num_decoding(self) -> int:
-        """Decoding sequences, paused ones included."""
-        return len(self.slots.decode_rows()) + len(self.paused)
+        """Decoding sequences, paused and drafting ones included."""
+        return len(self.slots.decode_rows()) + len(self.paused) + len(self.drafting)
 
     def num_tokens(self, slot: int) -> int:
         """Tokens of the slot's sequence after the steps in flight."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_tokens
-        return self.paused.get(slot) or int(self.slots.base[slot]) + self.decode_step
+        apart = self.paused.get(slot) or self.drafting.get(slot)
+        return apart or int(self.slots.base[slot]) + self.decode_step
 
     def num_computed_tokens(self, slot: int) -> int:
         """Known tokens that are computed after the steps in flight. The last token may still be uncomputed."""
@@ -66,20 +75,21 @@ class Batch:
         return num_offline if offline else self.num_decoding - num_offline
 
     def decoding_slots(self, offline: bool) -> list[int]:
-        """Slots of the decoding sequences of one class, paused ones included."""
+        """Slots of the decoding sequences of one class, paused and drafting ones included."""
         rows = self.slots.decode_rows().slots
         own: list[int] = rows[self.slots.offline[rows] == offline].tolist()
-        return own + [slot for slot in self.paused if (slot in self.offline) == offline]
+        return own + [slot for slot in (*self.paused, *self.drafting) if (slot in self.offline) == offline]
 
     def remaining_new_tokens(self, offline: bool | None = None) -> npt.NDArray[np.int64]:
         """For each running sequence of a class (None: of both): tokens that it may still generate, without those in
         flight. [running]"""
         slots = self.slots_of(offline)
         tokens = self.slots.base[slots] + self.decode_step
-        for i, slot in enumerate(slots.tolist() if self.prefills or self.paused or self.finishing else ()):
+        some_apart = self.prefills or self.paused or self.drafting or self.finishing
+        for i, slot in enumerate(slots.tolist() if some_apart else ()):
             if slot in self.finishing:
                 tokens[i] = self.slots.max_total[slot]
-            elif slot in self.prefills or slot in self.paused:
+            elif slot in self.prefills or slot in self.paused or slot in self.drafting:
                 tokens[i] = self.num_tokens(slot)
         left: npt.NDArray[np.int64] = np.maximum(self.slots.max_total[slots] - tokens, 0)
         return left
@@ -96,7 +106,8 @@ class Batch:
         """Known tokens of the running sequences, without those that have their last token in flight: what a step that
         runs all others attends to."""
         rows = self.slots.decode_rows()
-        tokens = rows.base_tokens + len(rows) * self.decode_step + sum(self.paused.values())
+        tokens = rows.base_tokens + len(rows) * self.decode_step
+        tokens += sum(self.paused.values()) + sum(self.drafting.values())
         return tokens + sum(prefill.num_tokens for prefill in self.prefills.values())
 
     @property
@@ -104,13 +115,24 @@ class Batch:
         return len(self.growing_slots()) > 0
 
     def growing_slots(self) -> Slots:
-        """Slots that need one more block before all of them decode again."""
+        """Slots that need one more block before all of them decode again, except drafting slots that wait for their
+        tokens."""
         slots = self.slots
         due = slots.block_boundaries.due(self.decode_step, slots.base, slots.capacity)
-        if not self.paused:
+        if not (self.paused or self.drafting):
             return due
-        paused = [slot for slot, num_tokens in self.paused.items() if slots.capacity[slot] < num_tokens]
-        return np.concatenate((due, np.array(paused, np.intp)))
+        apart = [slot for slot, num_tokens in self.paused.items() if slots.capacity[slot] < num_tokens]
+        apart += [slot for slot in self.ready_drafting() if slots.capacity[slot] < self.drafting[slot]]
+        return np.concatenate((due, np.array(apart, np.intp)))
+
+    def ready_drafting(self) -> list[int]:
+        """The drafting slots of which no token is in flight: a draft row may follow."""
+        running = self.running
+        return [
+            slot
+            for slot, num_tokens in self.drafting.items()
+            if running[slot].num_prompt_tokens + running[slot].num_generated_tokens == num_tokens
+        ]
 
     # ── a sequence's way through the batch ───────────────────────────────────────────────────────────────────────────
 
@@ -168,6 +190,32 @@ class Batch:
         for slot in slots:
             self._begin_decoding(slot, self.paused.pop(slot))
 
+    def begin_drafting(self, slot: int) -> None:
+        """The decoding slot has no decode row in later steps. `take_holds` tells the worker."""
+        self.drafting[slot] = self.num_tokens(slot)
+        self.slots.stop_decoding(slot, self.decode_step)
+
+    def end_drafting(self, slot: int) -> bool:
+        """The slot, of which no token is in flight, decodes again. Returns whether the worker has to resume it."""
+        self._begin_decoding(slot, self.drafting.pop(slot))
+        is_held = slot in self.held_drafting
+        self.held_drafting.discard(slot)
+        return is_held
+
+    def take_holds(self) -> list[int]:
+        """The drafting slots that the next plan has to hold."""
+        slots = [slot for slot in self.drafting if slot not in self.held_drafting]
+        self.held_drafting.update(slots)
+        return slots
+
+    def advance_draft(self, slot: int) -> None:
+        """A draft row of the slot is in flight."""
+        self.drafting[slot] += 1
+
+    def drafted(self, slot: int, num_sampled: int) -> None:
+        """The draft row in flight has sampled this many tokens."""
+        self.drafting[slot] += num_sampled - 1
+
     def _begin_decoding(self, slot: int, num_tokens: int) -> None:
         """The slot decodes from the next decode step on. `num_tokens` includes the token that is being sampled now."""
         slots, step = self.slots, self.decode_step
@@ -194,6 +242,9 @@ class Batch:
         request = self.running.pop(slot)
         self.prefills.pop(slot, None)
         self.paused.pop(slot, None)
+        self.drafting.pop(slot, None)
+        self.drafters.pop(slot, None)
+        self.held_drafting.discard(slot)
         if slot in self.finishing:
             self.finishing.remove(slot)
         else:

@@ -31,6 +31,7 @@ class WorkerState:
     batch: Batch
     available_blocks: int
     prefix_caching: bool = True
+    may_draft: bool = False  # draft rows are switched on, and the worker verifies them
     linked_s: float = 0.0  # when it registered
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     step_fit: StepTimeFit = field(default_factory=StepTimeFit)

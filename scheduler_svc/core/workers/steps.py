@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,6 +54,15 @@ def plan_bytes(request: Request) -> int:
     return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
 
 
+class DraftRow(NamedTuple):
+    """A row that computes the last token of a held sequence, and draft tokens after it."""
+
+    slot: int
+    generation: int
+    num_tokens: int  # known tokens of the sequence
+    draft_tokens: list[int]
+
+
 class Decision(NamedTuple):
     """The result of scheduling one step."""
 
@@ -65,6 +74,8 @@ class Decision(NamedTuple):
     shares: bool  # the admissions may share tokens that this step computes
     rejected: list[tuple[Request, str, str]]  # (request, reason, detail): the first of the queue that were not admitted
     closed: tuple[str, str] | None  # why no request was offered a slot: reason, detail
+    drafts: Sequence[DraftRow] = ()
+    ended_drafts: Sequence[tuple[int, int]] = ()  # slots that stop to draft, and decode in this step; their generations
 
 
 @dataclass(slots=True)
@@ -118,15 +129,27 @@ class StepInFlight(NamedTuple):
     chunks: tuple[PrefillChunk, ...]
     num_sampled: int
     new_tokens: int  # prompt tokens that it computes
-    context_tokens: int  # tokens that its decoding rows attend to
+    context_tokens: int  # tokens that its decoding rows and draft rows attend to
     planned_s: float
     sent_s: float
+    drafts: Sequence[DraftRow] = ()
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that sample after a sequence's last token."""
+        return len(self.rows) + len(self.drafts)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(row.draft_tokens) for row in self.drafts)
 
     @property
     def num_rows(self) -> int:
-        return len(self.rows) + len(self.chunks)
+        """Its sequences, and its draft tokens: one costs about as much as a row of another sequence."""
+        return len(self.rows) + len(self.chunks) + len(self.drafts) + self.num_draft_tokens
 
     def slots_and_generations(self) -> Iterator[tuple[int, int]]:
         """Slots and generations of all its rows."""
         yield from zip(self.rows.slots.tolist(), self.rows.generations.tolist(), strict=True)
         yield from ((chunk.slot, chunk.generation) for chunk in self.chunks)
+        yield from ((row.slot, row.generation) for row in self.drafts)

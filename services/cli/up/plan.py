@@ -26,7 +26,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     dial = ["--scheduler", ports.scheduler_address]
     cache = [*inside("cache"), "--port", str(ports.cache), *s.flags("keys_file")]
     scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
-    scheduler += s.flags("window", "preset", "keys_file")
+    scheduler += s.flags("window", "speculative_tokens", "preset", "keys_file")
     worker = [*dial, *worker_flags(s)]  # each gets a name, by which viewers recognise it after a restart
     gateway = [*common, *dial, "--cache", ports.cache_address, "--host", s.host]
     gateway += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]

@@ -40,6 +40,9 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     host_gib: float = Field(0.0, ge=0, description="host memory of each worker for preempted and evicted KV, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
+    speculative_tokens: int = Field(
+        0, ge=0, le=64, description="most draft tokens of a sequence in a step (speculative decoding); 0: none"
+    )
     preset: str = Field("", description="scheduling policies like those of a known system; empty: paceline's own")
     hang_s: float = Field(
         15.0, ge=0, description="seconds without an answer, after which a service is killed and started again; 0: never"

@@ -82,12 +82,12 @@ async def test_services_start_in_order_and_know_one_another() -> None:
 async def test_flags_reach_the_services_that_take_them() -> None:
     children = Up("--port", "0", "--model", "/m", "--block-size", "8", "--threads", "1", "--window", "1",
                  "--max-model-len", "64", "--num-blocks", "9", "--dtype", "float32", "--load-format", "dummy",
-                 "--log-level", "debug").plan  # fmt: skip
+                 "--log-level", "debug", "--speculative-tokens", "5").plan  # fmt: skip
     _, scheduler, worker, gateway = map(flags, children)
     chosen = {"--model": "/m", "--block-size": "8", "--threads": "1", "--num-blocks": "9", "--dtype": "float32"}
     assert {**worker, **chosen, "--load-format": "dummy", "--max-model-len": "64"} == worker
     assert {**gateway, "--model": "/m", "--max-model-len": "64"} == gateway
-    assert scheduler["--window"] == "1"
+    assert {**scheduler, "--window": "1", "--speculative-tokens": "5"} == scheduler
     assert all(flags(child)["--log-level"] == "debug" for child in children)
 
 
