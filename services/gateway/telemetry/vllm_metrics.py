@@ -122,6 +122,9 @@ def _of_scheduler(load: SchedulerLoad, labels: Mapping[str, str]) -> Iterable[Me
         ("num_preemptions", "Preempted requests.", load.num_preemptions),
         ("prefix_cache_queries", "Tokens looked up in the prefix cache.", load.prefix_query_tokens),
         ("prefix_cache_hits", "Tokens found in the prefix cache.", load.prefix_hit_tokens),
+        ("spec_decode_num_drafts", "Rows with draft tokens.", load.num_drafts),
+        ("spec_decode_num_draft_tokens", "Draft tokens.", load.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", load.num_accepted_tokens),
     ):
         counter = CounterMetricFamily(PREFIX + name, documentation, labels=names)
         counter.add_metric(values, value)

@@ -75,7 +75,7 @@ test("the phases of a request cover its whole life", () => {
 });
 
 test("each reason has a colour", () => {
-  assert.deepEqual(["running", "order", "held", "ended"].map(reasonClass), ["runs", "waits", "back", "ended"]);
+  assert.deepEqual(["running", "drafts", "order", "held", "ended"].map(reasonClass), ["runs", "runs", "waits", "back", "ended"]);
 });
 
 test("branches that save nothing share a row", () => {
