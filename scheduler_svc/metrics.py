@@ -88,7 +88,9 @@ class SchedulerMetrics(Collector):
 
 def _step_tokens(steps: StepTokens, labels: dict[str, str]) -> Metric:
     family = HistogramMetricFamily(
-        PREFIX + "step_tokens", "Tokens of a step: prompt tokens computed, tokens sampled, draft tokens", labels=list(labels)
+        PREFIX + "step_tokens",
+        "Tokens of a step: prompt tokens computed, tokens sampled, draft tokens",
+        labels=list(labels),
     )
     edges = [*map(str, map(float, STEP_TOKENS)), "+Inf"]
     family.add_metric(list(labels.values()), list(zip(edges, accumulate(steps.counts), strict=True)), steps.total)

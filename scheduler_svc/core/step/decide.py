@@ -203,8 +203,8 @@ class Decider:
 
     def _preempt(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]
-        if request.metadata.offline:  # the policies in force do not see it
-            worker.yielded = True
+        if request.metadata.offline:  # the policies in force do not see it, as when it yields
+            requeue, mode, worker.yielded = "arrival", "recompute", True
         else:
             worker.preempted.append(request)
         self.life.preempt(request, requeue, mode, why)

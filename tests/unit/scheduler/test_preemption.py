@@ -58,6 +58,23 @@ def test_cancelled_requests_do_not_count_in_the_mean_output_length() -> None:
     assert system.scheduler.life._output_length.mean_tokens is None
 
 
+@pytest.mark.parametrize("offline", [False, True])
+def test_an_offline_request_is_not_swapped_out(offline: bool) -> None:
+    """Also in a step that retries offline suspects, which asks the online preemption policy."""
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, num_host_blocks=64, max_num_seqs=1, max_batched_tokens=64))
+    system.submit("s", 1, [9] * 6, PARAMS, offline=offline)
+    [worker] = system.scheduler.workers.values()
+    while not worker.batch.num_decoding or not next(iter(worker.batch.running.values())).held.prompt_is_computed:
+        system.move(*system.moves()[0])
+    [(slot, request)] = worker.batch.running.items()
+    Decider(system.scheduler.life)._preempt(worker, Running(worker, slot, request), "front", "swap", "for a test")
+    assert bool(request.held.swapped_on) == (not offline)
+    system.run()
+    assert len(system.clients["s"].endings) == 1
+
+
 def test_the_remaining_output_of_a_sequence_in_prefill() -> None:
     """During prefill, all of max_tokens remain."""
     system = LocalSystem()
