@@ -30,6 +30,9 @@ FROM_THE_SCHEDULER: dict[str, tuple[str, frozenset[str]]] = {
     "num_preemptions": ("counter", OF_ENGINE),
     "prefix_cache_queries": ("counter", OF_ENGINE),
     "prefix_cache_hits": ("counter", OF_ENGINE),
+    "spec_decode_num_drafts": ("counter", OF_ENGINE),
+    "spec_decode_num_draft_tokens": ("counter", OF_ENGINE),
+    "spec_decode_num_accepted_tokens": ("counter", OF_ENGINE),
 }
 FROM_THE_GATEWAY: dict[str, tuple[str, frozenset[str]]] = {
     "prompt_tokens": ("counter", OF_ENGINE),
@@ -61,6 +64,7 @@ FROM_THE_GATEWAY: dict[str, tuple[str, frozenset[str]]] = {
 ALL = FROM_THE_SCHEDULER | FROM_THE_GATEWAY
 LOAD: dict[str, Any] = {"num_running": 3, "num_waiting": 2, "num_blocks": 100, "num_used_blocks": 25, "block_size": 16}
 LOAD |= {"num_preemptions": 7, "prefix_query_tokens": 500, "prefix_hit_tokens": 120}
+LOAD |= {"num_drafts": 10, "num_draft_tokens": 50, "num_accepted_tokens": 40}
 LOAD |= {"step_tokens": StepTokens(bounds=[1, 8], counts=[4, 2, 1], total=50)}
 
 
@@ -127,6 +131,9 @@ async def test_the_figures_of_the_scheduler(start: Start) -> None:
         ("num_preemptions_total",): 7,
         ("prefix_cache_queries_total",): 500,
         ("prefix_cache_hits_total",): 120,
+        ("spec_decode_num_drafts_total",): 10,
+        ("spec_decode_num_draft_tokens_total",): 50,
+        ("spec_decode_num_accepted_tokens_total",): 40,
     }.items()
 
 
