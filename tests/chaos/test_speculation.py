@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import httpx
 
 from tests.support.stack import Stack
 
-NUM_REQUESTS, AT_ONCE = 1000, 6
+NUM_REQUESTS, NUM_QUIET, AT_ONCE = 1000, 100, 6
 WORDS = ("fox", "hen", "king", "river", "stone", "door")
 KILLED = ("worker-1", "scheduler", "cache")
 PAUSE_S = 3.0  # between two kills
@@ -40,10 +41,10 @@ def questions(rng: random.Random) -> Iterator[dict[str, Any]]:
         yield {"prompt": prompt, "max_tokens": rng.randint(20, 80), "seed": number, **rng.choice(kinds)}
 
 
-async def answers(stack: Stack) -> list[Any]:
-    """The tokens and finish reasons of all requests."""
+async def answers(stack: Stack, count: int = NUM_REQUESTS) -> list[Any]:
+    """The tokens and finish reasons of the first requests."""
     found: dict[int, Any] = {}
-    waiting = iter(enumerate(questions(random.Random(1))))
+    waiting = iter(enumerate(islice(questions(random.Random(1)), count)))
 
     async def user(client: httpx.AsyncClient) -> None:
         for number, fields in waiting:
@@ -54,7 +55,7 @@ async def answers(stack: Stack) -> list[Any]:
 
     async with httpx.AsyncClient(timeout=120) as client:
         await asyncio.gather(*(user(client) for _ in range(AT_ONCE)))
-    return [found[number] for number in range(NUM_REQUESTS)]
+    return [found[number] for number in range(count)]
 
 
 async def killing(stack: Stack) -> None:
@@ -79,9 +80,8 @@ async def test_speculation_changes_no_token_through_kills(stack: Stack) -> None:
     await asyncio.to_thread(stack.down)
     stack.scheduler_flags += SPECULATES
     await asyncio.to_thread(stack.up)
-    quiet = await answers(stack)
-    assert quiet == expected
-    assert counted(stack, "spec_decode_num_accepted_tokens") > 1000, "drafts were accepted"
+    assert await answers(stack, NUM_QUIET) == expected[:NUM_QUIET]
+    assert counted(stack, "spec_decode_num_accepted_tokens") > NUM_QUIET, "drafts were accepted"
     kills = asyncio.create_task(killing(stack))
     try:
         assert await answers(stack) == expected
