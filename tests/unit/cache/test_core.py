@@ -416,6 +416,13 @@ def test_the_same_exchanges_give_the_same_answers() -> None:
     assert play() == play()
 
 
+def test_debug_mode_checks_after_each_operation(link: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[bool] = []
+    monkeypatch.setattr(CacheCore, "check_invariants", lambda core, amid_exchange=False: checks.append(amid_exchange))
+    link.exchange(d.match_op(1, A), d.match_op(2, A))
+    assert checks == [True, True, False]
+
+
 @pytest.mark.parametrize("damage", ["users", "lost block", "lost node", "never evicted"])
 def test_debug_mode_notices_damage(link: Driver, damage: str) -> None:
     link.run(1, A[:8])
