@@ -19,4 +19,6 @@ def test_every_name_is_one_of_vllms_and_of_its_kind() -> None:
     declared = {name: kind for kind, name in re.findall(r'self\.(_\w+_cls)\(\s*name="vllm:(\w+)"', text)}
     assert 'name = "vllm:cache_config_info"' in text  # a gauge that is declared by a variable
     declared["cache_config_info"] = _KINDS["gauge"]
+    drafts = (path.parents[1] / "spec_decode" / "metrics.py").read_text(encoding="utf-8")
+    declared |= dict.fromkeys(re.findall(r'\("vllm:(spec_decode_\w+)", "', drafts), _KINDS["counter"])
     assert {name: declared.get(name) for name in ALL} == {name: _KINDS[kind] for name, (kind, _) in ALL.items()}
