@@ -32,7 +32,9 @@ class Holdings:
     _swaps: Swaps
     _partial_reuse: bool
     _matched: dict[int, Request] = field(default_factory=dict, init=False)  # by sequence: known to the cache
-    sequences: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)  # names never used
+    sequences: Iterator[int] = field(
+        default_factory=partial(itertools.count, 1), init=False
+    )  # gives the next name that no sequence has had
 
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, under a new name."""
@@ -56,7 +58,7 @@ class Holdings:
             self._queue.rematched(changed)
 
     def forget_matches(self) -> None:
-        """The cache is lost, with all it knew of waiting requests. KV in the workers' host memory remains."""
+        """The cache is lost, with all it knew of waiting requests. Swapped-out requests keep their KV in host memory."""
         self._matched.clear()
         for request in self._queue:
             if not request.held.swapped_on:
@@ -64,7 +66,7 @@ class Holdings:
 
     def bind(self, worker: WorkerState, request: Request) -> None:
         """A step takes the waiting request."""
-        # Before the request leaves the queue: the queue then shows only requests that still fit the tenant's limit.
+        # Before the request leaves the queue: remove() looks at the budget to choose which requests of the tenant come next.
         self._budgets.of(request).bind(request)
         queue = self._queue.of(request)
         queue.remove(request)
@@ -124,10 +126,10 @@ class Holdings:
 
     def _commit_last_tokens(self, worker: WorkerState, request: Request, swaps: bool) -> None:
         """Tell the cache of the tokens that the request generated: only now, when the request leaves its slot. Another
-        request rarely needs them earlier, and a decode step has nothing to send per sequence (as in SGLang). A swap
+        request rarely needs them earlier. So a decode step sends nothing per sequence to the cache (as in SGLang). A swap
         needs all tokens at the cache."""
         held, num_tokens = request.held, request.num_tokens
-        num_computed = max(num_tokens - 1, held.num_committed)  # the last token may just be computed, or not yet
+        num_computed = max(num_tokens - 1, held.num_committed)  # the last token's KV may not be written yet
         if self._partial_reuse:
             fills = num_tokens > held.num_registered
         else:
