@@ -32,9 +32,8 @@ class Holdings:
     _swaps: Swaps
     _partial_reuse: bool
     _matched: dict[int, Request] = field(default_factory=dict, init=False)  # by sequence: known to the cache
-    sequences: Iterator[int] = field(
-        default_factory=partial(itertools.count, 1), init=False
-    )  # gives the next name that no sequence has had
+    # Names of sequences that were not given yet.
+    sequences: Iterator[int] = field(default_factory=partial(itertools.count, 1), init=False)
 
     def ask_match(self, request: Request) -> None:
         """Make the request known to the cache, under a new name."""
@@ -58,7 +57,7 @@ class Holdings:
             self._queue.rematched(changed)
 
     def forget_matches(self) -> None:
-        """The cache is lost, with all it knew of waiting requests. Swapped-out requests keep their KV in host memory."""
+        """The cache is lost, with all it knew of waiting requests. Swapped-out requests keep their KV."""
         self._matched.clear()
         for request in self._queue:
             if not request.held.swapped_on:
@@ -66,7 +65,7 @@ class Holdings:
 
     def bind(self, worker: WorkerState, request: Request) -> None:
         """A step takes the waiting request."""
-        # Before the request leaves the queue: remove() looks at the budget to choose which requests of the tenant come next.
+        # Before the request leaves the queue: remove() reads the budget to find the tenant's next requests.
         self._budgets.of(request).bind(request)
         queue = self._queue.of(request)
         queue.remove(request)
@@ -126,8 +125,8 @@ class Holdings:
 
     def _commit_last_tokens(self, worker: WorkerState, request: Request, swaps: bool) -> None:
         """Tell the cache of the tokens that the request generated: only now, when the request leaves its slot. Another
-        request rarely needs them earlier. So a decode step sends nothing per sequence to the cache (as in SGLang). A swap
-        needs all tokens at the cache."""
+        request rarely needs them earlier. So a decode step sends nothing per sequence to the cache (as in SGLang). A
+        swap needs all tokens at the cache."""
         held, num_tokens = request.held, request.num_tokens
         num_computed = max(num_tokens - 1, held.num_committed)  # the last token's KV may not be written yet
         if self._partial_reuse:
