@@ -124,8 +124,8 @@ def decoded(stack: Stack, workers: int) -> list[float]:
     return [stack.metric(series, of=f"worker-{i + 1}") or 0.0 for i in range(workers)]
 
 
-def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
-    """Measures all cases on the same servers. Each case has its own prefix."""
+def measure(placement: str, workers: int, slow: bool, titles: str) -> list[dict[str, Any]]:
+    """Measures the loads with `titles` in their title on the same servers. Each load has its own prefix."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         stack = Stack(Path(folder), worker_module="bench.overload.slow_worker" if slow else "")
@@ -135,6 +135,8 @@ def measure(placement: str, workers: int, slow: bool) -> list[dict[str, Any]]:
         try:
             stack.up(workers)
             for case, (title, load) in enumerate(LOADS.items()):
+                if titles not in title:
+                    continue
                 rng, before = random.Random(case), decoded(stack, workers)
                 asked, wall_s = asyncio.run(play(stack.url, load, rng))
                 tokens = [now - then for then, now in zip(before, decoded(stack, workers), strict=True)]
@@ -160,13 +162,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement.live", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--placements", nargs="+", choices=POLICIES, default=POLICIES, help="measured on two workers")
+    parser.add_argument("--loads", default="", metavar="TEXT", help="measure only loads with this text in their title")
     parser.add_argument("--real-steps", action="store_true", help="do not lengthen the workers' steps")
     options = parser.parse_args(argv)
     note, rows = load_note(os.getloadavg()[0]), list[dict[str, Any]]()
     ways = [(OURS, 1), *((policy, 2) for policy in reversed(options.placements))]
     for _ in range(options.repeats):
         for placement, workers in ways:
-            rows += measure(placement, workers, not options.real_steps)
+            rows += measure(placement, workers, not options.real_steps, options.loads)
     RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
     return 0
 
