@@ -18,7 +18,7 @@ test("nouns follow their number", () => {
   assert.equal(counted(2, "branch", "branches"), "2 branches");
 });
 
-test("rates have three digits", () => {
+test("rates below 1,000 have at most three significant digits", () => {
   assert.equal(rate(0), "0");
   assert.equal(rate(0.01234), "0.012");
   assert.equal(rate(12.34), "12.3");
@@ -55,7 +55,7 @@ test("ages are whole seconds", () => {
   assert.equal(age(null), "–");
 });
 
-test("a share is 100% or 0% only of all or nothing", () => {
+test("100% means all, and 0% means nothing", () => {
   assert.equal(share(1, 0), "–");
   assert.equal(share(0, 10), "0%");
   assert.equal(share(10, 10), "100%");

@@ -179,7 +179,7 @@ test("a mix that cannot run says why", () => {
   assert.match(mixProblem([{ ...part, count: 257 }]), /at most 256/);
 });
 
-test("figures of a run are those of each part", () => {
+test("a run has figures for each part", () => {
   const timings = [1, 2, 3, 4].map((ttftS) => ({ part: 0, ttftS, tokenS: 0.5, e2eS: 9 }));
   const rows = rowsOf({ preset: "p", timings, durationS: 1, numTokens: 1 }, DEFAULT_MIX);
   assert.deepEqual(

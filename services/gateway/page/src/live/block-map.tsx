@@ -45,7 +45,8 @@ export function BlockMap({ title, cells, blocksPerCell, numBlocks }: Props) {
     const index = Math.floor(event.offsetY / size) * perRow + Math.floor(event.offsetX / size);
     const state = CELLS.find(([one]) => one === cells[index]);
     if (!state) return setPointed("");
-    const [first, last] = [index * blocksPerCell, Math.min((index + 1) * blocksPerCell, numBlocks) - 1];
+    // Block ids begin at 1.
+    const [first, last] = [1 + index * blocksPerCell, Math.min((index + 1) * blocksPerCell, numBlocks)];
     setPointed(`${first === last ? `block ${first}` : `blocks ${first}–${last}, the most used one`}: ${state[2]}`);
   };
   return (

@@ -111,7 +111,7 @@ export function lanes(steps: Step[], most: number): { step: Step; lane: number }
     });
 }
 
-/** Mean seconds of a step's phases. */
+/** Seconds of the phases of a step, or their means over steps. */
 export interface Phases {
   scheduler: number;
   link: number;

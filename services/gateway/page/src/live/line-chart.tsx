@@ -55,14 +55,14 @@ export function LineChart({ title, series, times, nowS, marks, format, least = 0
       </p>
       <p class="muted chart-note">{note || "\u00a0"}</p>
       <p class="plot-top muted num" aria-hidden="true">
-        max {format(top)}
+        0 to {format(top)}
       </p>
       <div class="plot">
         <svg
           viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
           preserveAspectRatio="none"
           role="img"
-          aria-label={`${title}, the last ${WINDOW_S} s. Now: ${said}. Highest: ${format(top)}`}
+          aria-label={`${title}, the last ${WINDOW_S} s. Now: ${said}. The chart goes up to ${format(top)}`}
         >
           <line class="axis" x1="0" x2={WIDTH} y1={HEIGHT - 1} y2={HEIGHT - 1} />
           {marks.map((mark) => (

@@ -26,7 +26,7 @@ export function connectionSaid(state: LiveState, nowMs: number): Said {
   if (snapshot.scheduler && !snapshot.scheduler.cache_connected) {
     return { text: "The scheduler has no connection to the cache.", bad: true };
   }
-  if (!snapshot.gateway.ready) return { text: "No worker is ready: requests wait.", bad: true };
+  if (!snapshot.gateway.ready) return { text: "The server is not ready: /ready says why.", bad: true };
   return { text: "", bad: false };
 }
 

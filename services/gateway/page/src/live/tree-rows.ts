@@ -22,7 +22,7 @@ export interface UnusedRow {
 
 export type Row = NodeRow | UnusedRow;
 
-/** In the order of the tree, children by what they save. `closed`: nodes whose children are hidden. */
+/** In the order of the tree, children by what they save. `closed`: nodes with hidden children. */
 export function rowsOf(nodes: TreeNode[], closed: ReadonlySet<number>): Row[] {
   const known = new Set(nodes.map((node) => node.id));
   const children = new Map<number | null, TreeNode[]>();

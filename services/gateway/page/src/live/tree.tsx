@@ -47,7 +47,7 @@ export function PrefixTree({ cache }: { cache: CacheView }) {
           if (row.kind === "unused") {
             return (
               <li key={`unused ${row.parent}`} {...common} class="tree-unused muted num">
-                {counted(row.numNodes, "more branch", "more branches")} without a hit, {counted(row.numTokens, "token")}
+                {counted(row.numNodes, "more node")} without a hit, {counted(row.numTokens, "token")}
               </li>
             );
           }

@@ -17,7 +17,7 @@ export function AnswerView({ answer, running }: { answer: Answer; running: boole
 }
 
 function SampleView({ sample, title }: { sample: Sample; title: string }) {
-  // The tokens of a reasoning model include its reasoning, so its text is shown instead of its tokens.
+  // A sample's tokens include its reasoning and tool calls. A sample with either shows its text instead of its tokens.
   const shown = sample.tokens.length > 0 && sample.reasoning === "" && sample.toolCalls.length === 0;
   return (
     <div class="sample">
@@ -71,7 +71,7 @@ function Figures({ answer }: { answer: Answer }) {
       ))}
       {usage && (
         <div>
-          <a href={requestHref(answer.id)}>its life</a>
+          <a href={requestHref(answer.id)}>timeline</a>
         </div>
       )}
     </dl>

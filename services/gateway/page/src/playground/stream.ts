@@ -1,11 +1,11 @@
-/** A request whose answer comes in pieces, and can be stopped. */
+/** A request with an answer that comes in pieces. The request can be stopped. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiProblem, apiFetch } from "../api.ts";
 import { eventsOf } from "../live/sse.ts";
 import { asked, extended, type Answer, type Chunk } from "./answer.ts";
 
-/** All pieces of an answer. `onPiece` gets it after each. Throws ApiProblem, and AbortError when it is stopped. */
+/** The whole answer. `onPiece` gets the answer so far after each piece. Throws ApiProblem; AbortError if stopped. */
 export async function stream(
   path: string,
   body: Record<string, unknown>,

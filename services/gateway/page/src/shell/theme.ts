@@ -1,4 +1,4 @@
-/** Dark and light: the system's choice until the user makes one, which this browser keeps. */
+/** Dark or light: the system's choice, until the user chooses. The browser keeps the user's choice. */
 
 import { useEffect, useState } from "preact/hooks";
 
@@ -6,7 +6,7 @@ export type Theme = "system" | "light" | "dark";
 
 const NAME = "paceline-theme";
 
-/** The colours that are shown now, for what draws on a canvas. */
+/** The theme that is shown now, dark or light, for code that draws on a canvas. */
 export function useShownTheme(): string {
   const root = document.documentElement;
   const [shown, setShown] = useState(root.dataset["theme"] ?? "");
