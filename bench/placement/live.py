@@ -6,7 +6,7 @@ turns this off.
 One or two workers of 16 sequences each serve the demo model over HTTP. In the first load all requests share a system
 prompt: one request warms one worker's cache, then requests with this prefix and 8 tokens of their own arrive, 32 at a
 time or 2.5 a second. The second load is conversations: each turn's prompt is the previous prompt and 128 more tokens.
-The results (printed, and in bench/results/placement_live.json) are the first worker's share of the decode tokens,
+The results (printed, and in bench/results/placement_live.json if all was measured) are the first worker's share of the decode tokens,
 output tokens per second, and the cached share of the prompt tokens.
 """
 
@@ -170,7 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     for _ in range(options.repeats):
         for placement, workers in ways:
             rows += measure(placement, workers, not options.real_steps, options.loads)
-    RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
+    if not options.loads and options.placements == POLICIES:  # a part of the comparison must not replace the whole
+        RESULTS.write_text(json.dumps({"note": note, "rows": rows}, indent=1) + "\n")
     return 0
 
 
