@@ -37,8 +37,8 @@ FROM ${BASE_IMAGE} AS runtime
 RUN groupadd --gid 10001 paceline \
  && useradd --uid 10001 --gid paceline --no-create-home --home-dir /cache --shell /usr/sbin/nologin paceline \
  && install -d -o paceline -g paceline /cache /state /certs /ca /kernels
-# /cache, /state and /kernels are the only places, besides /tmp, that anything is written to: files from a model hub; the
-# scheduler's cache secret and stored responses; a worker's compiled kernels. (/certs and /ca are for volumes that `paceline certs` fills: deploy/docker/public.yml.)
+# Besides /tmp, processes write only to /cache (files from a model hub), /state (the scheduler's cache secret, stored
+# responses) and /kernels (a worker's compiled kernels). `paceline certs` (deploy/docker/public.yml) fills /certs, /ca.
 ENV PATH=/opt/app/bin:/opt/venv/bin:$PATH HOME=/cache HF_HOME=/cache/huggingface XDG_STATE_HOME=/state \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /cache
@@ -54,14 +54,14 @@ USER 10001:10001
 FROM build AS worker-deps
 # cpu or cuda.
 ARG DEVICE=cpu
-# Package indexes that only you can name: a mirror of PyTorch's for CPU builds, and FlashInfer's with kernels compiled beforehand (without it the base image needs nvcc and a C++
-# compiler, which compile them at the first start).
+# Both are optional: a package index with CPU builds of torch, and FlashInfer's index of compiled kernels. Without the
+# latter the base image needs nvcc and a C++ compiler, which compile the kernels at the first start.
 ARG TORCH_CPU_INDEX=
 ARG FLASHINFER_INDEX=
 COPY --from=lists /build/lists/ ./
-# The CPU build of torch comes from a wheel that the base image carries (pip.conf's find-links; for a site without a way
-# out), else from TORCH_CPU_INDEX, else from where uv knows it to be, as in scripts/install.py. If none has it, the default
-# index decides, whose Linux build brings CUDA along. The headers in it serve only compilers.
+# The CPU build of torch comes from a wheel in the base image (pip.conf's find-links; for a site without internet), else
+# from TORCH_CPU_INDEX if that is set, else from the index that uv knows, as in scripts/install.py. If uv fails, torch
+# comes from the default index, and its Linux build includes CUDA. Only compilers need torch's headers.
 RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.txt"; \
     case "$DEVICE" in \
     cpu) \
@@ -79,7 +79,7 @@ RUN set -e; install="pip --python /opt/venv/bin/python install -c constraints.tx
       if [ -n "$FLASHINFER_INDEX" ]; then \
         $install --no-deps --index-url "$FLASHINFER_INDEX" "flashinfer-jit-cache==$version"; \
       elif ! command -v nvcc || ! command -v c++; then \
-        echo "DEVICE=cuda: FLASHINFER_INDEX (FlashInfer's index of compiled kernels), or a BASE_IMAGE with nvcc and c++" >&2; \
+        echo "DEVICE=cuda needs FLASHINFER_INDEX (FlashInfer's index of compiled kernels), or a BASE_IMAGE with nvcc and c++" >&2; \
         exit 1; \
       fi;; \
     *) echo "DEVICE is cpu or cuda, not '$DEVICE'" >&2; exit 1;; \

@@ -94,8 +94,8 @@ lint: setup
 	scripts/proto.sh --check
 	scripts/buf.sh
 
-# The pages of docs/, the README and what they link to as a site in build/site. A link to a page, file or heading that does
-# not exist is an error.
+# Makes a site in build/site of docs/, the README and the files that they link to. A link to a page, file or heading
+# that does not exist is an error.
 docs: setup
 	scripts/docs.sh
 
@@ -121,7 +121,7 @@ bench: setup
 bench-gpu:
 	python3 -m bench.gpu $(ARGS)
 
-# What a worker asks of a GPU, counted without one: Triton interprets the kernels.
+# Counts the GPU operations of sampling without a GPU (Triton interprets the kernels), and times the launch of a step.
 bench-host: setup
 	TRITON_INTERPRET=1 $(BIN)/python -m bench.device.host
 

@@ -30,9 +30,9 @@ def new_sample() -> Sample:
 class Bench:
     """One session, one worker with a window of 1, one cache.
 
-    It measures the events of the two cores as the servers call them ("scheduler", "cache"). It measures separately
-    ("wire") the serialising and parsing of every message that the two services send and receive. The time in which
-    gateway and worker make and read their messages is not measured.
+    It measures the calls that the servers make to the two cores ("scheduler", "cache"). It measures separately ("wire")
+    the serialising and parsing of every message that the two services send and receive. The time in which gateway and
+    worker make and read their messages is not measured.
     """
 
     def __init__(self, max_num_seqs: int, num_blocks: int, max_batched_tokens: int = 8192, preset: str = "") -> None:

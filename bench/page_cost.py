@@ -82,7 +82,7 @@ class PageLoad(NamedTuple):
 
 
 def summary(found: dict[Viewer, list[PageLoad]]) -> dict[str, Any]:
-    """Compares each measurement with a viewer with that of the same turn without one. Reports the mean of the relative
+    """Compares each measurement of a viewer with the `closed` one of the same turn. Reports the mean of the relative
     costs, and its standard error. `cost`: how much the CPU time per token grows. `throughput_cost`: how much tokens per
     second fall."""
     closed = found["closed"]

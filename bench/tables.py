@@ -41,7 +41,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def _keyed(column: str, key: str) -> str:
-    """The report's key for a column of the part with key prefix `key`. In a peer's column, `peer_` comes before it."""
+    """The report's key for a column of the part with key prefix `key`. In a peer's column, `peer_` comes first."""
     return f"peer_{key}{column.removeprefix('peer_')}" if column.startswith("peer_") else f"{key}{column}"
 
 

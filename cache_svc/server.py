@@ -78,9 +78,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self, request_iterator: AsyncIterator[pb.CacheServiceLinkRequest], context: _Context
     ) -> None:
         """See cache.proto. Ends with ABORTED when a newer link begins, FAILED_PRECONDITION when an exchange is out of
-        order or of another epoch, PERMISSION_DENIED when another scheduler has succeeded this one, INVALID_ARGUMENT
-        when the fence metadata is invalid, INTERNAL when an exchange fails inside the core, and DEADLINE_EXCEEDED when
-        the scheduler is silent."""
+        order or of another epoch, PERMISSION_DENIED when the cache knows a newer leader, INVALID_ARGUMENT when the
+        fence metadata is invalid, INTERNAL when an exchange fails inside the core, and DEADLINE_EXCEEDED when the
+        scheduler is silent."""
         # The initial metadata goes out now, while no newer link can supersede this one. If a first write is cut short,
         # gRPC can send neither the metadata nor the status, and the scheduler waits for ever. It also goes out before
         # the fence check, because there must be no wait between that check and the assignment of `_current`.

@@ -16,7 +16,7 @@ from demo import words as w
 Tool = dict[str, Any]
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 
-# What a function can tell, the word between it and the key in a question, and how the parameter may be called.
+# An attribute that a function returns, the word between attribute and key in a question, and names for the parameter.
 ATTRIBUTES = (
     ("weather", "in", ("city", "location", "place")),
     ("temperature", "in", ("city", "location", "place")),

@@ -15,8 +15,8 @@ import httpx
 def resuming_stream(gateways, path, body, key=None):
     """Each chunk of a streamed answer, once and in order, even if services die.
 
-    Raises httpx.HTTPStatusError for a request that is refused or fails by itself (RuntimeError in the middle of its
-    answer), ConnectionError after 100 attempts.
+    Raises httpx.HTTPStatusError for a request that is refused or would fail at any gateway, RuntimeError if it fails in
+    the middle of its answer, ConnectionError after 100 attempts.
     """
     body, headers = body | {"stream": True}, {"Idempotency-Key": key or str(uuid.uuid4())}
     for gateway in itertools.islice(itertools.cycle(gateways), 100):

@@ -22,7 +22,7 @@ FEW_TOKENS = 64
 NUM_LONG_STEPS = 20
 # For a prompt token, attention over this many cached tokens takes as long as all other work, in a model of hidden size
 # 170. (Per layer and with hidden size d: 4 d operations for each cached token, and 24 d * d for the rest.) In larger
-# models it takes a smaller part.
+# models, attention takes a smaller part.
 CACHED_TOKENS = 1024
 # Fields of a plan that make the device do something, perhaps for the first time.
 COMPUTED = {"prefill_tokens", "draft_slots", "copy_from", "skip_decodes"}

@@ -18,8 +18,8 @@ from services.runtime.memory.available import GIB, AvailableMemory
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
-# If the wanted pool does not fit, it is cut to this share of the available memory. The rest is for steps and other
-# programs.
+# On a CPU, the pool takes at most this share of the available memory, unless the smallest useful pool needs more. The
+# rest is for steps and other programs.
 _POOL_SHARE = 0.9
 
 

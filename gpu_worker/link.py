@@ -66,7 +66,7 @@ class SchedulerLink:
                 failed.set_exception(error)
 
         run = LinkRun(progress.on_result, on_failure, progress.on_grammar)
-        # Without a request iterator, so that read() and write() are allowed. Any, because the stubs lack them.
+        # Without a request iterator, so that read() and write() are allowed. `Any`: the stubs lack these two methods.
         call = cast(Any, WorkerServiceStub(self.channel)).Link()
         tasks: list[asyncio.Future[None]] = [
             asyncio.ensure_future(self._read(call, run, watch, scheduler, progress)),

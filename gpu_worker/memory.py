@@ -15,7 +15,7 @@ from gpu_worker.steps.runner import ModelRunner
 
 # The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
 # float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one half twice,
-# and the weights as float64, twice. Per row: sums by the value of half a float32.
+# and the weights as float64, twice. Per row: three float64 sums and a bool for each of 2**16 values of half a float32.
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
@@ -47,7 +47,7 @@ def kv_blocks_that_fit(
 
 
 def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[int], device: torch.device) -> int:
-    """The memory of the largest step, the graphs and sampling. `make_runner` makes one with the smallest pool."""
+    """The memory of the largest step, the graphs and sampling. `make_runner` makes a runner with the smallest pool."""
     before = _free_bytes(device)
     runner = make_runner()
     runner.try_largest_step()

@@ -131,7 +131,7 @@ async def _keep_link(
     stop: asyncio.Event,
     on_first: Callable[[], object],
 ) -> None:
-    """Dial, register, and serve. Dial again when the link breaks, until `stop` and the drain after it."""
+    """Dial, register, and serve. Dial again when the link breaks, until `stop` is set and the worker is drained."""
     keeper = _Keeper(settings.scheduler, server, on_first)
     registration = _registration(settings, built)
     allowance = Allowance(

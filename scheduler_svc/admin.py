@@ -52,7 +52,7 @@ class Admin(AdminServiceServicer):
 
     @property
     def policies(self) -> PolicyChoice:
-        """The current policies, without an order that failed."""
+        """The current policies. The default order replaces an order that failed."""
         choice = self._in_force
         return _as_message(next((name for name, known in PRESETS.items() if known == choice), ""), choice)
 
@@ -150,7 +150,7 @@ class Admin(AdminServiceServicer):
 
     @property
     def _in_force(self) -> PolicySet:
-        """The choice, without an order that failed, and without that order's options."""
+        """The choice. If its order failed: with the default order, and without the options of the failed one."""
         if not self._has_failed:
             return self.choice
         return choose(overrides={"order": PRESETS[DEFAULT].order}, base=self.choice)

@@ -126,7 +126,7 @@ class Election:
                 self._lease_clock.extend(asked_s, ttl_s)
                 won = self.holds
         finally:
-            # Without an answer we may hold the key: then no scheduler leads until the lease has expired.
+            # Without an answer we may hold the key. If we kept it, no scheduler would lead until the lease expires.
             if not won:
                 await self._give_back()
         if won:

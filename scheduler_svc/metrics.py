@@ -38,7 +38,7 @@ class SchedulerMetrics(Collector):
         totals = (
             ("step_failures", "Steps that failed, or took their worker down", counters.failures),
             ("retried_rows", "Rows of failed steps that were retried", counters.retried),
-            ("quarantined_requests", "Requests failed because they make steps fail", counters.poisoned),
+            ("quarantined_requests", "Requests that were failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that survived a cache loss", counters.restored),
             ("refused_claims", "Restore entries that a new cache refused", counters.refused_restores),
             ("steps", "Plans sent to workers", counters.steps),

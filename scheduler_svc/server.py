@@ -159,5 +159,5 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         if election:
-            server.election = None  # open calls may end after the election: its end is no lost lease
+            server.election = None  # else calls that are still open take its end for a lost lease
             await election.close()

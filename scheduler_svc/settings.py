@@ -50,24 +50,30 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
         5,
         ge=2,
         le=60,
-        description="seconds after the leader's last renewal until another is elected; the leader ends earlier",
+        description="seconds from the leader's last renewal to the next election; the leader itself ends before that",
     )
     window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
-    max_queued_requests: int = Field(4096, ge=1, description="waiting requests before new ones are refused")
-    max_queued_tokens: int = Field(4_000_000, ge=1, description="waiting tokens before new requests are refused")
-    max_queued_offline_requests: int = Field(4096, ge=1, description="the same for offline requests")
-    max_queued_offline_tokens: int = Field(4_000_000, ge=1, description="the same for tokens of offline requests")
+    max_queued_requests: int = Field(4096, ge=1, description="waiting online requests before new ones are refused")
+    max_queued_tokens: int = Field(
+        4_000_000, ge=1, description="tokens of waiting online requests before new ones are refused"
+    )
+    max_queued_offline_requests: int = Field(
+        4096, ge=1, description="waiting offline requests before new ones are refused"
+    )
+    max_queued_offline_tokens: int = Field(
+        4_000_000, ge=1, description="tokens of waiting offline requests before new ones are refused"
+    )
     max_offline_tokens: int = Field(
-        256, ge=0, description="tokens of offline requests in a step that runs online requests, too; 0: none"
+        256, ge=0, description="most tokens of offline requests in a step with online requests; 0: none"
     )
     speculative_tokens: int = Field(
         0, ge=0, le=64, description="most draft tokens of a sequence in a step (speculative decoding); 0: none"
     )
     speculative_max_rows: int = Field(8, ge=1, description="if more sequences run on a worker, none of them speculates")
     speculative_ngram_max: int = Field(
-        4, ge=1, le=64, description="most last tokens that are looked up in the text before them, for drafts"
+        4, ge=1, le=64, description="longest run of last tokens that is looked up in the text before it, for drafts"
     )
-    speculative_ngram_min: int = Field(2, ge=1, le=64, description="fewest last tokens that are looked up")
+    speculative_ngram_min: int = Field(2, ge=1, le=64, description="shortest run that is looked up, in tokens")
     poison_failures: int = Field(
         2, ge=1, description="a request fails if it was the only one in this many failed steps or lost workers in a row"
     )
@@ -84,10 +90,10 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     )
     tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
     waiting_timeout_s: float = Field(
-        0, ge=0, description="seconds after which a request that has never run fails; 0: never"
+        0, ge=0, description="seconds after which an online request that has never run fails; 0: never"
     )
     running_timeout_s: float = Field(
-        0, ge=0, description="seconds from its first run after which a request fails; 0: never"
+        0, ge=0, description="seconds from its first run after which an online request fails; 0: never"
     )
     no_worker_timeout_s: float = Field(
         30.0,

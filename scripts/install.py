@@ -3,7 +3,7 @@
     .venv/bin/python scripts/install.py '.[gateway,worker]'
 
 pip alone is silent for minutes with -q, and writes hundreds of lines without -q. This script writes one line that
-changes on a terminal, and a line every few seconds elsewhere. pip's own words go to `install.log` in the environment.
+changes on a terminal, and a line every 15 s elsewhere. pip's own words go to `install.log` in the environment.
 
 The default index of pip has CUDA builds of torch for Linux, some GB with their libraries. Where this machine has no
 NVIDIA GPU, the script asks uv for the CPU build first: uv knows which index has it, so that no host is named here.
@@ -35,8 +35,8 @@ UV = "uv==0.13.9"
 # Seconds between two lines where there is no terminal: a first installation of two minutes writes about eight.
 LINE_EVERY_S = 15.0
 REDRAW_EVERY_S = 1.0
-# pip tries three times. Its default of 5 retries says later that the index cannot be reached: after 7 s more if the
-# connection is refused (measured, pip 23.2), after twice the time if each try times out.
+# pip tries three times. With its default of 5 retries, its error comes 7 s later if the index refuses the connection
+# (measured, pip 23.2), and after twice the time if each try times out.
 RETRIES = ("--retries", "2")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 

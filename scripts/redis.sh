@@ -9,7 +9,7 @@ folder=${1:-.venv/redis}
 mkdir -p "$folder"
 if found=$(command -v redis-server || command -v valkey-server); then ln -sf "$found" "$folder/redis-server"; exit 0; fi
 command -v apt-get >/dev/null && command -v dpkg >/dev/null || { echo 'redis: neither redis-server nor apt-get is here' >&2; exit 1; }
-# Debian's redis-server is a link to this binary, which looks at its own name.
+# Debian's redis-server is a link to redis-check-rdb of redis-tools. This binary looks at its own name.
 packages=(redis-tools libatomic1 libjemalloc2 liblua5.1-0 liblzf1 lua-bitop lua-cjson)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -18,7 +18,7 @@ FaultKind = Literal["kill", "freeze", "suspend", "drain", "cut", "silence", "iso
 NUM_GATEWAYS = 2
 # One seed in this many has two schedulers, and an etcd that elects one of them.
 PAIR_EVERY = 6
-# Requests of lower seeds have no grammars: what these seeds are known to catch depends on the time of every message.
+# Seeds below this have no grammars: a grammar changes the times of messages, and a seed may then catch no defect.
 FIRST_WITH_GRAMMARS = 1000
 # The same for texts that repeat themselves, and for schedulers that speculate.
 FIRST_WITH_DRAFTS = 2000

@@ -2,7 +2,7 @@
 
 Lengths and shapes follow public traces (chat: log-normal prompts of a few hundred tokens, and outputs of one to two
 hundred; agents: contexts of ten thousand tokens that grow by a few hundred, and outputs of a few dozen). Pauses are
-shorter, so that half a minute on the virtual clock shows the steady state. No tokens are equal by chance.
+shorter, so that half a minute on the virtual clock shows the steady state. No two blocks are equal by chance.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ HOW = {
     "insert_1024": "ours: WorkerBlocks.store from the root; SGLang: insert. 768 tokens are stored before, 256 are new; "
     "insert_new: none is stored before. insert_256_after_match: ours only, the store of a commit: it begins where the "
     "sequence's match ended",
-    "evict": "ours: Memory.take of the blocks of 1,024 tokens while none is free, with the time of the pool; SGLang: "
+    "evict": "ours: Memory.take of the blocks of 1,024 tokens while none is free, including the pool's time; SGLang: "
     "evict, with a stand-in for its allocator that only counts",
     "lock_unlock": "ours: use_path, which also returns the path's blocks, and leave_path; SGLang: lock and unlock. "
     "lock_table_unlock: ours the same; SGLang also path_device_indices",

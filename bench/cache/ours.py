@@ -1,4 +1,4 @@
-"""Our prefix cache at the calls of bench/peers/cache_work.py, and whole exchanges of the cache core."""
+"""Our prefix cache with the calls that bench/peers/cache_work.py measures, and whole exchanges of the cache core."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class OurCache:
 
 
 def measure_insert_rest(cache: OurCache, work: Work) -> Samples:
-    """Call it after measure_calls. Measures what a commit stores of an admitted sequence."""
+    """Measures the store of an admitted sequence's commit. Call it after measure_calls."""
     made = [
         cache.to_insert_rest(np.concatenate((tokens[:-OWN], work.misses[i][:OWN])))
         for i, tokens in enumerate(work.inserts)

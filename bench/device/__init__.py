@@ -1,1 +1,1 @@
-"""Parts of `bench.gpu`: loads, shapes and measurements on a GPU."""
+"""Parts of `bench.gpu` (loads, shapes, measurements on a GPU), and `make bench-host`."""

@@ -40,7 +40,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(slots=True)
 class Counted:
-    """Of one call of sample()."""
+    """The counts of one call of sample()."""
 
     operations: int = 0
     bytes: int = 0

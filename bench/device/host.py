@@ -1,5 +1,5 @@
-"""`make bench-host`: what a worker asks of a GPU, counted without one, and how long the host takes to launch a step.
-Writes bench/results/gpu_counts.json."""
+"""`make bench-host`: counts the GPU operations of sampling without a GPU, and times the launch of a decode step on the
+host. Writes bench/results/gpu_counts.json."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 
 @dataclass
 class Tally:
-    """What clients saw; in milliseconds."""
+    """What clients saw."""
 
     seconds: float = 0.0
     tokens: int = 0

@@ -2,7 +2,7 @@
 
 The real services on this machine serve the demo model. Three clients stream plain completions. Four connections of
 another process send grammars of one kind. Each grammar differs a little from the one before, so that no cache helps.
-Two more phases are for comparison: as many requests with a simple mistake, and no such requests. The results of each
+Two more phases are for comparison: requests with a simple mistake instead, and no other process. The results of each
 phase are the inter-token latency and the time to first token of the plain streams, and the statuses of the other
 requests. Per kind they also have the peak resident memory of worker and gateway. `--before FOLDER` also measures
 another checkout of the repository in the same run.

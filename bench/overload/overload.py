@@ -52,7 +52,7 @@ _LAG = "paceline_gateway_event_loop_lag_seconds_bucket"
 
 class Role:
     """A process of clients, which starts at once. The context begins when the clients are ready, and kills the process
-    at its end. `result` asks the process to end."""
+    at its end. `result` waits for the clients' result."""
 
     def __init__(self, stack: Stack, role: str, number: float, seconds: float = 0.0) -> None:
         command = [
@@ -177,7 +177,7 @@ class Measurement:
                 saw = clients.result(end=False)
             cpu_after_s, waited_s = self.cpu_s(), self.waited_s() - waited_s
             stolen_s = stolen_by_host_s() - stolen_s
-            cpu_after_s["clients"] = clients.cpu_s() + probe.cpu_s()  # which wait for their input to end
+            cpu_after_s["clients"] = clients.cpu_s() + probe.cpu_s()  # both processes still run
             after = dict(self.gateway())
             health = probe.result()
         lags = self.lag(list(series.items())), self.lag(list(after.items()))

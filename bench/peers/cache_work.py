@@ -1,7 +1,8 @@
 """The workload of bench/cache/cache.py: the same sequences and calls for the prefix caches of Paceline and SGLang.
 
 The environments of both systems import this module, so it needs numpy only. A sequence has 1,024 tokens: 512 are one of
-16 system prompts, 256 belong to a session of 8 sequences, and 256 are its own. At 1,000 sequences, 71 % are shared.
+16 system prompts, 256 belong to a session of 8 sequences, and 256 are its own. At 1,000 sequences, 71 % of the tokens
+are shared.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Peer:
-    """If the peer's environment is missing, or its process ends, this and all later answers are None, and
+    """The peer's process. If its environment is missing, or after the process has ended, all answers are None, and
     `absent` says why."""
 
     def __init__(self, name: str, environments: Path) -> None:

@@ -77,7 +77,7 @@ def order(order: str, waiting: int, passes: int, seed: int) -> list[float]:
         gone = {queue[i] for i in rng.choice(waiting, changes, replace=False).tolist()}
         fresh = list(islice(source, changes))
         began = time.perf_counter()
-        queue = [request for request in queue if request not in gone]  # as its scheduler does it
+        queue = [request for request in queue if request not in gone]  # as SGLang's scheduler does
         queue += fresh
         policy.calc_priority(queue, None, 1_000_000)
         if number:  # the first one is the warm-up

@@ -55,8 +55,8 @@ class Fleet(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`concurrency`: sessions that run at any time for each worker of capacity; 0: the run is open. `scale`: the share
-    of the workload's sessions that run."""
+    """`concurrency`: sessions that run at any time, divided by the fleet's capacity; 0: the run is open. `scale`: the
+    share of the workload's sessions that run."""
 
     workload: str
     fleet: Fleet

@@ -1,6 +1,6 @@
 """The handlers of the operations: they change workers, and sequences that wait, run or are swapped out.
 
-A handler does its whole operation, or it raises OpError and has changed nothing.
+A handler does its whole operation, or it raises OpError and has changed no sequence, block or pin.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How long a request wants its tokens to be kept: TensorRT-LLM's KvCacheRetentionConfig.
 
-A range of tokens has a priority and may have a duration. A block gets the range of its first token. A later request
-that has a range for the same block replaces the earlier one. Exception: a priority above DEFAULT_RETENTION that another
-tenant requested stays, unless the new priority is higher. A duration counts from the last use of the block, by any
-request. A request without a range for the block changes neither priority nor duration.
+A range of tokens has a priority and may have a duration. A block gets the range of its first token. A later request's
+range for the same block replaces the earlier range. Exception: a priority above DEFAULT_RETENTION that another tenant
+requested stays, unless the new priority is higher. A duration counts from the last use of the block, by any request. A
+request without a range for the block changes neither priority nor duration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build hooks of the wheel `paceline-client`: its files, its version and its requirements.
 
-The wheel has a package `paceline/client` without `paceline/__init__.py`, and in it the messages that the client sends.
+The wheel has no `paceline/__init__.py`. Its package `paceline/client` also contains the messages that the client sends.
 So it shares no file with the distribution `paceline`, and pip can install, upgrade and remove each without the other.
 """
 

@@ -28,7 +28,7 @@ class DeviceTables:
 
     kv_indptr: Tensor
     last_block_len: Tensor
-    kv_indices: Tensor  # and behind it memory for those of later steps
+    kv_indices: Tensor  # longer than this step's block ids: later steps of a graph may have more
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,8 +166,8 @@ class _Wrappers:
             )
 
     def _plan_graph(self, metadata: AttentionMetadata, tables: DeviceTables) -> None:
-        """Plan the wrapper of the graph with as many decodes. Its kernels read `tables` of the capture, so those of
-        later steps must be at the same addresses."""
+        """Plan the wrapper of the graph for this number of decodes. Its kernels read `tables` of the capture, so those
+        of later steps must be at the same addresses."""
         size = metadata.num_decodes
         indptr, last = _tensor(metadata.kv_indptr), _tensor(metadata.last_block_len)
         known = self._captured_decode.get(size)

@@ -4,8 +4,8 @@ Sequences with one row (decodes) run in groups of similar length: their blocks a
 stays in the CPU's cache, and one SDPA call serves the group. Sequences with more rows (prefill chunks) run one by one,
 in tiles of rows, so that a mask stays small.
 
-Both choices follow measurements: new memory for a gather costs page faults, so scratch memory is reused. SDPA
-with one query row and enable_gqa is an order of magnitude slower than with the query heads of a KV head as rows.
+Two details follow measurements. New memory for a gather costs page faults, so scratch memory is reused. SDPA with one
+query row and enable_gqa is an order of magnitude slower than with the query heads of a KV head as rows.
 """
 
 from __future__ import annotations

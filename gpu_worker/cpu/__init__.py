@@ -1,4 +1,4 @@
 """The layers on a CPU: kernels that numba compiles, and matrices that are packed for oneDNN.
 
-May import `models`, `attention` and `kv`.
+May import `models`, `attention`, `kv` and `device`.
 """

@@ -11,7 +11,7 @@ from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
 
-# A chunk with at most this many rows runs in the kernel, row by row, like as many decodes. Measured with one thread and
+# A chunk with at most this many rows runs in the kernel, each row like a decode. Measured with one thread and
 # the shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower.
 KERNEL_ROWS = 8
 
@@ -28,7 +28,7 @@ class CpuAttention(TorchAttention):
         self._scale = np.float32(self._head_dim**-0.5)
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
-        """The kernel takes all rows of short sequences at once. Their arrays are the same for every window."""
+        """The kernel takes all decodes and short chunks at once. Their arrays are the same for every window."""
         counts = np.diff(metadata.qo_indptr)
         owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
         rows = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))

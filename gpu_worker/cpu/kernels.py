@@ -163,8 +163,8 @@ class Kernels:
 
     attend(query [rows, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], block_ids [n],
         first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
-        decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. These four
-        arrays are int32. `window` 0: none.
+        decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. block_ids,
+        first_blocks, kv_lens and rows are int32. `window` 0: none.
     norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
         num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with

@@ -39,7 +39,7 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         """In place."""
         array = as_array(heads)
-        norms = array[0, :2]  # not read
+        norms = array[0, :2]  # a placeholder: the kernel does not read it without norms
         if query_norm is not None and key_norm is not None:
             norms = self._norms_of(query_norm, key_norm)
         has_norms = query_norm is not None

@@ -2,7 +2,7 @@
 implementation with plain torch. The others are flashinfer_ops.py and cpu/ops.py.
 
 There is no fused add+norm. The products before the norms add to the residual stream themselves (Matmul.added). This
-takes one pass over memory less than a product followed by a kernel for add and norm.
+saves one pass over memory, compared with a product followed by a kernel for add and norm.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(rope, plain), 1.0
     if rope.type == "yarn":
         return _yarn(rope, head_dim, plain), _yarn_attention_factor(rope)
-    # `default` and `dynamic` differ only beyond the model's own length. The worker accepts no longer sequence.
+    # `default` and `dynamic` differ only beyond the model's own length. The worker refuses sequences beyond it.
     return plain, 1.0
 
 

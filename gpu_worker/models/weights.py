@@ -1,9 +1,9 @@
 """The tensors of a decoder, in the checkpoint and in memory.
 
 Matrices are [in, out]. On a CPU the matrices of the layers are stored that way (faster for few rows). On a GPU they are
-views of the checkpoint's [out, in] (which cuBLAS is tuned for), and on every device so is a head that is not packed.
-Packed matrices are in the order that a CPU's kernels read. q, k and v are one matrix, and so are gate and up. The q and
-k heads have their rotary pairs side by side (models/rope.py).
+views of the checkpoint's [out, in] (which cuBLAS is tuned for). On every device, a head that is not packed is such a
+view. Packed matrices are in the order that a CPU's kernels read. q, k and v are one matrix, and so are gate and up. The
+q and k heads have their rotary pairs side by side (models/rope.py).
 """
 
 from __future__ import annotations

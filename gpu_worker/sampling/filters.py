@@ -8,8 +8,8 @@ batch. (Another kind may round exp() differently.)
 
 FlashInfer's top_p_renorm_probs is not used. It reads float32 probabilities, in which different logits may be equal. And
 it is reproducible only with is_deterministic, which costs part of its advantage. `beyond_by_radix` finds the exact
-threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.) On a GPU
-these functions serve only typical_p, if Triton can be used (fused.py)."""
+threshold by a radix search, with torch's own kernels. (FlashInfer's top_k_mask_logits is not used either.) If a GPU has
+Triton (fused.py), these functions serve only the rows with typical_p."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def mask_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
     typical_p: float32 [rows], above 0 and below 1."""
     surprise = -logits.log_softmax(-1)
     likely = (-surprise).exp()
-    # Tokens that an earlier filter removed give 0 times infinity, so nansum. (float64: see the module's docstring.)
+    # Tokens that an earlier filter removed give 0 times infinity, so nansum. (A float64 sum hardly depends on order.)
     entropy = (surprise * likely).nansum(-1, keepdim=True, dtype=torch.float64).float()
     distance = (surprise - entropy).abs()
     return logits.masked_fill(_beyond(-distance, whole_weights(logits), typical_p), -torch.inf)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_worker.sampling.filters import FILTERS, Column, scale_of_weights
 from gpu_worker.sampling.torch_sampling import draw_filtered, score
 
-# A program's threads, 32 each: 8 values of a tile per thread.
+# Warps of a program, of 32 threads each: 8 values of a tile per thread.
 NUM_WARPS = 16
 # temperature, min_p, top_p (float32), top_k, two words of draw_keys() (int32)
 NUM_PARAMETERS = 6
@@ -136,7 +136,7 @@ def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | N
             logits = (3 * noise).to(kind)
             tokens, _ = sample_rows(logits, parameters)
             drawn, failed = sample_rows(logits.to(device), parameters.to(device))
-            # Rounding may let another token win where two clocks ring almost together.
+            # Rounding may let another token win where two clocks (gumbel.py) ring almost together.
             if failed.any() or int((drawn.cpu() != tokens).sum()) > 1:
                 return "they draw other tokens than a CPU"
             expected = score_rows(logits, which, tokens, num_top)

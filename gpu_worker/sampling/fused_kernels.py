@@ -5,17 +5,18 @@ the temperature: (logit - largest logit of the row) / temperature, so at most 0.
 
 No kernel sorts the vocabulary:
 
-- Top-k first finds a bound: the k-th largest of the lanes' maxima. The k largest logits are not below it, and few other
-  logits are above it. These candidates are copied to `scratch`, and everything else examines only them.
+- Top-k first finds a bound: the k-th largest of the lanes' maxima (lane i has the i-th value of each tile). The k
+  largest logits are not below it, and few other logits are above it. These candidates are copied to `scratch`, and
+  everything else examines only them.
 - Top-p does not find its threshold either. It draws a token, and sums the weights of all tokens that are more likely
   than this token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is among
   the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger set is
   also the best of any smaller set that contains it: the result is the token that a draw from the kept set would give.
   A draw is accepted with a probability of at least top_p. (FlashInfer rejects draws in the same way, but draws again.)
-  A small top_p would reject many draws. It first copies candidates, as top-k does, and draws from these if they
-  suffice.
+  A small top_p would reject many draws. So the kernel first copies candidates, as for top-k, and draws from these if
+  they suffice.
 
-Sums are of whole numbers, as in filters.py, and do not depend on their order: it differs between types of logits.
+Sums are of whole numbers, as in filters.py, so they do not depend on the order, which differs between types of logits.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def score_rows(
     )
     if num_top > limit:
         count = CAPACITY + 1
-    # If fewer tokens than num_top are possible, impossible ones follow, and these are among the first ids.
+    # If fewer than num_top logits are finite, tokens with -inf follow. Enough of these are among the first ids.
     first = tl.minimum(vocab, num_top + count)
     log_total = tl.log((total.to(tl.float64) / _SCORE_SCALE).to(tl.float32))
     if broken > 0:
@@ -177,8 +178,8 @@ def _copy_candidates(
     source, best, largest, temperature, floor, limit, scale, values, ids, vocab,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and the sum of the
-    weights of all tokens and of the copied tokens, with z >= floor. With more than CAPACITY, the copy is
+    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and two sums of the
+    weights with z >= floor: of all tokens, and of the copied tokens. With more than CAPACITY, the copy is
     incomplete."""
     tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
@@ -230,7 +231,7 @@ def _draw(
     scale, TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens. is_whole:
-    top-p's share is one of all these tokens; otherwise it is known, and is `wanted`."""
+    `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens up to the sum `wanted`."""
     total, _count, token, z = _draw_above(
         source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
     )
@@ -278,7 +279,7 @@ def _draw_above(
 
 @triton.jit
 def _wanted(total, share):
-    """The weights that top-p keeps reach this."""
+    """The sum that the weights of top-p's tokens must reach."""
     return tl.maximum(total.to(tl.float64) * share.to(tl.float64), 1.0)
 
 
@@ -296,7 +297,7 @@ def _clock(tokens, first_key, second_key):
     bits = ((bits ^ (bits >> 15)) + second_key) * 0x846CA68B
     bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
     uniform = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), _BELOW_ONE)
-    # -log1p(-uniform): what rounding takes from `rest`, it also takes from the divisor.
+    # -log1p(-uniform): the rounding error of `rest` is in the divisor, too, and cancels.
     rest = 1.0 - uniform
     return tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, tl.where(rest == 1.0, 1.0, 1.0 - rest)))
 

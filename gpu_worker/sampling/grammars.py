@@ -30,7 +30,7 @@ Int32s = npt.NDArray[np.int32]
 
 # CPU time that a grammar may take in a step while other sequences wait. Most masks take 0.02 ms.
 MAX_RENEWAL_S = 0.01  # to compile the grammar again when its lexer is full
-MAX_ROW_S = 0.01  # for one token; MAX_SLOW_ROWS exceptions are allowed
+MAX_ROW_S = 0.01  # for one token; a sequence fails at its MAX_SLOW_ROWS-th slow token
 MAX_SLOW_ROWS = 3
 FEW_ROWS = 4  # the executor's threads are not worth starting for these
 NOT_PREPARED = "grammar: the scheduler has not ordered its compilation"
@@ -160,8 +160,8 @@ class Grammars:
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
         """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
         longer than a step may, more rows that take longer than SHARE_S are blamed: first those that were blamed before,
-        then those that cost the most. So rows that each keep their own limit, but are many, delay other sequences for a
-        few steps only."""
+        then those that cost the most. So many rows that each stay below MAX_ROW_S delay other sequences for only a few
+        steps."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s

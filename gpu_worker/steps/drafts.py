@@ -35,7 +35,7 @@ def check_drafted(rows: StepRows, slots: SlotBuffers, processors: LogitsProcesso
 def verify(
     rows: StepRows, logits: Iterable[Tensor], slots: SlotBuffers, processors: LogitsProcessors, fused: bool
 ) -> VerifiedDrafts:
-    """Sample after each draft row, and accept tokens up to the first one that is not the next draft token.
+    """Sample after each draft row. Accept tokens up to and including the first that is not the next draft token.
 
     logits: of all draft rows in order, in pieces [rows, vocab]. fused: see sample()."""
     drafted = rows.drafted

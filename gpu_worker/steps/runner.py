@@ -83,7 +83,7 @@ class _Clock:
 
 
 class ModelRunner:
-    """Executes the step plans of one link after the other on one device: `launch` queues a step, `reset` forgets all
+    """Executes the step plans of one link, then of the next, on one device: `launch` queues a step, `reset` forgets all
     sequences. After an exception in a step, only `reset` makes the runner usable again.
     """
 

@@ -48,7 +48,7 @@ class StepArrays:
 
     def padded(self, size: int, spare_slot: int) -> StepArrays:
         """A step with only decodes, padded to `size` with sequences of one token in the dummy block. Each takes its
-        token from `spare_slot`, and has position 0. The result leaves the padding out."""
+        token from `spare_slot`, and has position 0. The step's result leaves the padding out."""
         assert self.decodes_only, "chunks are not padded"
         more = size - self.num_rows
         if more == 0:

@@ -14,7 +14,7 @@ Tokens = npt.NDArray[np.int32]  # token ids
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """As in messages: packed int32."""
+    """Packed int32, as messages carry the numbers."""
     return array("i", numbers).tobytes()
 
 

@@ -35,15 +35,15 @@ class SchedulerConfig:
     max_num_seqs: int = 0  # running on one worker; 0: as many as the worker has slots
     tenant_max_running_tokens: int = 0  # tokens that one tenant's running requests may grow to; 0: no limit
     tenant_max_queued_tokens: int = 0
-    waiting_timeout_s: float = 0.0  # until a request first runs; 0: no limit
+    waiting_timeout_s: float = 0.0  # until an online request first runs; 0: no limit
     running_timeout_s: float = 0.0  # from an online request's first run; checked only while a worker is attached
     conversation_ttl_s: float = 300.0  # how long an idle conversation keeps its blocks and queue position
-    no_worker_timeout_s: float = 30.0  # how long a request waits while no worker is attached; 0: no limit
+    no_worker_timeout_s: float = 30.0  # how long a request waits while no attached worker can hold it; 0: no limit
     allow_mixed_dtypes: bool = False  # workers of one model may use different data types; tokens may then differ
     # Speculative decoding: draft tokens of one row in a step, at most; 0: none. Workers have to support it.
     speculative_tokens: int = 0
     speculative_max_rows: int = 8  # if more sequences run on a worker, none of them speculates
-    # A draft is what followed the last tokens when they occurred before: this many of them at most, and at least.
+    # A draft is what followed the last tokens when they occurred before. The most and the fewest last tokens compared:
     speculative_ngram_max: int = 4
     speculative_ngram_min: int = 2
     # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.
@@ -78,7 +78,7 @@ STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 @dataclass(slots=True)
 class StepTokens:
-    """A histogram of steps by their tokens: prompt tokens computed and tokens sampled."""
+    """A histogram of steps by their tokens: prompt tokens computed, tokens sampled, draft tokens."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     total: int = 0

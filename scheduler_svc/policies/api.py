@@ -1,4 +1,4 @@
-"""Everything that a user's policy imports (docs/custom-policies.md). These names stay. Ours import a few more."""
+"""Everything that a user's policy imports (docs/custom-policies.md). These names stay. Our own policies import more."""
 
 from scheduler_svc.core.policy.interfaces import BatchPolicy, PlacementPolicy, PreemptionPolicy
 from scheduler_svc.core.policy.order import KeyedOrder, OrderPolicy, PolicyError

@@ -69,7 +69,7 @@ def parser() -> Parser:
         command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
         command.add_argument("--tenant", default=default, help="a tenant; the scheduler is asked for its namespace")
-        command.add_argument("--salt", default=default, help="cache_salt of requests; the scheduler is asked, too")
+        command.add_argument("--salt", default=default, help="cache_salt of requests; needs the scheduler")
         command.add_argument(
             "--scheduler", metavar="HOST:PORT", help="for --tenant and --salt [env: PACELINE_SCHEDULER]"
         )

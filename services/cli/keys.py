@@ -38,21 +38,21 @@ def parser() -> Parser:
     )
     new.add_argument("--tenant", help="tenant of its requests (default: the name)")
     new.add_argument("--any-tenant", action="store_true", help="its requests may name other tenants")
-    new.add_argument("--admin", action="store_true", help="it may change policies, pin, reset, explain, watch events")
+    new.add_argument("--admin", action="store_true", help="it may use policy, cache, explain, top, trace, /metrics")
     new.add_argument("--metrics", action="store_true", help="it may read the gateway's /metrics")
     new.add_argument("--max-priority", type=float, metavar="P", help="highest priority of its requests (default: 0)")
     new.add_argument(
         "--min-slo-s",
         type=float,
         metavar="S",
-        help=f"shortest deadline and ttft_slo_s that the queue's order counts (default: {DEFAULT_MIN_SLO_S:g})",
+        help=f"a shorter deadline or ttft_slo_s counts as this in the queue's order (default: {DEFAULT_MIN_SLO_S:g})",
     )
     new.add_argument("--max-requests", type=int, metavar="N", help="requests at a time")
     new.add_argument(
         "--max-tokens-in-flight",
         type=int,
         metavar="N",
-        help="prompt tokens of its running requests together, and the output tokens that these may reach",
+        help="tokens of its requests that have not ended: prompts, and the output that they may reach",
     )
     new.add_argument("--tokens-per-minute", type=int, metavar="N", help="prompt and output tokens per minute")
     check = commands.add_parser("check", help="show the keys of a file, or what is wrong with the file")

@@ -46,7 +46,7 @@ def _channel_options(ping_timeout_s: float) -> list[tuple[str, int]]:
         # A call sends its request and then only listens. By default grpc core stops pinging after two pings without
         # data.
         ("grpc.http2.max_pings_without_data", 0),
-        # Despite its name: how long an attempt to connect may take. The kernel accepts connections for a frozen server.
+        # Despite its name, this is the timeout of a connection attempt. A frozen server's kernel accepts connections.
         ("grpc.min_reconnect_backoff_ms", timeout_ms),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),

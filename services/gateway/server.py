@@ -84,7 +84,7 @@ _IDLE_CONNECTIONS_S = 1.0
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.2
 _WATCH_S = 0.02
-# Free memory goes back to the system after this many bytes of bodies and messages were freed, and none in one second.
+# Free memory goes back to the system when this many bytes of bodies and messages were freed, but none for a second.
 _TRIMMED_BYTES, _TRIM_S = 16 * 2**20, 1.0
 KV_EVENT_METHODS = tuple(
     f"/{service}/SubscribeKvEvents" for service in (vllm_engine.SERVICE_NAME, sglang_scheduler.SERVICE_NAME)
@@ -163,7 +163,7 @@ async def serve(
         for task in periodic:
             task.cancel()
         gateway.parser.close()
-        await batches.close()  # unless the gateway has drained
+        await batches.close()  # for a gateway that has not drained
         await responses.close()
         await session.close()
         kv_events.close()
@@ -177,7 +177,7 @@ async def serve(
 
 
 def _max_grpc_connections(settings: GatewaySettings) -> int:
-    """The limit of gRPC connections. It leaves most of the files that the process may open to HTTP."""
+    """The limit of gRPC connections. It leaves most of the process's file descriptors to HTTP."""
     open_files = max_open_files()
     return settings.max_grpc_connections if open_files is None else min(settings.max_grpc_connections, open_files // 4)
 

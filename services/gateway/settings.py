@@ -133,7 +133,8 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
     max_connections: int = Field(
         16384,
         ge=1,
-        description="HTTP connections; one more gets 503 (at most what the limit of open files leaves beside gRPC's)",
+        description="HTTP connections (at most the limit of open files, less the gRPC connections); one more replaces "
+        "an idle one, or gets 503",
     )
     max_grpc_connections: int = Field(
         4096,
@@ -170,7 +171,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
         30.0, gt=0, description="seconds for the headers of a request; then the connection is closed"
     )
     send_timeout_s: float = Field(
-        60.0, gt=0, description="seconds without reading, after which the connection of an HTTP client is closed"
+        60.0, gt=0, description="seconds that an HTTP client may read nothing; then its connection is closed"
     )
     scheduler_wait_s: float = Field(
         30.0, ge=0, description="seconds that a request waits for an absent scheduler before it fails with 503"
@@ -193,7 +194,10 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
     )
     response_ttl_s: float = Field(30 * 86400.0, ge=1, description="seconds after which a stored response is deleted")
     response_store_bytes: int = Field(
-        2**30, ge=2**20, description="size of all responses in an SQLite store; the oldest are deleted above it"
+        2**30,
+        ge=2**20,
+        description="size of all responses in an SQLite store; above it, ended responses of the API key with the most "
+        "bytes are deleted",
     )
 
     max_file_bytes: int = Field(200 * 2**20, ge=1024, description="largest file of /v1/files; a larger one gets 413")
@@ -204,7 +208,9 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
         "new batches get 413, and running batches end",
     )
     file_ttl_s: float = Field(
-        30 * 86400.0, ge=1, description="seconds after which a file is deleted, and a batch after its completion window"
+        30 * 86400.0,
+        ge=1,
+        description="seconds until a file is deleted; a batch is deleted this long after its completion window",
     )
     batch_lines: int = Field(64, ge=1, description="requests of one batch in flight at this gateway")
     all_batch_lines: int = Field(256, ge=1, description="requests of all batches in flight at this gateway")

@@ -285,7 +285,7 @@ def make_unread_handler(handler: grpc.RpcMethodHandler[Any, Any], behaviour: Any
 
 
 def _code_name(code: grpc.StatusCode | int | None) -> str:
-    """The name of the context's status: a number if the handler set none, a StatusCode if it did."""
+    """The name of a context's status, which is a number if the handler set none, else a StatusCode."""
     return code.name if isinstance(code, grpc.StatusCode) else CODE_NAMES.get(code or 0, "UNKNOWN")
 
 

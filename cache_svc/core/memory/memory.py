@@ -208,7 +208,7 @@ class Memory:
         """Sets the retention of the nodes on a path, all of which must be in use. Splits nodes at the ends of a
         range.
 
-        If the tenant then exceeds its share, retentions end block by block.
+        If a limit is then exceeded, retentions of the tenant end block by block.
         """
         block_size = self.tree.block_size
         self.shares.next_turn()
@@ -239,7 +239,7 @@ class Memory:
             self.shares.retain(residency, tenant)
 
     def enforce_shares(self, tenant: str) -> None:
-        """Ends retentions of the tenant, block by block, until it is within its share."""
+        """Ends retentions of the tenant, block by block, until both limits hold or it has no retention left."""
         share = self.shares.tenants.get(tenant)
         while share is not None and (excess := self.shares.excess(share)) and share.retained:
             residency = share.retained.peekitem(0)[1]

@@ -3,8 +3,8 @@
     cached | on another worker | in flight | evicted | new | the last block
 
 The cache says how many tokens are on another worker, in flight and evicted. The scheduler derives the last two kinds.
-A match has whole blocks only, and never the last token. The tokens after the last block that a match may have are
-counted as "the last block". The other tokens are new.
+A match never has the last token, and without partial reuse it has whole blocks only. The tokens after the last whole
+block that a match may have are counted as "the last block". The other tokens are new.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class MissFinder:
             if sequence is None or sequence.num_computed_tokens + block_size > sequence.num_tokens:
                 continue
             computing.append(sequence_id)
-            # Other prompts usually differ in this block already. Then neither prompt is copied.
+            # Other prompts usually differ in this block already. Then the slices below are not made.
             if sequence.node is node and sequence.tokens.startswith(first, begin):
                 own = sequence.tokens[begin : min(end, sequence.num_tokens * TOKEN_BYTES)]
                 most = max(most, common_tokens(own, token_ids[begin:end]) // block_size)

@@ -4,9 +4,10 @@ A pin counts as one more user of each block on a path of the prefix tree, like a
 the blocks that are cached when the pin is made, on the workers that have them. When a worker leaves, the pin keeps
 nothing there. A pin without a worker is removed.
 
-Pins must not stop requests that would run without them. So pins get only a share of a worker's blocks. If no request
-runs on a worker, and too few blocks are free to admit one, the scheduler sends a GiveUpPinsOp and the cache removes all
-pins of that worker (`give_up`). The cache cannot decide this, because only the scheduler knows the waiting requests.
+Pins must not stop requests that would run without them. So pins get only a share of a worker's blocks. If too few
+blocks are free to admit a request on an idle worker, or to continue the only request of a worker, the scheduler sends a
+GiveUpPinsOp and the cache removes all pins of that worker (`give_up`). The cache cannot decide this, because only the
+scheduler knows the waiting requests.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RestoreEntry:
         elif len(self.host_blocks) != num_blocks:
             raise OpError(
                 Code.INVALID_ARGUMENT,
-                f"host_blocks: {len(self.host_blocks)}, where {computed} computed tokens have {num_blocks}",
+                f"host_blocks: {len(self.host_blocks)} blocks, but {computed} computed tokens need {num_blocks}",
             )
 
 

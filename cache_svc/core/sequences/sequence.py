@@ -78,7 +78,7 @@ class Sequence:
         self.alone = False
         self.unwritten = False
         # Computed tokens at admission. The first tokens of a cached block may be copied into a block of the sequence.
-        # Until the sequence has computed more tokens, this copy may not be made yet.
+        # Until the sequence has computed more tokens, this copy is perhaps still to be made.
         self.num_begun_tokens = num_computed_tokens
         self.duplicates = array("i")
         self.metadata = known.metadata

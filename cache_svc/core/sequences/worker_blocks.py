@@ -300,7 +300,7 @@ class WorkerBlocks:
         """The sequence leaves the device. It leaves its path from the end to the root, so that eviction meets children
         first.
 
-        With `discard`, the cache forgets those of its blocks that have no other user, and the blocks below them.
+        With `discard`, the cache forgets the sequence's blocks that have no other user, and the blocks below them.
         """
         private = sequence.duplicates + sequence.table[sequence.node.end :]
         kept = self.partial_reuse and not (discard or sequence.unwritten)

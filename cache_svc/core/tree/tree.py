@@ -12,7 +12,7 @@ Two facts hold for every device memory, on every path downwards (a host may hold
   * among the held nodes, the nodes in use come before the nodes that are only cached.
 
 The first fact holds because a sequence commits its blocks in order, and because eviction takes children before their
-parents (memory/memory.py shows why). The second one holds because a sequence that uses a node uses all nodes above it.
+parents (memory/eviction.py). The second one holds because a sequence that uses a node uses all nodes above it.
 
 So one walk down by tokens serves all workers. One walk up from its end finds how many blocks of the path each worker
 holds. A node that loses its last holder has no children left: the tree removes it at once, and needs no sweep.

@@ -399,7 +399,7 @@ class Explanation(_message.Message):
     request_id: _builtins.str
     """The sequence: its X-Request-ID, with the number of its prompt and its sample."""
     behind: _builtins.str
-    """The request that was before it in the queue and waited itself; `detail` names it, too. It may be another tenant's."""
+    """The waiting request that was before this one in the queue; `detail` names it, too. It may be another tenant's."""
     def __init__(
         self,
         *,

@@ -226,8 +226,8 @@ Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
 class GiveUpPinsOp(_message.Message):
-    """Remove all pins of the worker: a request waits for blocks, and no request runs on the worker. Without pins, nothing
-    changes.
+    """Remove all pins of the worker, because a request waits for blocks while no request runs on the worker. Without pins,
+    nothing changes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -336,7 +336,7 @@ class RestoredSequence(_message.Message):
     token_ids: _builtins.bytes
     """All known tokens."""
     num_computed_tokens: _builtins.int
-    """The tokens of these that have their KV in the blocks, or will have it when all sent steps have run."""
+    """How many of these tokens have their KV in the blocks, or will have it when all sent steps have run."""
     block_table: _builtins.bytes
     """Packed int32: the whole block table, including blocks for later tokens. Empty if the sequence is swapped out."""
     priority: _builtins.float
@@ -656,7 +656,7 @@ class FreeOp(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     DISCARD_FIELD_NUMBER: _builtins.int
     discard: _builtins.bool
-    """Their KV may be wrong: keep none of their blocks without another user."""
+    """Their KV may be wrong: forget those of their blocks that have no other user."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -906,7 +906,7 @@ class MatchResult(_message.Message):
     MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMatch]:
-        """Workers that hold a prefix of it; a worker that is not listed holds none."""
+        """Workers that hold a prefix of the sequence; a worker that is not listed holds none."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class CacheServiceServicer:
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
         from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
         sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
-        PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
+        PERMISSION_DENIED. Once the cache has seen an epoch, it refuses a Link without one. The older link then continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,7 +76,7 @@ class CacheServiceServicer:
 
     def WatchBlocks(self, request, context):
         """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
-        For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+        For gateways that show it; without token ids. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
         beyond 64 calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -37,7 +37,7 @@ class CacheServiceStub:
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
     from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
     sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
-    PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
+    PERMISSION_DENIED. Once the cache has seen an epoch, it refuses a Link without one. The older link then continues.
     """
     WatchEvents: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]
     """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
@@ -45,7 +45,7 @@ class CacheServiceStub:
     """
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]
     """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
-    For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+    For gateways that show it; without token ids. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
     beyond 64 calls.
     """
 
@@ -58,7 +58,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
     from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
     sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
-    PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
+    PERMISSION_DENIED. Once the cache has seen an epoch, it refuses a Link without one. The older link then continues.
     """
     WatchEvents: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchEventsRequest, _cache_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Events about stored blocks, for outside routers. First comes a snapshot, or the missed events; then
@@ -66,7 +66,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     WatchBlocks: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchBlocksRequest, _cache_pb2.WatchBlocksResponse]  # type: ignore[assignment]
     """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
-    For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+    For gateways that show it; without token ids. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
     beyond 64 calls.
     """
 
@@ -82,7 +82,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """One scheduler's operations, in order; one response per request, in order. A new Link ends the older one and starts
         from nothing: the scheduler adds its workers again and restores their sequences. A scheduler that was elected leader
         sends its epoch in the metadata (`paceline-fence`). An epoch lower than the highest one seen is refused with
-        PERMISSION_DENIED, and so is a missing one after any was seen. The older link then continues.
+        PERMISSION_DENIED. Once the cache has seen an epoch, it refuses a Link without one. The older link then continues.
         """
 
     @_abc_1.abstractmethod
@@ -102,7 +102,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchBlocksResponse], _abc.AsyncIterator[_cache_pb2.WatchBlocksResponse]]:
         """What the blocks of each worker are used for, and the prefixes that are worth most, at once and then at each interval.
-        For gateways that show it; without any tokens. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
+        For gateways that show it; without token ids. While no call is open it costs the cache nothing. RESOURCE_EXHAUSTED
         beyond 64 calls.
         """
 

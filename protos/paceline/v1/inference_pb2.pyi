@@ -820,7 +820,7 @@ Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
 
 @_typing.final
 class Submission(_message.Message):
-    """A request for a batch of tokens. The client picks the handle, unique among its session's live requests."""
+    """One request of a session. The client picks the handle, unique among the session's live requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -890,7 +890,7 @@ class Submission(_message.Message):
     """
     min_slo_s: _builtins.float
     """The order of the queue counts deadline_s and ttft_slo_s as at least this far away, in seconds from now; 0: as they
-    are. When the request fails, and whether its goal is met, does not depend on it.
+    are. min_slo_s changes neither when the request fails nor whether its goal is met.
     """
     trace_id: _builtins.str
     """Of the client's `traceparent` (W3C trace context), 32 hexadecimal digits, for the log; empty: none."""

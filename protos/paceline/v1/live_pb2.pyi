@@ -54,7 +54,7 @@ class TraceResponse(_message.Message):
     epoch: _builtins.int
     """Changes when the scheduler restarts, and so does its clock."""
     num_missed: _builtins.int
-    """What has ended since the answer before and is not here: only the last 16,384 of each kind are kept."""
+    """How many have ended since the answer before and are not here: only the last 16,384 of each kind are kept."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStep]: ...
     @_builtins.property
@@ -106,7 +106,7 @@ class TracedStep(_message.Message):
     ended_us: _builtins.int
     received_us: _builtins.int
     """The worker's clock: the plan arrived, the step began and ended, the result left. 0: the step was planned before the
-    trace, or the worker is older.
+    trace, or the worker's version records no traces.
     """
     started_us: _builtins.int
     finished_us: _builtins.int
@@ -159,7 +159,7 @@ class TracedExchange(_message.Message):
     """The scheduler's clock: when it left, and when its response came."""
     ended_us: _builtins.int
     received_us: _builtins.int
-    """The cache's clock: when it arrived, and when its response left. 0: the cache is older."""
+    """The cache's clock: when it arrived, and when its response left. 0: the cache's version records no traces."""
     answered_us: _builtins.int
     num_ops: _builtins.int
     def __init__(
@@ -485,7 +485,7 @@ class LiveWorker(_message.Message):
     """Blocks of the device; those that a new sequence could get."""
     num_available_blocks: _builtins.int
     num_free_host_blocks: _builtins.int
-    """Blocks in host memory that can be had; sequences that are swapped out to it."""
+    """Blocks in host memory that are free or hold only cached KV; sequences that are swapped out to host memory."""
     num_swapped_out: _builtins.int
     in_flight: _builtins.int
     """Plans without a result, and the most there may be."""
@@ -497,7 +497,7 @@ class LiveWorker(_message.Message):
     context_s: _builtins.float
     row_s: _builtins.float
     name: _builtins.str
-    """As it calls itself."""
+    """The name in its registration."""
     linked_s: _builtins.float
     """How long its link is open."""
     incarnation: _builtins.str
@@ -581,7 +581,7 @@ class LiveStep(_message.Message):
     step: _builtins.int
     """Counted from 1 on each link."""
     planned_s: _builtins.float
-    """When its policies had decided, when the plan left for the worker (between them: the cache), and when the result came."""
+    """When its policies had decided, when the plan left for the worker (after the cache's answer), when the result came."""
     sent_s: _builtins.float
     ended_s: _builtins.float
     computed_s: _builtins.float

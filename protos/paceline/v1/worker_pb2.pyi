@@ -175,8 +175,8 @@ Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Sent four times a second, also during a long step, so that the step is not taken for a dead worker. Pings do not show
-    that an event loop runs: gRPC's own threads answer them.
+    """Sent four times a second, also during a long step, so that the scheduler does not take the worker for dead. Pings do
+    not show that an event loop runs: gRPC's own threads answer them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -446,9 +446,9 @@ class StepPlan(_message.Message):
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
       3. draft rows: the slots of draft_slots, in that order. These slots are held (hold_slots), and no earlier plan in flight
          has rows of them. Row i computes the slot's last token and then its draft_counts[i] draft tokens, and samples after
-         each of them. Its result is the sampled tokens up to the first one that is not the next draft token (or up to the
-         one before a position without finite logits): those that as many decode steps would have sampled. The
-         KV of the other draft tokens is overwritten later.
+         each of them. Its result is the sampled tokens up to and including the first that is not the next draft token
+         (or up to the one before a position without finite logits): those that as many decode steps would have sampled.
+         The KV of the other draft tokens is overwritten later.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on. With an embedding model it
     samples nothing: the step gives the vector, and the sequence has ended.
     A steady decode step is thus an (almost) empty message.

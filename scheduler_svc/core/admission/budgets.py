@@ -28,7 +28,7 @@ class Budgets:
 
     def bind(self, request: Request) -> None:
         self.tenant_tokens[request.metadata.tenant] += request.max_total_tokens
-        if request.history.started_s is None:  # a request that ran before does not shrink the queue
+        if request.history.started_s is None:  # a preempted request was counted when it first left the queue
             for name in (request.metadata.tenant, None):
                 self._estimate(name, request.arrival_s).finished(amount=request.num_tokens)
 
@@ -53,7 +53,7 @@ class Budgets:
         return self.config.tenant_max_running_tokens > 0
 
     def waits_for_tenant(self, request: Request) -> bool:
-        """Whether it waits for other requests of its tenant to end. A request larger than the budget runs alone."""
+        """Whether the request waits for others of its tenant to end. A request larger than the budget runs alone."""
         running = self.tenant_tokens[request.metadata.tenant]
         return running > 0 and 0 < self.config.tenant_max_running_tokens < running + request.max_total_tokens
 

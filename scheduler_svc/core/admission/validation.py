@@ -50,7 +50,7 @@ MAX_GRAMMAR_CHARS = 2**16
 MAX_RETENTION_RANGES = 64
 MAX_RETENTION = 100
 MAX_TOKEN_INDEX = 2**32 - 1
-# Limits of a worker's registration, by which the scheduler allocates tables of slots. Block ids are int32.
+# Limits of the sizes in a worker's registration: the scheduler allocates tables for them. Block ids are int32.
 MAX_WORKER_SIZES = {
     "block_size": 2**16,
     "num_blocks": 2**31 - 1,
@@ -70,8 +70,8 @@ class Limits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and output tokens of one sequence together that every request may ask for. If the pool is the limit,
-        check_limits accepts one token more."""
+        """Prompt and output tokens of one sequence together: every request may ask for this many. If the pool is the
+        limit, check_limits accepts one token more."""
         return min(self.model.max_model_len, self.pool_tokens)
 
 

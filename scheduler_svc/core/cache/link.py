@@ -63,7 +63,7 @@ class CacheLink:
     frees it, and a commit never follows its sequence's free.
 
     A new link to an empty cache begins with special exchanges, while `restoring` is not empty: they report the
-    sequences that ran when the link began (recovery.py). Operations that come meanwhile gather.
+    sequences that hold blocks on workers (recovery.py). Operations that come meanwhile gather.
     """
 
     epoch: int

@@ -18,7 +18,7 @@ from scheduler_svc.core.types import CacheScope
 NAME_BYTES = 16  # two namespaces have the same name with a probability of 2^-128
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = blake2b.MAX_KEY_SIZE
-# The live view recognises a namespace by this many characters of its name. They are too few to send as the name.
+# The live view shows only this many characters of a namespace's name. A viewer cannot use these as the name.
 SHOWN_CHARS = 16
 MAX_OWNERS = 1024
 _PERSON = b"paceline-cache"  # keeps these hashes apart from hashes made with the same secret for another purpose

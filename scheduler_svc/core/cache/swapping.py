@@ -3,8 +3,8 @@
 A swap crosses three services, in this order, which makes it safe:
 
     1. The request is preempted. SwapOutOp gathers for the cache, after the commit of the request's last tokens.
-    2. The cache frees its device blocks and names the copies to make (`answered`). The cache may now grant these blocks
-       to another sequence. The grant reaches the worker with a later plan, or with the plan that makes the copies.
+    2. The cache frees the request's device blocks and names the copies to make (`answered`). It may now grant these
+       blocks to another sequence. The grant reaches the worker with a later plan, or with the plan of the copies.
     3. The worker's next plan carries all gathered copies, and the worker makes them first (`SwapSpace.swap_outs`).
        Without a plan, no step writes to the blocks.
 

@@ -12,9 +12,9 @@ UNDRAFTED_PARAMS = (*PENALTY_NAMES, "bad_words", "min_tokens", "grammar", "logpr
 # A sequence begins to speculate when the lookup would have proposed this many of its latest tokens in a row. So a text
 # that does not repeat itself never waits for its own tokens.
 PROBE_TOKENS = 3
-# It has a row in one step of two, because it waits for its tokens. So a draft row pays if it brings two tokens: one
-# accepted draft, and the token after it. A sequence stops when its rows have brought this many tokens less than that:
-# after two wrong drafts in a row, or when less than one draft is accepted on average.
+# A sequence that speculates has a row in one of two steps, because it waits for its tokens. So a draft row pays if it
+# brings two tokens: one accepted draft, and the token after it. A sequence stops when its rows have brought this many
+# tokens less than that: after two rows without an accepted draft, or when less than one draft is accepted on average.
 MAX_LOST_TOKENS = 2
 # Tokens that one call indexes, at most: about 0.5 ms. A long prompt is indexed while its first tokens are sampled.
 MAX_INDEXED_TOKENS = 1024

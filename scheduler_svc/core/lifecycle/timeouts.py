@@ -78,7 +78,7 @@ class Timeouts:
                 since_s = before.get(request.arrival_index, now_s)
                 self._unservable_since_s[request.arrival_index] = since_s
                 if now_s - since_s >= limit_s:
-                    held = f"no attached worker can hold {request.max_total_tokens} tokens"
+                    held = f"no attached worker can run this request of {request.max_total_tokens} tokens"
                     yield request, f"{held}: waited for one for {limit_s:g} s"
 
     def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:

@@ -19,11 +19,11 @@ from scheduler_svc.core.output.prefix_use import PrefixUse
 from scheduler_svc.core.requests.request import Request
 
 MAX_ENDED = 4096
-MAX_SPANS = 64  # the most looks that a record keeps, and the most events
+MAX_SPANS = 64  # a record keeps at most this many events, and this many entries of `looks`
 MAX_TOP_REJECTED = 4096
 MAX_OUTAGES = 256
 WAITING = ("waiting", "preempted", "requeued")
-BEAMS = "its beams"  # detail of `running`, for a search
+BEAMS = "its beams"  # detail of the event "running" of a beam search
 
 # Reason, detail, decision, time. A plain tuple: every request leaves three of them, and few are ever read.
 Event = tuple[str, str, int, float]
@@ -77,7 +77,7 @@ class Record:
         waits = list[Wait]()
         for reason, _, decision, at_s in self.events:
             if waits and waits[-1].to_s == math.inf:
-                # At the decision that admitted the request it did not wait.
+                # The request did not wait at the decision that admitted it.
                 waits[-1].last, waits[-1].to_s = decision - (reason == "running"), at_s
             if reason in WAITING:
                 waits.append(Wait(decision, at_s))
@@ -149,7 +149,7 @@ class RequestTimeline:
             record.prefix = prefix
 
     def ended(self, request: Request, how: str, now_s: float) -> Sequence[Event]:
-        """The request has ended. From now on its record may be forgotten. Returns all its events."""
+        """The request has ended. From now on its record may be forgotten. Returns the events kept."""
         if (record := self._live.pop(request.arrival_index, None)) is None:
             return ()
         record.add_event(("ended", how, self.decisions, now_s))
@@ -315,8 +315,8 @@ class RequestTimeline:
         return told
 
     def _extend(self, record: Record, worker: int, reason: str, detail: str, before: int, now_s: float) -> None:
-        """Extend the range that includes `before`, the worker's previous decision, unless an event came since;
-        otherwise begin a new range."""
+        """Extend the last range if it includes `before`, the worker's previous decision, has the same reason, and no
+        event came since. Otherwise begin a new range."""
         last = next((span for span in reversed(record.looks) if span.worker == worker), None)
         since = max(before, record.events[-1][2])
         if last is not None and last.reason == reason and last.last >= since:

@@ -9,7 +9,7 @@ A step of one worker is scheduled like this:
     preemption.victims(step)             only if running sequences need more blocks than there are
     preemption.for_waiting(step)         only if a request was rejected while some request runs several sequences
 
-Before that, `capacity.begin(step)` is called. It may preempt running sequences (`step.pause`). If a sequence has to be
+The first call is `capacity.begin(step)`. It may preempt running sequences (`step.pause`). If a sequence has to be
 preempted, the schedule is dropped, the victims' blocks go back to the cache, and scheduling starts again with the
 blocks that are available then. `step.preempted` names the victims.
 

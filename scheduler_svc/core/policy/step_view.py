@@ -97,7 +97,7 @@ class StepView:
         return self._worker.id
 
     def rank(self, request: RequestView) -> Any:
-        """The rank of a request, smaller first; None if only waiting requests have one. Raises PolicyError for NaN."""
+        """The rank of a request, smaller first; None if the order has no ranks. Raises PolicyError for NaN."""
         key = self._order.rank(request)
         return None if key is None else (sortable(key, request), request.queue_position)
 
@@ -151,7 +151,7 @@ class StepView:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that are free or evictable, and not taken by this step."""
+        """Blocks that are free, evictable, or held by offline sequences that yield; not those that this step takes."""
         return self._available_blocks
 
     @property
@@ -200,7 +200,7 @@ class StepView:
         return (slot for slot in slots if (slot in hidden) == self._offline)
 
     def _growing_slots(self) -> Slots:
-        """Slots of decoding sequences that need one more block before all of them decode again."""
+        """Slots of decoding sequences that need one more block if all of them decode in the next step."""
         batch = self._worker.batch
         slots = batch.growing_slots()
         return slots[batch.slots.offline[slots] == self._offline] if self._num_hidden else slots
@@ -220,9 +220,9 @@ class StepView:
             yield request.view or view_of(request)
 
     def cached_tokens(self, request: RequestView | Request) -> int:
-        """Tokens of a waiting request that this worker need not compute. They are in its cache (on the device, or after
-        that in host memory), swapped out here, in the parent that it forks from, or computed in this step for another
-        request. With partial reuse they may end within a block. The last token is never among them."""
+        """Tokens of a waiting request that this worker need not compute. They are in its cache (first those on the
+        device, then those in host memory), swapped out here, in the parent that it forks from, or computed in this step
+        for another request. With partial reuse they may end within a block. The last token is never among them."""
         own = request._request if isinstance(request, RequestView) else request
         return self._credit(own)[1]
 
@@ -288,9 +288,9 @@ class StepView:
         return len(self._growing_slots())
 
     def another_computes_prefix_of(self, request: RequestView, others: PrefixIndex[RequestView] | None = None) -> bool:
-        """Whether another request is just computing a block that this request needs next, or copying it to the device:
-        this request's first block that is not on the device. The other request runs, was admitted before in this step,
-        or is one of `others`. Then it pays to wait (TensorRT-LLM's prefix-aware scheduling)."""
+        """Whether another request is computing the first block of this request that is not on the device, or copying
+        that block to the device. The other request runs, was admitted before in this step, or is one of `others`.
+        Then it pays to wait (TensorRT-LLM's prefix-aware scheduling)."""
         depth = self._device_tokens(request._request.match_on(self._worker.id))
         wanted = depth + self.block_size
         if wanted > request.num_tokens or not self._worker.prefix_caching or request.is_swapped:

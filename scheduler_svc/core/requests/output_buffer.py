@@ -34,7 +34,7 @@ class OutputBuffer:
     def start(self, slot: int, step: int) -> None:
         """The slot's sequence decodes from this decode step on."""
         if self._spans[slot] and self._spans[slot][-1][1] <= self._flushed[slot]:
-            self._spans[slot].clear()  # of a sequence that drafts now and then, too many would gather
+            self._spans[slot].clear()  # otherwise a sequence that drafts now and then would gather too many
         if not self._spans[slot]:
             self._flushed[slot] = step
         self._spans[slot].append((step, FAR))

@@ -230,7 +230,7 @@ class BeamGroup:
 class RequestView:
     """A read-only view of a request, in any phase. Two views of the same request are equal."""
 
-    # weakref: a policy that remembers a finished request does not keep its tokens in memory
+    # weakref: a policy that holds only a weak reference does not keep a finished request's tokens in memory
     __slots__ = ("__weakref__", "_request")
     _request: Request
 

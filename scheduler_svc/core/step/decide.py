@@ -37,7 +37,7 @@ class Decider:
         """
         step = self.apply_policies(worker, policies, waiting, now_s, offline=False)
         if step is not None and (torn := self._torn_samples(worker, policies, step)):
-            # Admit only requests before the first torn group: later requests would take the room that the group needs.
+            # Admit only requests before the first group that would resume in part: later ones take the room it needs.
             before = partial(takewhile, lambda request: id(request.family.samples) not in torn)
             step = self.apply_policies(worker, policies, lambda: before(waiting()), now_s, offline=False)
         if step is None or self._preempt_for_waiting(worker, policies, step):
@@ -203,7 +203,7 @@ class Decider:
 
     def _preempt(self, worker: WorkerState, victim: Running, requeue: str, mode: str, why: str) -> None:
         request = worker.batch.running[victim.slot]
-        if request.metadata.offline:  # the policies in force do not see it, as when it yields
+        if request.metadata.offline:  # as in _yield(): the policies in force decide only about online ones
             requeue, mode, worker.yielded = "arrival", "recompute", True
         else:
             worker.preempted.append(request)

@@ -76,7 +76,7 @@ class Drafting:
         num_rows = len(batch.running) - len(batch.finishing) + len(decision.admissions)
         few = num_rows <= self.life.config.speculative_max_rows
         chosen: Container[int] = batch.running if decision.decodes is None else decision.decodes
-        # Offline requests draft only by themselves: beside online ones they have a small budget of tokens.
+        # Offline requests draft only while no online request runs: beside those their token budget is small.
         admits_online = any(not admission.request.metadata.offline for admission in decision.admissions)
         barred = batch.offline if admits_online or len(batch.running) > len(batch.offline) else set[int]()
         if few:

@@ -91,7 +91,7 @@ class Emitter:
             plan.resume_slots = packed(resumed)
 
     def _choose_drafts(self, worker: WorkerState, decision: Decision, plan: StepPlan) -> list[DraftRow]:
-        """The draft rows of sequences that still run. Sequences that stop to draft decode in this step."""
+        """The draft rows of sequences that still run. Sequences that stop drafting decode in this step."""
         batch, generation = worker.batch, worker.batch.slots.generation
         ended = [slot for slot, gen in decision.ended_drafts if generation[slot] == gen]
         plan.resume_slots += packed(slot for slot in ended if batch.end_drafting(slot))

@@ -68,7 +68,7 @@ class StepScheduler:
         self.without_grammar: list[Request] = []
         self._placement: Placement | None = None  # of the current round
         self._placements_left = 0
-        # Requests that a pass looked at while a tenant limit holds. Whether they are stuck may have changed.
+        # With tenant limits: requests that a pass looked at and that may be newly stuck, or stuck no more (_is_stuck).
         self._doubtful: list[Request] = []
 
     def set_policies(self, policies: Policies, workers: dict[int, WorkerState]) -> None:

@@ -20,7 +20,7 @@ from scheduler_svc.core.workers.steps import Prefill, PrefillChunk
 class Batch:
     """A running sequence prefills, then decodes in every step until its last token is in flight. It is paused while a
     policy leaves it out. While it drafts (speculative decoding), the worker holds its slot as if it were paused, and a
-    draft row takes the place of its decode row. Then one step after the other has a row of it, because the next drafts
+    draft row takes the place of its decode row. Then at most one step in flight has such a row, because the next drafts
     depend on the tokens before them. Steps in flight count as run."""
 
     slots: SlotLedger
@@ -115,8 +115,8 @@ class Batch:
         return len(self.growing_slots()) > 0
 
     def growing_slots(self) -> Slots:
-        """Slots that need one more block before all of them decode again, except drafting slots that wait for their
-        tokens."""
+        """Slots that need one more block if all sequences decode in the next step, except drafting slots that wait for
+        their tokens."""
         slots = self.slots
         due = slots.block_boundaries.due(self.decode_step, slots.base, slots.capacity)
         if not (self.paused or self.drafting):
@@ -165,7 +165,7 @@ class Batch:
             self.finish_sending(chunk.slot)
 
     def advance_decodes(self) -> None:
-        """A step with all decoding sequences, except paused ones, is in flight."""
+        """A step with all decoding sequences, except paused and drafting ones, is in flight."""
         last = self._last_steps.pop(self.decode_step, ())
         self.decode_step += 1
         for slot, decode_epoch in last:

@@ -44,7 +44,7 @@ class WorkerState:
     released: bool = False
     preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
     num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token (or pooled an input)
-    knows_cache: bool = False  # since its last step, the cache has answered an exchange that it waited for
+    knows_cache: bool = False  # since the worker's last step, the cache answered an exchange that the worker awaited
     # Offline sequences were preempted while the next step was being scheduled: it admits no offline request.
     yielded: bool = False
     asked_for_pins: bool = False  # the cache was asked to give up pins since the worker last ran a sequence
@@ -130,8 +130,8 @@ class WorkerState:
         return sum(int(self.batch.slots.capacity[slot]) for slot in self.batch.offline) // self.block_size
 
     def only_offline_blocks(self) -> int:
-        """Blocks that running offline sequences hold and no online sequence. Takes time in proportion to all block
-        tables: 0.5 ms for 256 sequences of 100 blocks."""
+        """Blocks of running offline sequences that no running online sequence holds. Takes time in proportion to all
+        block tables: 0.5 ms for 256 sequences of 100 blocks."""
         self.batch.slots.complete_tables()
         held = np.zeros(self.num_blocks + 1, bool)  # block ids begin with 1
         for offline in (True, False):

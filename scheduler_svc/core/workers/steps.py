@@ -75,7 +75,7 @@ class Decision(NamedTuple):
     rejected: list[tuple[Request, str, str]]  # (request, reason, detail): the first of the queue that were not admitted
     closed: tuple[str, str] | None  # why no request was offered a slot: reason, detail
     drafts: Sequence[DraftRow] = ()
-    ended_drafts: Sequence[tuple[int, int]] = ()  # slots that stop to draft, and decode in this step; their generations
+    ended_drafts: Sequence[tuple[int, int]] = ()  # slots that stop drafting, and decode in this step; their generations
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class StepInFlight(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Its sequences, and its draft tokens: one costs about as much as a row of another sequence."""
+        """Its sequences, and its draft tokens: a draft token costs about as much as a row of another sequence."""
         return len(self.rows) + len(self.chunks) + len(self.drafts) + self.num_draft_tokens
 
     def slots_and_generations(self) -> Iterator[tuple[int, int]]:

@@ -8,8 +8,8 @@ Swapped-out requests resume beside the decodes. Until all of them have resumed, 
 unless nothing runs in the step and none of them can resume.
 
 Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if a waiting request was rejected for want of
-room while others decode, no request is offered a slot until a sequence has left (its `batch_is_full`); vLLM V0 tries
-again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
+room while others decode, no request is offered a slot until a sequence has left (SGLang's `batch_is_full`); vLLM V0
+tries again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scheduler_svc.policies.options import Count
 class Left:
     """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
-    With chunks, a prompt may begin while any of both is left, and gets at most what is left of `chunk_tokens`. Without
+    With chunks, a prompt may begin while both budgets have tokens left, and gets at most `chunk_tokens` tokens. Without
     chunks, every prompt but the first must fit `prefill_tokens`, and each must fit the step's budget.
     """
 

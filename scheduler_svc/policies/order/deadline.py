@@ -55,7 +55,7 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._computing.pop(request.arrival_index, None)
 
     def hopeless(self, now_s: float) -> Iterator[RequestView]:
-        """Requests with a deadline before their own prompts could be computed. Empty while no rate is known."""
+        """Requests with too little time before the deadline for their own prompts. Empty while no rate is known."""
         rate = self.prefill_tokens_per_s or self._measure(now_s)
         for request in super().ordered(now_s) if rate else ():
             if self.key(request) == math.inf:

@@ -110,7 +110,7 @@ def parser() -> Parser:
     flag = group.add_argument
     flag("--precision", metavar="SHARE", type=_as(_fraction), default=0.1, help="of the ramp's result; default: 0.1")
     flag("--duration", metavar="TIME", type=_as(_positive_seconds), default=None,
-         help="of each stage; default: 20s, of a trace 60s")  # fmt: skip
+         help="of each stage; default: 20s, or 60s for a trace at its own times")  # fmt: skip
     flag("--sessions", metavar="N", type=_as(_positive), help="of each stage, at most")
     flag("--warmup", metavar="TIME", type=_as(parse_seconds), default=0.0, help="of each stage, not measured")
     flag("--drain", metavar="TIME", type=_as(parse_seconds), default=30.0,

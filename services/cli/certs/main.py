@@ -37,7 +37,7 @@ def parser() -> Parser:
         metavar="FILE",
         help=f"file of the CA's private key, to keep it where no service can read it; default DIR/{CA_KEY}",
     )
-    parser.add_argument("--days", type=int, default=365, help=f"how long they are valid, 1..{MAX_DAYS}; default 365")
+    parser.add_argument("--days", type=int, default=365, help=f"the certificates' lifetime, 1..{MAX_DAYS}; default 365")
     parser.add_argument("--renew", action="store_true", help="new certificates for all services, of the same CA")
     parser.add_argument("--force", action="store_true", help="a new CA, and new certificates for all services")
     return parser

@@ -64,7 +64,7 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "preset":
             action.choices = sorted(PRESETS)
         elif action.choices is None and (metavar := str(action.metavar)).startswith("{"):
-            action.choices = metavar.strip("{}").split(",")  # of a setting
+            action.choices = metavar.strip("{}").split(",")  # a setting's metavar lists its values
         elif set(_FOLDERS) & set(action.option_strings):
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
         elif (complete := _COMPLETED.get(metavar)) is not None:

@@ -27,7 +27,7 @@ def check_access(settings: UpSettings) -> Check:
 
 
 def _asks_for_keys(settings: UpSettings) -> bool:
-    """Also if the keys cannot be used, which check_access reports."""
+    """True also if the keys cannot be used: check_access reports this."""
     try:
         return open_keys(settings.keys_file) is not None
     except CannotStart:

@@ -94,7 +94,7 @@ def _context_of(folder: Path) -> ssl.SSLContext:
 
 
 def _pinned(server: Server) -> ssl.SSLContext | None:
-    """Trusts the certificate that this machine's server shows, as `up` does: its names need not be loopback's."""
+    """Pins the certificate of this machine's server, as `up` does. The certificate need not name loopback addresses."""
     if not server.http_cert:
         return None
     try:

@@ -20,7 +20,7 @@ def fixed(text: str, width: int) -> str:
 
 
 def bar(part: float, whole: float, width: int) -> str:
-    """Of `width` cells. It is empty only if `part` is 0, and full only if it is the whole."""
+    """A bar of `width` cells: empty only if `part` or `whole` is 0, full only if `part` reaches `whole`."""
     if whole <= 0 or part <= 0:
         return EMPTY * width
     filled = min(max(int(part / whole * width), 1), width if part >= whole else width - 1)

@@ -50,7 +50,7 @@ class ClockOffset:
         return time - self.offset
 
     def after(self, nearer: ClockOffset) -> ClockOffset:
-        """How far clock C is ahead of the own clock. This offset: C against clock B. `nearer`: B against the own."""
+        """How far clock C is ahead of the own clock: C is `self` ahead of B, and B is `nearer` ahead of the own."""
         return ClockOffset(self.offset + nearer.offset, self.error + nearer.error)
 
 

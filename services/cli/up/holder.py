@@ -12,7 +12,7 @@ _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 
 
 def holder_of(port: int, root: Path = Path("/proc")) -> str:
-    """The process that listens on the port; empty if it is unknown, as another user's is."""
+    """The process that listens on the port; empty if unknown, for example a process of another user."""
     for server in running_servers():
         if server.port == port:
             return f"`paceline up` (process {server.pid})"

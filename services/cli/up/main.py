@@ -119,7 +119,7 @@ def _announced(settings: UpSettings, ports: Ports, console: Console) -> Iterator
         try:
             announcement = stack.enter_context(found)
         except OSError as error:
-            console.print(f"other commands need --scheduler {scheduler}: no state file ({error})", markup=False)
+            console.print(f"no state file ({error}): other commands need --scheduler {scheduler} etc.", markup=False)
             announcement = None
         yield announcement
 

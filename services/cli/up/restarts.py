@@ -49,7 +49,7 @@ def describe_exit(status: int, last_lines: Sequence[str], oom_kills: int | None,
     if status == -signal.SIGKILL and not killed_here:
         cause = "the kernel may have been out of memory"
         if oom_kills:
-            cause = f"the kernel was out of memory and killed {oom_kills} process(es) of this control group"
+            cause = f"the kernel was out of memory and killed {oom_kills} process(es) since the start"
         return f"was killed by signal 9 (SIGKILL): {cause}"
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
     # A service that ends for a known reason prints a line like "paceline serve worker: ..." before it ends.

@@ -24,7 +24,7 @@ _LOG_EVERY_S = 10.0
 
 
 class AccessControl:
-    """Without keys every caller is ANYONE. Finding a caller costs one SHA-256 of the key; a token costs nothing."""
+    """Without keys every caller is ANYONE. A request costs one SHA-256 of its key; its output tokens cost nothing."""
 
     def __init__(
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic

@@ -68,7 +68,7 @@ def apply_headers(
             if len(tenant) > (most := METADATA["tenant"].max_chars):
                 raise invalid(name, f"{name} has {len(tenant)} characters; at most {most} are possible")
             if named_tenant and named_tenant != tenant:
-                raise invalid(name, f"{name}: the request names the tenant {named_tenant[:128]!r}, too")
+                raise invalid(name, f"{name}: the request also names another tenant, {named_tenant[:128]!r}")
             named_tenant = metadata.tenant = tenant
     return named_tenant
 
@@ -92,7 +92,7 @@ def _one(headers: Headers, name: str) -> str | None:
 
 def _check_same(header: str, field: str, given: float, value: float) -> None:
     if given and not math.isclose(given, value, rel_tol=1e-6):  # the messages have 32-bit floats
-        raise invalid(header, f"{header} says {value:g}, and {field} in the body {given:g}")
+        raise invalid(header, f"{header} says {value:g}, but {field} in the body is {given:g}")
 
 
 def _milliseconds(name: str, text: str) -> float:

@@ -29,9 +29,9 @@ PING = event("ping")
 
 
 def usage(generation: Generation, num_output: int) -> dict[str, Any]:
-    """Anthropic's usage. `input_tokens`: those of the prompt that were neither read from the cache nor, by
-    `cache_control`, kept for later requests. Until the scheduler has reported the counts of the cache, they are null,
-    and `input_tokens` counts the whole prompt."""
+    """Anthropic's usage. `input_tokens`: prompt tokens that were not read from the cache, and that `cache_control` does
+    not keep for later requests. Until the scheduler has reported the counts of the cache, they are null, and
+    `input_tokens` counts the whole prompt."""
     num_prompt, cached = len(generation.job.prompt_ids), generation.cached_tokens
     if cached is None:
         unknown = {"cache_read_input_tokens": None, "cache_creation_input_tokens": None, "cache_creation": None}

@@ -37,9 +37,9 @@ async def retained(
 
 
 async def _end(gateway: Gateway, body: CountedChat, prefix: CachedPrefix, prompt_ids: array[int], asked: Asked) -> int:
-    """How many tokens the prompt and the chat that ends at the prefix have in common at their beginning. If the
-    template ends the shorter chat with other text, the count stops before that text. So later requests with the same
-    prefix begin with these tokens, too."""
+    """The number of first tokens that the prompt shares with the chat that ends at the prefix. If the template ends the
+    shorter chat with other text, the count stops before that text. So later requests with the same prefix begin with
+    these tokens, too."""
     messages = [*body.messages[: prefix.num_whole], *prefix.rest]
     begun = body.model_copy(
         update={"messages": messages, "continue_final_message": False, "add_generation_prompt": False}

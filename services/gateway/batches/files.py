@@ -175,7 +175,7 @@ class Files:
         written count, too."""
         what = ""
         if (await self._store.usage("file", owner)).num_documents > MAX_FILES:
-            what = f"all your files together may be at most {MAX_FILES} files"
+            what = f"you may have at most {MAX_FILES} files"
         elif await self.exceed_bytes(owner, more_bytes):
             what = "all your files and the results of your running batches together may have at most "
             what += f"{self.limits.max_owner_bytes} bytes (--max-files-bytes)"

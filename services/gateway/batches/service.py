@@ -218,7 +218,7 @@ class Batches:
             return
         run = BatchRun(self._shared, stored_batch(document))
         _log.info("runs a batch", id=name.id, status=run.batch.status)
-        task = asyncio.create_task(self._run(run), context=Context())  # not in that of the client's request
+        task = asyncio.create_task(self._run(run), context=Context())  # not in the context of the client's request
         self._runs[name] = run, task
         # A task that is cancelled before its first step runs no `finally` of its own.
         task.add_done_callback(lambda _: self._runs.pop(name))

@@ -38,7 +38,7 @@ class Uploads:
     """The uploads that a gateway reads. Each takes a request's body from the network only as fast as it is stored."""
 
     def __init__(self, max_bytes: int, idle_s: float) -> None:
-        """`max_bytes`: of a file. `idle_s`: the longest time in which no data may arrive."""
+        """`max_bytes`: of a file. `idle_s`: the longest pause between two pieces of data."""
         self._max_bytes, self._idle_s = max_bytes, idle_s
         self._reading: Counter[str] = Counter()  # by owner
 

@@ -66,7 +66,7 @@ def embeddings_api(gateway: Gateway) -> OtherApi:
 
 
 async def _info(gateway: Gateway, request: Request) -> common_pb2.EmbeddingInfo:
-    """What the model gives, before the body is read. Raises ApiError and Gone."""
+    """The model's EmbeddingInfo, before the body is read. Raises ApiError and Gone."""
     try:
         await gateway.session.know_model(request.scope[CONNECTION].has_gone)
         return embedding_info(gateway)

@@ -20,7 +20,7 @@ _SMALLEST_LENGTH = 1e-12  # as torch.nn.functional.normalize
 
 
 def embedding_info(gateway: Gateway) -> common_pb2.EmbeddingInfo:
-    """What the workers' embedding model gives. Call session.know_model() before. Raises ApiError 400 for a model that
+    """The EmbeddingInfo of the workers' model. Call session.know_model() before. Raises ApiError 400 for a model that
     generates."""
     model = gateway.session.model
     if model is not None and model.HasField("embedding"):

@@ -91,7 +91,7 @@ def _check_prompt(name: str, prompt: list[Any], max_model_len: int, most: int) -
 def check_messages(count: int, max_model_len: int) -> None:
     """A chat template writes at least a token for each message. Raises ApiError 400."""
     if count > (most := min(MAX_MESSAGES, max_model_len)):
-        raise invalid("messages", f"messages: has {count}; at most {most} are possible")
+        raise invalid("messages", f"messages: has {count} messages; at most {most} are possible")
 
 
 def _check_chat(messages: list[Any], max_model_len: int) -> None:

@@ -28,7 +28,7 @@ MAX_BAD_WORD_TOKENS = 64  # per entry
 MAX_BAD_WORDS_TOKENS = 4096  # of all entries, in both spellings
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
-# Below this temperature a softmax overflows float32. Sampling is then greedy in practice.
+# Below this temperature sampling is greedy in practice. vLLM has the same limit (_SAMPLING_EPS).
 _GREEDY_TEMPERATURE = 1e-5
 
 

@@ -32,7 +32,7 @@ _TICK_S = 0.2
 _RELEASE_S, _EXPLAIN_S = 5.0, 10.0
 _EXPLAIN_ERRORS = {grpc.StatusCode.NOT_FOUND: 404, grpc.StatusCode.FAILED_PRECONDITION: 409}
 _REASONS = {404: "request_not_found", 409: "several_owners"}
-_LOOK_S = 1.0  # how often a waiting request checks for its client
+_LOOK_S = 1.0  # how often a waiting request checks whether its client has gone
 _NO_WORKER_RETRY_S = 5.0  # the scheduler's retry_after_s for the same failure
 _FULL = "the server has too many requests in flight"
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -319,7 +319,7 @@ class SchedulerSession:
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         core = self._core
         self._wake(core.connect())
-        # An event per stream: the last stream may still have a waiting reader, which would consume our event.
+        # An event per stream: _requests() of the last stream may still wait, and would consume our event.
         self._outgoing = outgoing = asyncio.Event()
         outgoing.set()
         call = inference_pb2_grpc.InferenceServiceStub(channel).Session(self._requests(outgoing))
@@ -355,7 +355,7 @@ class SchedulerSession:
         finally:
             call.cancel()
             self._outgoing = asyncio.Event()
-            outgoing.set()  # the reader wakes up and ends
+            outgoing.set()  # _requests() wakes up and ends
 
     async def _requests(self, outgoing: asyncio.Event) -> AsyncIterator[inference_pb2.SessionRequest]:
         while True:

@@ -138,8 +138,8 @@ class SessionCore:
         beam: inference_pb2.BeamOptions | None = None,
         delivered: Sequence[int] = (),
     ) -> LiveRequest:
-        """Add a request. `delivered`: output to continue after, without scores. If nothing is left to generate after
-        it, the returned request has ended. Raises SessionFull."""
+        """Add a request. `delivered`: the first tokens of its output, which have no scores. If nothing is left to
+        generate after them, the returned request has ended. Raises SessionFull."""
         if (self._num_offline if metadata.offline else self._num_online) >= self._max_live:
             raise SessionFull
         while self._next_handle in self._live:

@@ -75,7 +75,7 @@ class ToolCall(_Part):
 
 
 class TextPart(_Part):
-    """A typed part of a content, for /openapi.json: `_content` reads parts."""
+    """A typed part of a content. Only /openapi.json uses this class; `_content` reads the parts."""
 
     type: Literal["text"]
     text: str

@@ -14,8 +14,8 @@ from typing import Any
 from services.gateway.errors import MAX_NAMED_FIELDS, ApiError, invalid, unknown_parameter
 from services.gateway.fields.numbers import flag, integer
 
-# Fields that would change the result, with the values that change nothing (null is always such a value). At least one
-# kind of request does not serve the field; a kind that declares the field serves it.
+# Fields that would change the result, with the values that change nothing (null is always such a value). A kind of
+# request that declares such a field serves it; all other kinds refuse it.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "documents": ([],),
@@ -145,8 +145,8 @@ def describe_unserved(
     ignored: Mapping[str, str],
     renamed: Mapping[str, str],
 ) -> None:
-    """Close the JSON Schema of a request, for /openapi.json. Adds the fields that are not served with the values that
-    refuse_unserved() accepts."""
+    """Close the JSON Schema of a request, for /openapi.json. Adds the fields that are not served, each with the
+    values that refuse_unserved() accepts."""
     described: dict[str, Any] = {
         name: {"enum": [*neutral, None], "description": "Not supported. These values change nothing."}
         for name, neutral in refused.items()

@@ -13,8 +13,8 @@ from services.gateway.parsing.grammar import CallGrammars, behind_reasoning
 from services.gateway.parsing.reasoning import thinking_at, thinking_in
 from services.gateway.parsing.reply import ReplyFormat
 
-# So many tokens at the end of a prompt hold the opening or closing tag of the reasoning, if the prompt ends with one. A
-# tag may take several tokens, and white space may follow.
+# If a prompt ends with the opening or closing tag of the reasoning, its last NUM_PROMPT_END tokens contain the tag.
+# A tag may take several tokens, and white space may follow.
 NUM_PROMPT_END = 16
 
 

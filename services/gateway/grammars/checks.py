@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 NUM_PROCESSES = 2
 MAX_WAITING = 256  # trials; each holds up to 64 KiB of text
 MAX_RESULTS = 256
-_POLL_S = 0.05  # how often a waiting request checks for its client
+_POLL_S = 0.05  # how often a waiting request checks whether its client has gone
 _HEAD = struct.Struct("<I")
 
 
@@ -69,7 +69,7 @@ class GrammarChecks:
     async def grammar(
         self, structure: Structure, tenant: str, gone: Callable[[], bool] = lambda: False, num_sequences: int = 1
     ) -> str:
-        """The value for SamplingParams.grammar of a request that samples so many sequences.
+        """The value for SamplingParams.grammar of a request with `num_sequences` sequences.
 
         Raises ApiError 400 if the structure has a mistake or is above a limit, 429 if too many trials wait, 503 if the
         trial did not finish, and Gone if `gone()` while the request waits. A trial without a waiting request is ended.
@@ -123,8 +123,8 @@ class GrammarChecks:
         return trial
 
     def _evict_trial(self, tenant: str) -> None:
-        """Refuse the newest waiting trial of the tenant with the most. Raises ApiError 429 if this tenant, with one
-        trial more, would have at least as many."""
+        """Refuse the newest waiting trial of the tenant that has the most. Raises ApiError 429 instead if `tenant`,
+        with one trial more, would have at least as many."""
         full = ApiError(429, f"{MAX_WAITING} structured outputs wait to be tried, which is the limit", retry_after_s=1)
         largest = max(self._queues, key=lambda name: len(self._queues[name]))
         if len(self._queues[largest]) <= len(self._queues.get(tenant, ())) + 1:

@@ -1,5 +1,6 @@
 """Sampling parameters of the engine contracts as SamplingChoices. What Paceline does not support is refused by name.
-Only `spaces_between_special_tokens` is ignored, because false may mean that it is not given.
+Two are ignored: `grammar_from_first_token`, because every grammar starts there, and `spaces_between_special_tokens`,
+because false may mean that it is not given.
 
 In these contracts a number that is not given has its neutral value, and not the model's default: the router reads the
 defaults from GetModelInfo and applies them. A number without presence (proto3) is not given if it is 0, except

@@ -35,7 +35,7 @@ INPUTS = (
 OUTPUTS = (("text_output", "BYTES", (1,)), ("output_ids", "INT32", (-1,)), ("finish_reason", "BYTES", (1,)))
 _OUTPUT_NAMES = frozenset(name for name, _, _ in OUTPUTS)
 _NUMBERS = ("int64_param", "uint64_param", "double_param")  # kinds of parameters
-# Of tritonclient's own arguments.
+# The parameter that tritonclient sends for its argument `enable_empty_final_response`.
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 
 

@@ -114,7 +114,7 @@ class HttpConnection(asyncio.Protocol):
         self._stop_waiting()
         self.is_closing = True
         self._held.clear()
-        self._uvicorn.connection_lost(None)  # with `exc`, uvicorn would keep its timer, and the timer this object
+        self._uvicorn.connection_lost(None)  # with `exc`, uvicorn would keep its timer, which keeps this object
 
     def data_received(self, data: bytes) -> None:
         if self.is_closing:

@@ -14,5 +14,5 @@ def is_admin(caller: Caller) -> bool:
 def check_admin(caller: Caller, why: str) -> None:
     """Raises ApiError 403 for a key without `admin`. `why`: the reason that the caller is told."""
     if not is_admin(caller):
-        message = f"the key {caller.owner!r} may not see this: {why} (admin = true)"
+        message = f"the key {caller.owner!r} may not see this without admin = true: {why}"
         raise ApiError(403, message, code="admin_required")

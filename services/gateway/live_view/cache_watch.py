@@ -87,8 +87,8 @@ class CacheWatch:
 def cache_view(
     snapshot: cache_pb2.WatchBlocksResponse, worker_names: dict[int, str], tenants: dict[str, str]
 ) -> dict[str, Any]:
-    """The JSON of CacheView. `tenants`: by namespace. Plain values: models would take 5 ms of the gateway's event loop
-    for each snapshot, most of what a viewer costs."""
+    """The JSON of CacheView. `tenants`: by namespace. Plain values: pydantic models would take 5 ms of the gateway's
+    event loop for each snapshot, most of what a viewer costs."""
     return {
         "num_workers": len(snapshot.workers),
         "prefix_hit_tokens": snapshot.prefix_hit_tokens,

@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 
 class Slot(Protocol):
-    """One of a limited number of readers. It is taken when the object is made."""
+    """A slot for one reader. The number of slots is limited. Making the object takes the slot."""
 
     def items(self) -> AsyncGenerator[bytes]:
         """The JSON of the events."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # in the stubs only
 
 PATH = "/v1/policies"
 KINDS = ("order", "capacity", "batch", "preemption", "placement")
-_WHY = "policies are those of all tenants"
+_WHY = "policies apply to all tenants"
 _TIMEOUT_S = 10.0
 _FROM_ELSEWHERE = (
     "without API keys, policies are changed from this machine only: give the server keys, and use one with admin "

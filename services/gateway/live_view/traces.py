@@ -21,9 +21,9 @@ _log = get_logger(__name__)
 # Each question to the scheduler is also a sample of its clock.
 INTERVAL_S = 0.1
 MAX_SECONDS = 60.0
-# A reader that has not read a whole trace so long after its end loses its connection. So it cannot keep the only slot.
+# A reader that has not read the whole trace this long after the trace's end loses its connection, and so the only slot.
 MAX_BEHIND_S = 10.0
-# No answer for so long: the scheduler is gone.
+# After this long without an answer, the scheduler counts as gone.
 _ANSWER_S = 2.0
 _RETRY_S = 5
 

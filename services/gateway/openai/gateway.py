@@ -69,7 +69,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """A worker is attached, and the gateway accepts requests."""
+        """A request would be served now: the session is ready, and the gateway is not draining."""
         return self.session.ready and not self.draining
 
     def check_model(self, name: str | None) -> None:
@@ -104,7 +104,7 @@ class Gateway:
     @contextmanager
     def held_body(self) -> Iterator[HeldBody]:
         """Counts a request's body until it has become jobs. Raises ApiError 429 if all bodies together exceed
-        `max_bytes`."""
+        `bodies.max_bytes`."""
         with self.bodies.hold() as held:
             try:
                 yield held
@@ -194,8 +194,8 @@ class Gateway:
         return reading
 
     def num_online_for(self, caller: Caller) -> int:
-        """The online sequences in flight that the caller may know of: all, or those of its own API key. A key with
-        `metrics` or `admin` may know of all, as it may read the metrics of all tenants."""
+        """The online sequences in flight that the caller may know of: all, if the caller may read /metrics, which shows
+        all tenants; otherwise those of its own API key."""
         if self.access.may_know_load(caller):
             return self._num_online.total()
         return self._num_online[caller.owner]

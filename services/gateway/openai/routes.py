@@ -63,8 +63,7 @@ def create_app(
 ) -> RequestMiddleware:
     """The ASGI application. It answers only requests to these hosts; probes (OPEN_PATHS) may address any host, and
     /metrics any IP address. It refuses requests of web pages of other origins, except those that change nothing.
-    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those that it serves besides
-    OpenAI's."""
+    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: the APIs besides OpenAI's."""
     # The most frequent first: each route costs some µs.
     routes = [*generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]

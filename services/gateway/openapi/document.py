@@ -97,7 +97,7 @@ def _responses(one: Described, method: str, refs: _Refs) -> dict[str, Any]:
     if one.answer is not None:
         content["application/json"] = {"schema": refs[one.answer]}
     if one.event is not None:
-        what = "events with the `data` of this schema; the last one is [DONE]"
+        what = "events with the `data` of this schema; completions and chats end with [DONE]"
         schema = {"type": "string", "description": what, "contentMediaType": "application/json"}
         content["text/event-stream"] = {"schema": schema | {"contentSchema": refs[one.event]}}
     if one.text:

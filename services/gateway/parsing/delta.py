@@ -19,7 +19,7 @@ class CallDelta:
 class MessageDelta:
     """A part of a message. Parts of one call follow each other, so each call has one entry in `calls`.
 
-    `continued` comes before all else, and new calls come last.
+    In the message, `continued` comes before the other parts, and new calls come last.
     """
 
     content: str = ""

@@ -52,8 +52,8 @@ _THINKING_MARKERS = (THINK, THINK_END)
 
 @dataclass(frozen=True, slots=True)
 class ModelFormats:
-    """What the served model writes; None where that is unknown. `token_ids`: of the markers that are tokens of their
-    own."""
+    """What the served model writes; None where that is unknown. `token_ids`: ids of the markers that are single
+    tokens."""
 
     calls: CallStyle | None = None
     reasoning: ReasoningName | None = None
@@ -91,7 +91,7 @@ def find_call_style(template: str | None) -> CallStyle | None:
         return None
     if TOOL_CALLS in template:
         return MISTRAL
-    if TOOL_CALL in template and "<function=" not in template:  # Qwen3-Coder's XML has that
+    if TOOL_CALL in template and "<function=" not in template:  # "<function=" is Qwen3-Coder's XML
         return HERMES
     if "<|start_header_id|>" in template and '"parameters"' in template:
         return LLAMA3_JSON

@@ -30,7 +30,7 @@ class GrammarTool(NamedTuple):
 
 
 class CallGrammars:
-    """Writes grammars for one format. `token_ids`: of the markers that are tokens of their own."""
+    """Writes grammars for one format. `token_ids`: ids of the markers that are single tokens."""
 
     def __init__(self, style: CallStyle, token_ids: Mapping[str, int]) -> None:
         self._style = style

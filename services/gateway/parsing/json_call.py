@@ -142,7 +142,7 @@ class JsonCall:
         if self._key == "name" and char != '"':
             return _Phase.FAILED
         if self._is_argument and self._has_arguments:
-            self._key = ""  # a second time: the first counts
+            self._key = ""  # arguments again: only the first ones count
         self._has_arguments |= self._is_argument
         if char == '"':
             self._raw.clear()

@@ -36,7 +36,7 @@ class ToolParser:
         self._held = ""  # text that may belong to a marker
         self._unsure = ""  # what is content if no call follows
         self._call = JsonCall()
-        self._is_shown = False  # the name of the current call
+        self._is_shown = False  # the current call's name is in the output
         self._index = -1  # of the last call that was shown
         self._steps: dict[_Phase, Callable[[str, MessageDelta], str]] = {
             _Phase.TEXT: self._text,

@@ -1,4 +1,4 @@
-"""Turns a request of this API into a chat completion's, and the errors of a chat into the terms of this API."""
+"""Turns a request of this API into a chat completion request, and the errors of a chat into the terms of this API."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from services.gateway.responses_api.running import RunningResponse
 from services.gateway.responses_api.schema import ResponsesRequest
 from services.gateway.responses_api.service import ENDPOINT, Responses
 
-# The limit of a stored response, which is stored and read as a whole. A log probability takes about 70 bytes. The limit
-# is enough for one per token of a context of 128 Ki tokens, or for 6,241 tokens with 20 alternatives each.
+# The limit of log probabilities in a stored response, which is read as a whole. Each takes about 70 bytes. The limit is
+# enough for one per token of a context of 128 Ki tokens, or for 6,241 tokens with 20 alternatives each.
 MAX_STORED_LOGPROBS = 2**17
 
 

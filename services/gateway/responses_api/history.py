@@ -18,7 +18,7 @@ async def previous_items(store: ResponseStore, owner: str, response_id: str, *, 
     """Input and output items of a response and of all responses before it, the oldest first.
 
     `max_bytes`: of all their records. Raises ApiError: 404 for a response that this owner does not have, 400 for one
-    that is not completed or incomplete, and for too long a conversation.
+    that is neither completed nor incomplete, and for too long a conversation.
     """
     turns: list[list[Item]] = []
     wanted: str | None = response_id

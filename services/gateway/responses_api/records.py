@@ -16,7 +16,7 @@ from services.gateway.store.records import StoredResponse
 
 _LETTERS: dict[Kind, str] = {"text": "t", "reasoning": "r", "name": "n", "arguments": "a"}
 _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
-# Between the head of a request and its items, so that a look at the response reads only the head. JSON on one line has
+# Between the head of a request and its items, so that a look at the response parses only the head. JSON on one line has
 # no line break.
 _LINE = b"\n"
 # Decimal places. More digits of a 32-bit float are noise: 0.7 is stored as 0.699999988.

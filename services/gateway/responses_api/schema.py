@@ -45,7 +45,7 @@ IGNORED_INSIDE: dict[str, str] = {
     "tools.defer_loading": "is about OpenAI's tool search; here the model reads every tool at once",
     "tools.output_schema": "templates read what a function takes, and not what it returns",
 }
-# What `include` may name. Only log probabilities have an effect; the others belong to tools that are not served.
+# What `include` may name. Only log probabilities have an effect; the others belong to features that are not served.
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = frozenset(
     {
@@ -198,4 +198,4 @@ class ResponsesRequest(PlainFields):
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
         super().refuse_unserved(body)
         if body.get("background") and body.get("store") is False:
-            raise invalid("store", "background can only be used when `store` is true: it is read from the store")
+            raise invalid("store", "background can only be used when `store` is true: the response is read there")

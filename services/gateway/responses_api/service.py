@@ -128,7 +128,7 @@ class Responses:
             fingerprint=record.fingerprint,
         )
         response.is_resumed = True
-        if not jobs[0].logprobs:  # stored tokens have no log probabilities, so those are generated again
+        if not jobs[0].logprobs:  # stored tokens have no log probabilities, so all tokens are generated again
             jobs[0].delivered = tuple(np.frombuffer(record.tokens, "<i4").tolist())
         reading = self.gateway.open(jobs, None, caller)
         self._live[record.name] = response
@@ -269,7 +269,7 @@ class Responses:
         return outcome  # the same tokens: the same output
 
     async def _fail(self, response: RunningResponse, error: ApiError) -> None:
-        # If true, no client knows of the response yet, so nothing of it is kept.
+        # If true, no client has seen any part of the response, so clients get the error's status.
         is_refused = not (response.pieces or response.runs_alone or response.is_resumed)
         if error.status in _RETRYABLE or (is_refused and error.status < 500):
             await self._release(response, delete=is_refused)

@@ -79,7 +79,7 @@ class ResponseStore(Protocol):
         ...
 
     async def renew(self, progress: Mapping[ResponseName, bytes], lease_s: float) -> list[ResponseName]:
-        """Prolong leases (0 ends them), and store the tokens of each response, unless it has more already. Returns the
+        """Prolong leases (0 ends them), and store the tokens of each response, unless more are stored. Returns the
         names of responses that are not in progress any more."""
         ...
 
@@ -111,8 +111,8 @@ def too_large(num_bytes: int, max_bytes: int) -> ApiError:
 
 
 def full() -> ApiError:
-    """The error for a response without room. It may displace no response in progress, and no response of another owner
-    that stores no more than the response's owner."""
+    """The error for a new response without room. It may displace no response in progress, and none of another owner
+    that has no more bytes than its own owner."""
     message = "the response store has no room beside the responses in progress: wait for some, or set store: false"
     return ApiError(429, message, code="store_full", retry_after_s=1.0)
 

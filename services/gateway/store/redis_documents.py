@@ -9,8 +9,8 @@ Keys (an owner has no colon):
     paceline:unfinished:KIND:OWNER    set: ids of documents with work
     paceline:work:KIND:LABEL          sorted set: OWNER:ID of documents with work, by the end of their leases
 
-Scripts change related keys in one atomic step. Redis deletes documents and their pieces after their time; their names
-leave the sets when a gateway next reads them there. The sets of an owner live as long as the owner's document with the
+Scripts change related keys in one atomic step. Redis deletes expired documents and their pieces. A document's name
+leaves the sets when a gateway next reads it there. The sets of an owner live as long as the owner's document with the
 latest expiry. The hash has a field `holder`, too, from the first claim on: the gateway that has, or had, the lease.
 """
 

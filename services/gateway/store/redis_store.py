@@ -2,7 +2,7 @@
 
 `paceline:response:OWNER:ID` is a hash (an owner has no colon). `paceline:responses:leases` is a sorted set of the
 background responses in progress, as OWNER:ID by the end of their leases. Scripts change both at once. Redis deletes a
-response after its time, and its `maxmemory` bounds the size of all.
+response when it expires. Redis's `maxmemory` bounds the size of all responses.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class GatewayMetrics(Collector):
         for name, documentation, value in (
             (
                 "taken_up_requests",
-                "Connections that got a request which ran already, by its idempotency key.",
+                "Connections that got a live request or a kept answer by its idempotency key.",
                 self.taken_up,
             ),
             (

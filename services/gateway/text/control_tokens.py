@@ -81,10 +81,10 @@ def _first_of_each(tokens: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _parts_of_any(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each pair of neighbours in a text that are neighbours in a token, too. Also
-    matches the last character of a text if a token has this character before the token's end. Ignores the case of
-    letters. A pair of word characters does not count, and neither does a word character at the end of a text: else
-    "user" would be a part of `<|user|>`."""
+    """Matches the first of two adjacent characters of a text if the two are adjacent in a token, too. Also matches the
+    last character of a text if a token has this character before the token's end. Ignores the case of letters. A pair
+    of word characters does not count, and neither does a word character at the end of a text: else "user" would be a
+    part of `<|user|>`."""
     seconds: dict[str, set[str]] = defaultdict(set)  # by first
     for token in tokens:
         for first, second in pairwise(token.lower()):

@@ -1,4 +1,4 @@
-"""Lets admin calls of scheduler and cache through only with an admin key; without keys, only from this machine."""
+"""Lets admin calls through only with an admin key; without keys, only from this machine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from paceline.request_fields import METADATA
 MAX_FILE_BYTES = 4 * 2**20
 PREFIX = "pl-"  # secret scanners find keys by their prefix
 _SECRET_BYTES = 32
-# A shorter goal for the first token, or a shorter deadline, brings a request no further forward in the queue.
+# A goal for the first token, or a deadline, below this brings a request no further forward in the queue.
 DEFAULT_MIN_SLO_S = 1.0
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -51,7 +51,7 @@ class ApiKey(BaseModel):
     admin: bool = False  # policies, pins, reset, explain, cache events
     metrics: bool = False  # the gateway's /metrics
     max_priority: float = Field(0.0, allow_inf_nan=True)
-    # In the queue order, a deadline or an SLO of its requests that is nearer counts as this many seconds away.
+    # The queue order moves an earlier deadline or SLO of the key's requests to this many seconds after arrival.
     min_slo_s: float = Field(DEFAULT_MIN_SLO_S, ge=0, le=86400.0, allow_inf_nan=False)
     max_requests: _Quota | None = None  # at a time
     max_tokens_in_flight: _Quota | None = None

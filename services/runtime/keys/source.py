@@ -30,7 +30,7 @@ MIN_SECRET_CHARS = 16
 # A changed file is read when it has stayed the same for one interval, so that no half-written file is read.
 LOOK_S = 0.5
 
-_Stamp = tuple[int, ...]  # of a file: another one after each change
+_Stamp = tuple[int, ...]  # of a file; changes when the file changes
 
 
 class KeySource:

@@ -100,7 +100,7 @@ def lock() -> Iterator[MemoryClaims]:
             file = stack.enter_context(open(folder / "lock", "w", encoding="utf-8"))
             fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, or with the process
         except OSError as error:
-            # A read-only disk is a choice. Without permission, workers that start together may take too much.
+            # A read-only disk is the operator's choice. A missing permission is a mistake, which needs a warning.
             log = _log.warning if isinstance(error, PermissionError) else _log.info
             log("it is not known how much memory other workers will take", reason=str(error))
             folder = None

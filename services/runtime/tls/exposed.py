@@ -25,5 +25,5 @@ def warn_without_tls(host: str, protocol: str, address: str) -> None:
     `protocol`: "http" or "grpc", the name of `address` in the line."""
     if not is_loopback(host):
         _log.warning(
-            "not encrypted: anyone on the network can read and change it (see --tls-dir)", **{protocol: address}
+            "not encrypted: anyone on the network can read and change all data (see --tls-dir)", **{protocol: address}
         )

@@ -20,7 +20,7 @@ class ClientTlsSettings(ServiceSettings):
     http_cert: Path | None = Field(
         None, description="PEM file with the certificate and its chain for clients (default: of tls_dir)"
     )
-    http_key: Path | None = Field(None, description="PEM file with its private key")
+    http_key: Path | None = Field(None, description="PEM file with the private key of http_cert")
     tls_client_ca: Path | None = Field(
         None, description="PEM file of a CA: clients must show a certificate of it, or of tls_dir's ca.pem"
     )

@@ -236,7 +236,7 @@ BAD_ENTRIES = {
         "this sequence has not computed",
     ),
     "both kinds": (d.restored(3, A[:4], 4, [1], host=[1]), Code.INVALID_ARGUMENT, "block_table: not empty"),
-    "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens have 2"),
+    "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens need 2"),
     "no such host block": (d.restored(3, A[:4], 4, host=[5]), Code.INVALID_ARGUMENT, "block 5 is not within 1..4"),
     "host block twice": (d.restored(3, A[:8], 8, host=[1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
     "another's host block": (d.restored(3, A[:8], 8, host=[1, 4]), Code.FAILED_PRECONDITION, "block 4 is claimed by"),

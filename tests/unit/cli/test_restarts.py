@@ -57,8 +57,8 @@ def test_a_long_life_resets_the_delay_and_the_deaths() -> None:
     [
         (KILLED, None, False, "was killed by signal 9 (SIGKILL): the kernel may have been out of memory"),
         (KILLED, 0, False, "was killed by signal 9 (SIGKILL): the kernel may have been out of memory"),
-        (KILLED, 2, False, "was killed by signal 9 (SIGKILL): the kernel was out of memory and killed 2 process(es) of "
-         "this control group"),
+        (KILLED, 2, False, "was killed by signal 9 (SIGKILL): the kernel was out of memory and killed 2 process(es) "
+         "since the start"),
         (KILLED, None, True, "was ended by signal 9"),
         (-signal.SIGSEGV, None, False, "was ended by signal 11"),
         (1, None, False, "ended with status 1: the device is gone"),

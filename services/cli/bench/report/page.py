@@ -16,7 +16,7 @@ VERDICTS = {1: "better", 0: "equal", -1: "worse"}
 
 
 def run_page(report: BenchReport) -> str:
-    """One run: figures of the best stage, tables, plots."""
+    """One run: the best value of each main figure, tables, plots."""
     body = [
         "<h1>Benchmark of " + escape(report.model) + "</h1>",
         _facts(report),
