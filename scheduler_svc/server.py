@@ -42,8 +42,8 @@ KEYED_METHODS = ("/paceline.v1.InferenceService/Generate", "/paceline.v1.Inferen
 
 
 def _cache_secret(settings: SchedulerSettings) -> bytes:
-    """The secret in the settings' file. Without a file: empty if etcd will provide it, else the scheduler's own. Raises
-    CannotStart."""
+    """The contents of the file that `cache_secret_file` names. Without this setting: empty if etcd will provide the
+    secret, else the secret of this user on this machine. Raises CannotStart."""
     if settings.cache_secret_file:
         return read_secret(Path(settings.cache_secret_file))
     return b"" if settings.etcd else own_secret()
@@ -101,8 +101,8 @@ async def serve(
     except PolicyError as error:
         raise CannotStart(str(error)) from error
     tls = open_tls(settings.tls_dir, settings.section)
-    # A later scheduler has a larger epoch, so that a peer recognises an old scheduler. An election sets the epoch
-    # later.
+    # Without an election the epoch is the start time in ms, so that peers notice a restart. An election sets the epoch
+    # later, and then peers refuse a leader with a lower one.
     election = open_election(settings) if settings.etcd else None
     epoch = 0 if election else time.time_ns() // 1_000_000
     spans = open_spans(settings)
@@ -159,5 +159,5 @@ async def serve(
         if spans is not None:
             await asyncio.to_thread(spans.close)
         if election:
-            server.election = None  # else calls that are still open take its end for a lost lease
+            server.election = None  # close() ends the lease. A call that is still open would step down for that.
             await election.close()

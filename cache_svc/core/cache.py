@@ -1,4 +1,5 @@
-"""The cache's state machine: operations in, results and pool counters out. No clock, no socket, no randomness."""
+"""The cache's state machine: operations in; results, pool counters, demotions and match updates out. No clock, no
+socket, no randomness."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from cache_svc.core.sequences.worker_blocks import WorkerBlocks
 from cache_svc.core.tree.events import EventLog
 from paceline.v1 import cache_pb2 as pb
 
-# The largest number of stale subscriptions that one exchange refreshes by itself. Thousands of sequences may wait for
-# one prefix, and refreshing all of them would delay a step. The others follow in the next exchanges.
+# The largest number of stale subscriptions that one exchange refreshes without a RematchOp. Thousands of waiting
+# sequences may share a prefix, and refreshing all of them would delay a step. The others follow in the next exchanges.
 MAX_REFRESHED = 256
 
 
@@ -33,8 +34,8 @@ class CacheCore(Operations):
         max_tenant_retained_share: float = TENANT_SHARE,
         max_retained_share: float = TOTAL_SHARE,
     ) -> None:
-        """`max_pinned_share` is of each worker's device blocks. The shares of retention are of the blocks of each
-        memory: see memory/shares.py."""
+        """`max_pinned_share` is of each worker's device blocks. `max_tenant_retained_share` and
+        `max_retained_share` are of the blocks of each memory (a worker's device, or its host): see memory/shares.py."""
         super().__init__(eviction, events, max_pinned_share, (max_tenant_retained_share, max_retained_share))
         self.debug = debug
 

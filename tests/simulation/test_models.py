@@ -1,4 +1,5 @@
-"""Real models under the real scheduler and cache cores, in one process: token for token what transformers generates."""
+"""Small checkpoints with random weights run on the real worker under the real scheduler and cache cores, in one
+process. Greedy outputs are those of transformers, token for token."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def check(
     prefix_caching: bool = True,
     **settings: Any,
 ) -> None:
-    """Everything at once, `waves` times over; each output compared with transformers' own."""
+    """Submits all prompts together, `waves` times one after the other, and compares each output with that of
+    transformers."""
     options = {"chunked_prefill": True, "mode": "swap" if swap else "recompute"}
     config = SchedulerConfig(window=window, prefix_caching=prefix_caching)
     system = LocalSystem(config, build(choose(preset, options=options)))
@@ -105,7 +107,8 @@ def test_preemption_in_a_tiny_pool(models: dict[str, Path], family: str) -> None
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("window", [1, 3])
 def test_swapped_in_a_tiny_pool(models: dict[str, Path], preset: str, prefix_caching: bool, window: int) -> None:
-    """KV that was swapped to host memory gives the same tokens. Without prefix caching all of the KV was swapped."""
+    """KV that was swapped to host memory gives the same tokens. With prefix caching, blocks that the device still
+    caches are not copied back."""
     asked = prompts(1, [9, 10, 11, 12, 13, 14])
     tiny: dict[str, Any] = {"block_size": 4, "num_blocks": 13, "num_host_blocks": 40}
     check(models["llama3"], asked, preset=preset, prefix_caching=prefix_caching, window=window, swap=True, **tiny)
@@ -128,13 +131,15 @@ def test_windows_and_workers(models: dict[str, Path], window: int, workers: int)
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(models: dict[str, Path], preset: str) -> None:
-    """Prefill-only steps, held decodes, blocks that come chunk by chunk: the tokens stay the same."""
+    """Some presets let decodes wait while a step has only prefills, some allocate blocks for each chunk of a prompt.
+    All give the same tokens."""
     settings: dict[str, Any] = {"block_size": 4, "num_blocks": 40, "max_batched_tokens": 20}
     check(models["qwen3"], MIXED, preset=preset, waves=2, **settings)
 
 
 def test_a_scored_prompt_in_a_tiny_pool(models: dict[str, Path]) -> None:
-    """Prefilled in chunks, preempted, cached: each position gets the score of transformers."""
+    """The prompts are prefilled in chunks and preempted, and one comes twice. Each position gets the score of
+    transformers."""
     asked = prompts(4, [9, 10, 11, 12, 30])
     asked.append(asked[-1])
     system = LocalSystem()

@@ -20,8 +20,8 @@ class Watchdog:
     def probed(self, answered: bool, seconds: float) -> bool:
         """A probe has ended, `seconds` after the last one. Returns whether to kill the process.
 
-        `seconds` counts only up to the duration of one probe. If it is longer, `up` itself was stopped and could not
-        receive answers.
+        `seconds` counts only up to PROBE_EVERY_S + PROBE_TIMEOUT_S: the pause before a probe and the longest probe. If
+        it is longer, `up` itself was stopped and could not receive answers.
         """
         if answered:
             self._has_answered, self._silent_s = True, 0.0

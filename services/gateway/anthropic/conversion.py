@@ -18,7 +18,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class CachedPrefix(NamedTuple):
     """A part of the prompt that the client wants cached: a chat that begins like the request's chat. It consists of the
-    first `num_whole` messages of the request's chat (a system prompt counts as a message), and then of `rest`."""
+    first `num_whole` messages of the request's chat (a system prompt counts as a message), then of `rest`: the marked
+    message, cut behind the mark."""
 
     num_whole: int
     rest: list[ChatMessage]
@@ -140,7 +141,7 @@ def _prefixes(request: MessagesRequest) -> list[CachedPrefix]:
 def _prefix(request: MessagesRequest, mark: Mark) -> CachedPrefix:
     num_system = 1 if request.system else 0
     if mark.message < 0:
-        # Some templates write the tools into the first user message, and most refuse a chat without a user message.
+        # Some templates write the tools into the first user message, and some refuse a chat without a user message.
         rest = [{"role": "user", "content": ""}]
         if mark.message == -1:
             return _checked(

@@ -1,4 +1,4 @@
-"""Compares the gateway's model (tokenizer, configuration) with the model that the workers serve."""
+"""Compares the gateway's model with the model that the workers serve: tokenizer, configuration, weights and dtype."""
 
 from __future__ import annotations
 

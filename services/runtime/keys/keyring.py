@@ -26,8 +26,9 @@ class Keyring:
     def find(self, secret: str) -> ApiKey | None:
         """The key, None if there is none.
 
-        The lookup compares hashes, so its time tells nothing about a key: to learn a prefix of a stored hash, a client
-        would have to find keys with chosen hashes. The last comparison takes constant time.
+        The lookup compares hashes, so its time depends on no character of a key. To learn the first bytes of a stored
+        hash, a client would have to find texts with hashes that begin with the bytes that it wants to try. The last
+        comparison takes constant time.
         """
         if not 0 < len(secret) <= MAX_SECRET_CHARS:
             return None
@@ -54,7 +55,7 @@ def shown_secret(fields: Iterable[tuple[str | bytes, str | bytes]]) -> str:
                 is_other_scheme = True
     found.discard("")
     if len(found) > 1:
-        raise NoCredential("authorization and x-api-key have different keys; send one key")
+        raise NoCredential("different keys in authorization or x-api-key headers; send one key")
     if found:
         return found.pop()
     if is_other_scheme:

@@ -221,7 +221,8 @@ tokens = st.builds(lambda same, tail: [0] * same + tail, st.integers(0, 8), st.l
 
 
 class PinMachine(RuleBasedStateMachine):
-    """Whatever operations come: the invariants hold, a watcher knows the state, and pinned blocks stay."""
+    """After any operations, the invariants hold, a follower of the cache's events knows the same stored blocks as the
+    cache, and the blocks of each live pin are cached."""
 
     @initialize(
         block_size=st.integers(1, 3),

@@ -54,7 +54,7 @@ def test_if_half_of_the_clients_due_so_far_came_half_of_the_later_ones_are_expec
     ledger = RetryAfter()
     advance(ledger, 100.0, 0)
     told(ledger, 100.0, 400)
-    for tick in range(5):  # in each second 5 of the 10 expected clients come
+    for tick in range(5):  # of each second's 10 expected clients, 5 come one second late
         advance(ledger, 101.0 + tick, 5 if tick else 0)
     remain = ledger.num_expected
     assert remain == pytest.approx((400 - 50) / 2, rel=0.1)
@@ -98,7 +98,7 @@ def test_no_second_has_more_clients_than_positions(per_s: float, events: list[Ev
             was_overbooked = was_overbooked or overbooked or after_s >= LONGEST_S / 2
             if not was_overbooked:
                 assert after_s >= last_s, "first come, first served"
-                come = min(ledger._came, ledger._expected[0])  # clients of this second are not expected any more
+                come = min(ledger._came, ledger._expected[0])  # expected in this second, and here already
                 assert ledger.num_expected - come <= ASSIGNED_SHARE * per_s * LONGEST_S + 1 + ROUNDING
             last_s = after_s
         assert ledger.num_expected >= 0

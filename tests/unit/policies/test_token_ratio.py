@@ -9,8 +9,8 @@ from tests.unit.scheduler.test_placement import Recorder, submit_at_once, system
 
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(10, ["1"]), (11, ["1", "2"])])
 def test_a_request_needs_less_than_the_tokens_that_are_left(num_blocks: int, admitted: list[str]) -> None:
-    """The first request takes 3 blocks of 4 tokens and an allowance of 8 tokens. The second one also needs 20 tokens:
-    exactly what is left of ten blocks."""
+    """Each request needs 20 tokens: its prompt of 8, a spare block of 4, and the 8 tokens that it may generate. After
+    the first one, ten blocks have exactly 20 tokens left, which is not enough."""
     worker = Recorder(num_blocks=num_blocks)
     system = system_of([worker], "sglang")
     submit_at_once(system, [[9] * 8, [10] * 8], max_tokens=8)

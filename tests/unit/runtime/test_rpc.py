@@ -105,7 +105,8 @@ async def test_reflection_lists_the_services(echo: tuple[GrpcServer, Echo, grpc.
 
 
 async def test_reflection_of_v1_describes_itself(echo: tuple[GrpcServer, Echo, grpc.aio.Channel]) -> None:
-    """As grpcurl asks: by v1's name alone. The messages are v1alpha's."""
+    """A client that knows only the v1 service gets descriptions of v1. (The test uses the message classes of v1alpha,
+    which have the same fields, because grpcio-reflection has none of v1.)"""
     method = echo[2].stream_stream(
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -133,7 +134,7 @@ async def test_reflection_of_v1_describes_itself(echo: tuple[GrpcServer, Echo, g
 async def test_streams_that_any_client_may_open_are_limited(
     echo: tuple[GrpcServer, Echo, grpc.aio.Channel], kind: str
 ) -> None:
-    """Also on one connection."""
+    """The limit is per client address. It also holds if all streams are on one connection."""
     _, _, channel = echo
     streams: list[Any] = []
 
@@ -313,7 +314,7 @@ async def test_a_frozen_client_is_noticed() -> None:
 
 
 async def test_an_idle_connection_is_left_alone() -> None:
-    """Pings at their own interval are not "too many": an idle stream outlives a dozen of them."""
+    """The server does not close a connection with `too_many_pings` if the client pings at the configured interval."""
     fast = transport_options(0.1, 5.0)
     server, servicer, port = await peers.start(fast)
     try:

@@ -15,7 +15,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """One request. The prompt is the session so far (with the replies), and then these segments."""
+    """One request. The prompt is the system prompt and these segments. Between them are the earlier turns with their
+    replies, if the session keeps its history and prompts are text."""
 
     segments: tuple[Segment, ...]
     output_tokens: int
