@@ -1,5 +1,5 @@
-"""For all tests: no hub, no certificates, one thread per torch, the repository on the path (tests.support), and the
-same examples in every run of the property tests. `pytest --hypothesis-profile default` draws new ones."""
+"""For all tests: no hub, no system certificates, one thread for torch, the repository on the path, and the same
+examples in every run of the property tests. `pytest --hypothesis-profile default` draws new ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Triton reads it at its import. Its kernels run without a GPU only in its interpreter.
+# Triton reads this variable at import. Without a GPU, its kernels run only in its interpreter.
 if not any(Path(driver).exists() for driver in ("/proc/driver/nvidia", "/dev/dxg")):
     os.environ["TRITON_INTERPRET"] = "1"
 # Commands find neither a server that the developer runs nor those of other test processes.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir()) / f"paceline-state-{os.getpid()}")
 os.environ.pop("PACELINE_SERVER", None)
-# Nothing here speaks TLS, and a client needs 40 ms to read the system's certificates. This folder has none.
+# No test needs the system's certificates, and a client needs 40 ms to read them. This folder has none.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -3,7 +3,7 @@
 python -m tests.chaos.matrix [--cells worker,decode] [--rounds 3] [--seed 1] [--out FILE]
 
 `--cells`: plays only the cells that have these words, such as worker,SIGKILL,decode. Another seed gives other prompts
-and other random seeds. Pauses go to FILE.json, their table to FILE.md. docs/reliability-measurements.md sums them up.
+and random seeds. Results go to FILE.json, a table of pauses to FILE.md. docs/reliability-measurements.md sums them up.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.support.stack import Stack
 
 # For each kind of service, the process that gets the fault.
 VICTIMS = {"worker": "worker-1", "cache": "cache", "scheduler": "scheduler", "gateway": "gateway"}
-# The services with a connection to break when a service is cut off. The service that dials has the proxy.
+# By the service that is cut off: the connections to break, each by the name of the service that dials.
 LINKS = {
     "worker": ["worker-1"],
     "cache": ["scheduler"],
     "scheduler": [*WORKERS, *GATEWAYS, "scheduler"],
     "gateway": ["gateway"],
 }
-# Long enough that pings detect it (every 2 s, unanswered for 2 s), and short enough to come back as a zombie.
+# A freeze is long enough that pings detect it (every 2 s, unanswered for 2 s). Then the process goes on as a zombie.
 FREEZE_S, CUT_S = 6.0, 0.5
 # Seconds of silence after which a client takes its gateway for dead and goes to the other one.
 PATIENCE_S = 3.0

@@ -38,7 +38,7 @@ class Moment:
         return self.begin_s < end_s and begin_s < self.end_s
 
     def excuses(self, broken: Break) -> bool:
-        """Whether a fault of its gateway explains the break.
+        """Whether a fault of the client's gateway explains the break.
 
         A draining gateway finishes its requests and refuses new ones. A gateway that was frozen, or cut off from the
         scheduler, makes clients wait but answers no request with an error, so a client may only leave it.

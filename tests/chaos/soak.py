@@ -63,7 +63,7 @@ class Growth(NamedTuple):
 
 @dataclass
 class Memory:
-    """Resident MiB of each process, oldest first: by the service's name and the process id."""
+    """Samples of resident MiB, oldest first, by the service's name and the process id."""
 
     samples: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -213,7 +213,7 @@ def first_line(error: BaseException) -> str:
 
 
 async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tuple[str, dict[str, Any]]:
-    """Returns the table of moments and the totals. Ends early if a service stays away, with the reason in `broken`."""
+    """Returns the table of moments and the totals. `broken`: why the soak ended early, or ""."""
     memory = Memory()
     broken = ""
     async with asker(PATIENCE_S) as http:
@@ -251,7 +251,7 @@ async def soak(stack: Stack, minutes: float, num_clients: int, seed: int) -> tup
 
 
 def sentence(result: dict[str, Any]) -> str:
-    """The totals as one sentence."""
+    """The totals as text."""
     sizes = ", ".join(
         f"{name} {one['first_mib']:.0f} / {one['second_mib']:.0f} ({one['life_s'] / 60:.0f} min)"
         for name, one in result["memory"].items()

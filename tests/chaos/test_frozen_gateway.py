@@ -62,13 +62,13 @@ async def test_a_stream_goes_on_at_the_other_gateway_and_nothing_is_lost(two: St
             tokens += piece.token_ids
             if time.monotonic() - began_s > 4 * PING_TIMEOUT_S:
                 break
-        assert len(tokens) < NUM_TOKENS, "over before anything could happen"
+        assert len(tokens) < NUM_TOKENS, "the stream ended before the freeze"
         async with frozen(two) as frozen_s, asyncio.timeout(60):
             seen = len(tokens)
             async for piece in pieces:
                 tokens += piece.token_ids
                 if len(tokens) > seen + 200 and seen:  # more tokens than were in transit when the gateway froze
-                    print(f"behind token {seen} after {time.monotonic() - frozen_s:.2f} s")
+                    print(f"past token {seen} after {time.monotonic() - frozen_s:.2f} s")
                     seen = 0
             assert tokens == right
             assert await generated(client) == right, "the next request goes where the last one was answered"

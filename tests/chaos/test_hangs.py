@@ -35,14 +35,14 @@ pytestmark = [
 VOCAB = 900
 NUM_TOKENS = 300
 RUNNING = "paceline_scheduler_num_requests_running"
-# A prompt of this length takes one step of several seconds.
+# With this model, a prompt of 2,000 tokens takes one step of several seconds.
 LARGE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 512, "intermediate_size": 1408,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096,
     "eos_token_id": 7,
 }  # fmt: skip
-# By the victim: the service that must notice the hang, and words of its log line. The scheduler is the last victim: its
-# link to the cache survives a freeze, and on this link it then allows the cache more silence for a while.
+# By the victim: the service that must notice the hang, and words of its log line. The scheduler is the last victim:
+# after a freeze it keeps its link to the cache, and for a while it allows the cache more silence on this link.
 LINK_LOST = {
     "worker-1": ("scheduler", "worker lost"),
     "cache": ("scheduler", "cache link broke"),
@@ -54,7 +54,7 @@ LINK_LOST = {
 async def said(log: Path, words: str) -> None:
     """Waits for new lines of the log that contain these words."""
     seen = len(await asyncio.to_thread(log.read_text, errors="replace"))
-    while words not in await asyncio.to_thread(lambda: log.read_text(errors="replace")[seen:]):  # noqa: ASYNC110 - another process's
+    while words not in await asyncio.to_thread(lambda: log.read_text(errors="replace")[seen:]):  # noqa: ASYNC110 - another process's log
         await asyncio.sleep(0.02)
 
 
@@ -85,13 +85,13 @@ async def test_a_service_that_hangs_is_noticed_and_may_come_back(stack: Stack, h
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.SULK], ids=["hang", "sulk"])
 async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(stack: Stack, fault: Fault) -> None:
-    """The worker notices the hang, or the scheduler does, by the step numbers in the heartbeats of a worker without
-    this check."""
+    """HANG: the worker notices it. SULK: the worker does not check its steps, but the scheduler sees that
+    heartbeats come without a result of the step."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.scheduler_flags = ["--poison-failures", "1"]
     await asyncio.to_thread(stack.up)
     wanted = [load.Wanted(prompt, NUM_TOKENS) for prompt in load.random_prompts(3, 3, VOCAB)]
-    # The worker learns its pace. The second time it also learns the pace with cached blocks, which it has to copy.
+    # The worker learns its pace, and in the second run also the pace of steps that copy cached blocks.
     right = await load.stream_all(stack.url, wanted)
     assert await load.stream_all(stack.url, wanted)
     async with restarted(stack) as statuses:
@@ -100,7 +100,7 @@ async def test_a_step_that_hangs_is_noticed_long_before_its_configured_deadline(
         failing = asyncio.create_task(load.stream_all(stack.url, [poisoned]))
         began_s = time.monotonic()
         # The limits are 60 s for a step, and 600 s for a worker's first step. The next worker does not know its pace
-        # yet: alone with the poisoned request, it would take 600 s.
+        # yet: alone with the poisoned request, it would notice the hang after 600 s.
         async with asyncio.timeout(50):
             if fault is Fault.SULK:
                 await said(stack.folder / "scheduler.log", "it was allowed")

@@ -38,7 +38,7 @@ async def restarted(stack: Stack) -> AsyncIterator[list[int]]:
 
 
 async def test_each_poisoned_request_fails_alone_while_other_streams_go_on(stack: Stack) -> None:
-    """All kinds at once: the first that fails does so in a step of all of them, so they are retried one by one."""
+    """All kinds at once: the step with the first failure has all of these requests, so they are retried one by one."""
     stack.worker_module = "tests.support.faulty_worker"
     stack.worker_flags = ["--threads", "1", *DEADLINES]
     await asyncio.to_thread(stack.up)

@@ -42,7 +42,7 @@ def questions(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 async def answers(stack: Stack, count: int = NUM_REQUESTS) -> list[Any]:
-    """The tokens and finish reasons of the first requests."""
+    """The tokens, texts and finish reasons of the first requests."""
     found: dict[int, Any] = {}
     waiting = iter(enumerate(islice(questions(random.Random(1)), count)))
 
@@ -73,7 +73,7 @@ def counted(stack: Stack, name: str) -> float:
 
 
 async def test_speculation_changes_no_token_through_kills(stack: Stack) -> None:
-    # The kills must not blame requests for what they do to workers.
+    # Requests must not be blamed for what kills do to workers.
     stack.scheduler_flags = ["--poison-failures", "1000"]
     await asyncio.to_thread(stack.up)
     expected = await answers(stack)

@@ -80,7 +80,7 @@ class Traffic:
         return self._num_asked
 
     async def learn(self) -> None:
-        """The answers while nothing happens, a few at a time. AssertionError if one does not come at once."""
+        """The answers while nothing happens, a few at a time. AssertionError if one breaks off or is refused."""
         few = asyncio.Semaphore(4)
 
         async def answers(asking: Coroutine[Any, Any, list[Answer]]) -> list[Answer]:
@@ -108,7 +108,7 @@ class Traffic:
     async def pause(self) -> None:
         """Stops all clients until `go_on`. Returns when all have their answers."""
         self._asking.clear()
-        while self._num_open:  # noqa: ASYNC110 - some seconds, now and then
+        while self._num_open:  # noqa: ASYNC110 - a rare wait of some seconds
             await asyncio.sleep(0.05)
 
     def go_on(self) -> None:

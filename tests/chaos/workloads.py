@@ -24,7 +24,7 @@ WORKER_FLAGS = [
 SCHEDULER_FLAGS = ["--preset", "vllm-v1", "--policy-options", '{"mode": "swap"}', "--poison-failures", "1000"]
 # --resume-keep-s 0: when a client resumes, its answer is generated again. --batch-lines 4: a batch has few lines in
 # flight, so other lines still wait when its gateway dies. --resume-grace-s has its default, 10 s. It must be more than
-# twice PATIENCE_S of matrix.py: otherwise answers without a reader would hold the slots, and no request would progress.
+# twice PATIENCE_S of matrix.py: a client that gave up on both gateways must find its answer still running at the first.
 GATEWAY_FLAGS = ["--resume-keep-s", "0", "--batch-lines", "4"]
 # A list that needs more tokens than `max_tokens` allows.
 LONG_LIST = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 9}, "minItems": 99}
@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "Tell me of a fox."}]
 
 @dataclass(frozen=True)
 class Workload:
-    """`is_reached`: whether the moment of the name has come. It may read metrics: do not call it on an event loop."""
+    """`is_reached`: whether it is time for the fault. It may read metrics: do not call it on an event loop."""
 
     questions: list[Question]
     is_reached: Callable[[Stack, list[Answer]], bool]

@@ -1,4 +1,4 @@
-"""SGLang's bench_serving. Its warm-up ends at any line of a stream that does not begin with `data:`.
+"""SGLang's bench_serving. Its warm-up fails at any line of a stream that does not begin with `data:`.
 
 Its package imports all of SGLang. Stubs replace the modules that a client does not use, as for SGLang's scheduler
 (tests/peer).

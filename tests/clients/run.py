@@ -132,7 +132,7 @@ def install(client: Client) -> list[str]:
 
 
 def install_peer(client: Client) -> str:
-    """The Python of its environment in tests/peer."""
+    """The Python of the client's environment in tests/peer."""
     return _call([str(PEERS / "env.sh"), client.peer], ROOT).strip()
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The compose file on a real engine: build, serve, scale to two workers, lose each service once, come down clean.
-# `make compose-test` runs it. Needs Docker, a Python 3.11 and nothing else; makes an engine where ../shared can.
+# `make compose-test` runs it. Needs Docker with Compose, and Python 3.11. If no engine runs, ../shared may start one.
 #
 #   COMPOSE='docker compose' tests/compose/run.sh     with the plugin (the default is whichever is installed)
 #   tests/compose/run.sh --skip-build                 with the images of the last run

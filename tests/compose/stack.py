@@ -30,7 +30,7 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float, every
 
 
 def command(*args: str, check: bool = True, env: dict[str, str] | None = None) -> str:
-    """Returns the stdout of a command. If it fails, raises AssertionError with the end of its stderr."""
+    """The stdout of a command. With `check`, a failure raises AssertionError with the end of its stderr."""
     done = subprocess.run(args, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if check:
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])

@@ -144,7 +144,7 @@ async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(
     await call.write(OPEN)
     assert (await call.read()).HasField("opened")
     await asyncio.sleep(LONG_S)
-    submission = inference_pb2.Submission(handle=1)  # without any field, so the scheduler refuses it
+    submission = inference_pb2.Submission(handle=1)  # without any other field, so the scheduler refuses it
     await call.write(inference_pb2.SessionRequest(submissions=[submission]))
     assert (await after_status(call)).endings[0].handle == 1, "the next message is no heartbeat"
     call.cancel()
@@ -212,7 +212,7 @@ async def test_a_gateway_leaves_a_scheduler_that_is_silent_or_opens_no_session(m
 
 
 class Cache(cache_pb2_grpc.CacheServiceServicer):
-    """Answers each heartbeat with one. In its first link it is silent after `num_heartbeats`."""
+    """Sends a heartbeat after each message, but in its first link only `num_heartbeats` times."""
 
     def __init__(self, num_heartbeats: int) -> None:
         self.num_heartbeats = num_heartbeats

@@ -74,7 +74,7 @@ def test_bytes_on_a_socket(stack: Stack, http: httpx.Client, case: Any) -> None:
     assert http.get("/health").status_code == 200
 
 
-# Values of all JSON types, those at the limits often.
+# Values of all JSON types. The numbers 0, 1, -1 and 2, at which many fields have limits, come often.
 NUMBERS = (
     st.integers(-(2**65), 2**65) | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0, 1, -1, 2])
 )
@@ -90,7 +90,7 @@ MESSAGES = st.lists(
 
 
 def bodies(cls: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Mostly known fields with values of any type. The token limits stay small, so each answer is quick."""
+    """Known fields and random names, with values of any type. The token limits stay small, so each answer is quick."""
     names = st.sampled_from(sorted(cls.model_fields.keys() - {"max_tokens", "max_completion_tokens", "min_tokens"}))
     return st.dictionaries(names | TEXTS, VALUES, max_size=4)
 

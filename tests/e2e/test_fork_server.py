@@ -40,7 +40,7 @@ def told(log: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_forked_process_is_given_what_a_new_one_is(tmp_path: Path, service: str) -> None:
-    """Also while another forked process runs: no file of the fork server for that process stays open."""
+    """Also while another forked process runs: the new one inherits none of the fork server's files for the other."""
     log, states = tmp_path / "a.log", []
     other = start(tmp_path / "other.log", "wait", service=service)
     for by in (quickest_start(), start_python):

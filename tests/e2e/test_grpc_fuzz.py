@@ -224,7 +224,7 @@ async def clean_up(stack: Stack) -> None:
 
 
 async def tokens(stack: Stack) -> list[int]:
-    """The tokens of a greedy request with half of its prompt in the cache."""
+    """The tokens of a greedy request."""
     async with open_channel(f"127.0.0.1:{stack.grpc_port}") as channel:
         request = inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=PROMPT),

@@ -31,7 +31,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the demo model's shape, with a tokenizer that gives the ids to other words."""
+    """The demo model with a tokenizer that swaps the ids of two words."""
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("models") / "other"))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]

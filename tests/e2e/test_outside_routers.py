@@ -1,4 +1,4 @@
-"""Other systems in front of a gateway, unmodified: smg by its contracts for vLLM and SGLang, Triton's client, and
+"""Unmodified clients of a gateway's other gRPC contracts: smg with those of vLLM and SGLang, Triton's client, and
 reflection."""
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_a_stream_of_a_killed_gateway_goes_on_at_another(
         # A finished response is replayed from the store.
         replayed = list(second.responses.retrieve(response_id, stream=True))
         assert without_ids(replayed) == without_ids(right)
-    # No client asks for this one while its gateway is gone: the other gateway takes it over.
+    # No client streams this one. The other gateway takes it over by itself, or when a client polls it.
     eventually(lambda: second.responses.retrieve(polled.id).status == "incomplete")
     assert second.responses.retrieve(polled.id).output_text == stored.output_text
     follow_up = second.responses.create(model="paceline-demo", input="Go on.", previous_response_id=polled.id)

@@ -146,7 +146,7 @@ async def test_a_third_of_200_requests_at_once_may_be_cancelled(stack: Stack) ->
         assert answer.text == alone.text
         assert answer.usage is not None
         assert answer.usage["completion_tokens"] == ask.max_tokens
-    for ask, answer in finished[:15]:  # the reference is slow; the model tests compare it in every case
+    for ask, answer in finished[:15]:  # the reference is slow; the model tests compare every case with it
         assert answer.text == expected_text(ask.prompt, ask.max_tokens)
     stack.wait_metric("paceline_scheduler_num_requests_running", 0)
     stack.wait_metric("paceline_scheduler_kv_cache_usage_ratio", 0)

@@ -97,7 +97,7 @@ def test_all_samples_match_the_schema(stack: Stack) -> None:
 
 
 def test_log_probabilities_are_normalized_over_the_allowed_tokens(stack: Stack) -> None:
-    """The text is unlikely, so over the whole vocabulary the 20 likeliest tokens would have a much smaller sum."""
+    """The text is unlikely: normalized over the whole vocabulary, the allowed tokens would have a much smaller sum."""
     body = {
         "prompt": STORY,
         "max_tokens": 20,
@@ -114,7 +114,7 @@ def test_log_probabilities_are_normalized_over_the_allowed_tokens(stack: Stack) 
 
 
 def test_a_stream_resumes_after_any_token(stack: Stack) -> None:
-    """Another run continues the stream, and gets the tokens so far as output: its matcher has to read them first."""
+    """Another run continues the stream. It gets the earlier tokens as its output, which its matcher reads first."""
     asked: Options = {"max_tokens": 300, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
     with PacelineClient(f"127.0.0.1:{stack.grpc_port}") as client:
         whole = client.generate("Once", **asked)

@@ -35,7 +35,7 @@ TOOLS: Any = [
 ]
 ADD: Any = {"type": "function", "function": {"name": "add"}}
 CHAT: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
-# The demo's turns, in which tools, calls and results are texts.
+# The demo model's chat format, with tools, calls and results as text.
 TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}
 {%- for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}

@@ -1,5 +1,5 @@
 """FlashInfer's kernels through our backend against dense attention in float64, and the layer's other kernels against
-plain torch in float32. In bf16, the error may be up to 1 % in norm."""
+plain torch in float32. In bf16 and fp16, the error may be up to 1 % in norm."""
 
 from __future__ import annotations
 

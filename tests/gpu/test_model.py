@@ -27,7 +27,7 @@ Checkpoints = Callable[[str], Checkpoint]
 
 NEW_TOKENS = 24
 _rng = np.random.default_rng(3)
-# With log probabilities, a step samples after its graph, and so the logits are seen.
+# With log probabilities, a step samples after its graph, so logits_of_steps() sees the logits.
 SCORED = SamplingParams(top_p=1.0, logprobs=True, ignore_eos=True)
 PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 2, 16, 33, 64, 90, 300)]
 

@@ -76,7 +76,7 @@ def test_sampling_noise_is_equal_on_cpu_and_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_triton_kernels_sample_and_score_as_torch_does(dtype: torch.dtype) -> None:
-    """Rounding may let another token win where two clocks ring almost together: in less than one row of a hundred."""
+    """Rounding may let another token win if two logits with noise are almost equal: in less than 1 % of the rows."""
     assert try_kernels(128_256, dtype, DEVICE) is None
     count = 256
     rng = np.random.default_rng(0)

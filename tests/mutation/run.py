@@ -232,7 +232,7 @@ def write_recorded(noticed: dict[str, str]) -> None:
 
 
 def run_recorded(count: int, first: int, processes: int) -> int:
-    """Plants some mutations again that a test noticed in the last whole run, and runs that test. If that test passes
+    """Plants some mutations again that a test noticed in a recorded run, and runs that test. If that test passes
     now, the tests in its folder run. Status 1 if none of these fails, or if fewer than half of the mutations exist.
 
     A property test may draw other examples with another version of hypothesis or of the code.
@@ -262,7 +262,7 @@ def main() -> int:
         "--reuse-lines", action="store_true", help="do not measure coverage again (only if no line moved)"
     )
     parser.add_argument("--quick", action="store_true", help="do not run the simulation, which is slow")
-    parser.add_argument("--recorded", action="store_true", help="plant only what was noticed in the last whole run")
+    parser.add_argument("--recorded", action="store_true", help="plant only what was noticed in a run with --record")
     parser.add_argument("--first", type=int, default=0, help="with --recorded: index of the first mutation")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -12,8 +12,8 @@ How a scenario becomes SGLang's settings:
   max_num_seqs         the rows of the request table (max_running_requests)
 `ignore_eos` is not set, so SGLang assumes that requests may stop early. Otherwise it would reserve all that they may
 generate and not use `new_token_ratio`. No request samples a token that ends it. Three settings remove differences
-(docs/preset-checks.md). Before each step the queue is sorted by the order in which requests entered it, because SGLang
-sorts it in place, so ties keep the order of the last sort. The lpm order ranks a request by what it can reuse.
+(docs/preset-checks.md). Before each step the queue is sorted by the order in which requests entered it: SGLang sorts it
+in place, and ties would otherwise keep the order of the last sort. The lpm order ranks a request by what it can reuse.
 prefill_decode_interval_min_bs is 1.
 
 How the output is read off:
@@ -22,7 +22,7 @@ How the output is read off:
   free_blocks             pages of the allocator's free list; cached_blocks: evictable pages of the tree
 The comparison needs more fields than docs/scenarios.md has:
   state         before the step: blocks that are free or evictable, and for each waiting request, its
-                cached tokens and how many of these running requests hold
+                cached tokens and how many of these are held by running requests
   ratio         new_token_ratio after the step
   deduplicated  tokens that two requests computed at the same time: SGLang frees the pages of the
                 later request, which continues with the tree's pages

@@ -42,7 +42,7 @@ Patch = pytest.MonkeyPatch
 class Mutant:
     mistake: str
     plant: Callable[[Patch], None]
-    caught_by: int  # the first seed that fails with it
+    caught_by: int  # a seed that fails only with the mistake
 
     @property
     def name(self) -> str:
@@ -294,7 +294,7 @@ MUTANTS = [
     Mutant("a worker is not told that a slot is free", slot_not_freed, 0),
     Mutant("a preempted request forgets its generated tokens", tokens_forgotten, 3),
     Mutant("the cache is not told that a request has ended", sequence_leaked, 0),
-    Mutant("a request that waits for the cache when the cache dies waits for ever", lost_wake_up, 83),
+    Mutant("the requests that wait for the cache are not woken when the cache dies", lost_wake_up, 83),
     Mutant("the requests of a lost worker are not requeued", dropped_with_worker, 19),
     Mutant("a restore entry has one computed token too many", restore_entry_too_long, 49),
     Mutant("a draining worker is never released", never_released, 2),

@@ -1,4 +1,4 @@
-"""The cluster simulation: its workers give the time of a step, and a seed determines the whole run.
+"""The cluster simulation: a cost model gives the time of each step, and a seed determines the whole run.
 
 The run itself asserts that each request gets exactly the tokens that it would get alone.
 """

@@ -30,7 +30,7 @@ MAX_MOVES = 50_000
 class Run:
     """One seeded run: random requests over shared prefixes, cancels, worker kills, cache restarts."""
 
-    # Up to 5 healthy workers are killed. With fewer failures an innocent request could be found poisoned.
+    # Up to 5 healthy workers are killed. With a lower limit an innocent request could be found poisoned.
     poison_failures = 9
     tenant_limits: tuple[int, ...] = (0, 0, 10, 40, 100)
     speculation: ClassVar[dict[str, Any]] = {}  # settings of speculative decoding
@@ -112,7 +112,7 @@ class Run:
         fields = {"priority": rng.randrange(3), "tenant": rng.choice("xyz"), "lora": rng.choice(["", *"abc"])}
         max_tokens = rng.randrange(
             1, min(40, room - length + 2)
-        )  # with the output at most one token longer than the pool: the last token needs no room
+        )  # prompt and output exceed the pool by at most one token: the KV of the last token is never stored
         ignore_eos = rng.random() < 0.3
         if rng.random() < 0.1:
             sampling = SamplingParams(top_p=1, max_tokens=min(max_tokens, 10), ignore_eos=ignore_eos)

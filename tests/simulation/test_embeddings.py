@@ -49,8 +49,8 @@ def check(client: Client, path: Path, asked: list[list[int]], pooling: Pooling, 
 def test_vectors_are_those_of_transformers_under_every_preset(
     models: dict[tuple[str, Pooling], Path], pooling: Pooling, preset: str
 ) -> None:
-    """Inputs come in chunks, and the pool holds about two inputs. The second time, `last` finds cached prefixes, and
-    `mean` uses none."""
+    """Inputs come in chunks, and the pool holds 160 of their 215 tokens. The second time, `last` finds cached prefixes,
+    and `mean` uses none."""
     path = models["llama", pooling]
     system = LocalSystem(SchedulerConfig(), build(choose(preset)))
     system.attach(ModelWorker(path, block_size=4, num_blocks=40, max_batched_tokens=20, max_num_seqs=16))

@@ -9,7 +9,7 @@ from simulator.scenario_file import Scenario, ScenarioRequest
 
 
 def play(field: str, names: list[str], requests: list[ScenarioRequest], num_blocks: int) -> ScenarioOutcome:
-    """Guaranteed-no-evict, with the requests in the namespaces of these names."""
+    """Plays the requests under guaranteed-no-evict. `names` has the adapter or the salt of each request."""
     for request, name in zip(requests, names, strict=True):
         if field == "lora":
             request.lora = name

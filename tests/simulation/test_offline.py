@@ -16,7 +16,7 @@ NUM_SEEDS = 60
 
 
 class OfflineRun(Run):
-    """Half of the requests are offline. Pools and slots are few, so that the classes compete."""
+    """Half of the requests are offline. Pools are small and slots are few, so that the classes compete."""
 
     def submit(self) -> None:
         rng, room = self.rng, self.block_size * self.num_blocks

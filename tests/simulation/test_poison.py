@@ -21,7 +21,7 @@ RAISES, KILLS = 3, 4  # first tokens; those of other requests are larger
 
 
 class PoisonedWorker(ToyWorker):
-    """The second token of a poison says how many tokens it generates before it goes off."""
+    """A poisoned request generates some tokens before it breaks a step. Its second token is their number plus 8."""
 
     def _compute(self, sequence: ToySequence, num_tokens: int, filled: dict[int, int]) -> int | None:
         kind = sequence.tokens[0]

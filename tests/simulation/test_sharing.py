@@ -23,7 +23,7 @@ from tests.simulation.test_control_plane import Run
 class SharingRun(Run):
     """Bursts of equal beginnings, chunks, pools that run dry, and cancels between an exchange and its answer."""
 
-    tenant_limits = (0,)  # all together
+    tenant_limits = (0,)  # no limit, so that all requests may run together
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -46,7 +46,7 @@ class SharingRun(Run):
             self.requests_left -= 1
 
     def to_cancel(self) -> list[tuple[str, int]]:
-        """The sequences with a pending admission: the cache has not answered the exchange that admits them."""
+        """Of workers with a step that waits for the cache: the running requests, and those that the step admits."""
         workers = self.system.scheduler.workers.values()
         return [(r.session_id, r.handle) for w in workers if w.pending_step is not None for r in w.bound]
 

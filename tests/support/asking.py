@@ -64,7 +64,7 @@ class Question:
 
 @dataclass
 class Answer:
-    """What has come so far; `times` (of the loop's clock) has one entry for each event."""
+    """What has come so far. `times` (of the loop's clock) has one entry for each event, discarded events included."""
 
     question: Question
     events: list[Event] = field(default_factory=list)
@@ -129,9 +129,9 @@ def asker(read_timeout_s: float) -> httpx.AsyncClient:
 
 
 async def ask(http: httpx.AsyncClient, gateways: Sequence[Gateway], key: str, answer: Answer) -> None:
-    """Ask one gateway after the other for the events after the last one that arrived, until the answer is whole.
-
-    AssertionError for a refusal that no other attempt would change.
+    """Ask one gateway after the other for the events after the last one that arrived, until the answer is whole
+    or ATTEMPTS requests were made. A refusal that no other attempt would change raises AssertionError; with GRPC and
+    BATCHES it is noted in `refusal`.
     """
     question = answer.question
     if question.path == GRPC:

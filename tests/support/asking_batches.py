@@ -1,4 +1,4 @@
-"""Asks a question as a batch. The client polls any gateway that answers, and records progress and results as events."""
+"""Asks a question as a batch. The client polls the gateways in turn, and records progress and results as events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ HEAD = {"id": "", "created": 0, "model": "", "object": "batch"}
 
 
 async def ask_batch(http: httpx.AsyncClient, gateways: Sequence[Gateway], answer: Answer) -> None:
-    """Run the question's `lines` as a batch that the first gateway makes. After a failed poll, the next
-    poll asks the next gateway."""
+    """Run the question's `lines` as a batch that the first gateway makes. Each poll asks the next gateway."""
     body = answer.question.body
     shared = {name: value for name, value in body.items() if name not in ("lines", "stream")}
     lines = [

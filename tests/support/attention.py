@@ -37,7 +37,7 @@ def metadata_of(
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-    """q [rows, heads, d]; k, v [tokens, kv_heads, d]: the last rows of a causal sequence, in float64."""
+    """q [rows, heads, d]: the last rows of a causal sequence; k, v [tokens, kv_heads, d]. Computes in float64."""
     rows, heads, d = q.shape
     groups = heads // k.shape[1]
     k, v = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))

@@ -1,6 +1,6 @@
 """Requests of a broken or hostile HTTP client, each with the status and the field that the error must have.
 
-The fields of `COMPLETION` and `CHAT` cases are merged into a valid request; all other cases are sent byte for byte.
+`_completion` and `_chat` merge the fields of a case into a valid request. All other cases have a body of their own.
 Input that is odd but valid gets a 200.
 """
 
@@ -64,7 +64,7 @@ def _field(name: str, *values: Any, status: int = 400) -> list[Case]:
 
 
 def _number(name: str, text: bytes, status: int = 400) -> Case:
-    """A number that json.dumps would not write."""
+    """A number as text: NaN, infinite, or too large for a float."""
     content = b'{"prompt": [5], "max_tokens": 2, "%s": %s}' % (name.encode(), text)
     return _body(f"{name} {text.decode()}", status, content, name)
 

@@ -34,7 +34,7 @@ def authority_of(folder: Path) -> Authority:
 
 
 def write_pair(folder: Path, pair: Pair, ca: bytes) -> Path:
-    """A folder with one pair for every service."""
+    """A folder with one pair, which all services use."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in ((CA, ca), (KEY, pair.key), (CERT, pair.cert)):
         (folder / name).write_bytes(content)
@@ -61,7 +61,7 @@ def other_authority() -> Authority:
 
 
 def stranger(folder: Path, server: Path) -> Path:
-    """Certificates of another CA, of an owner that trusts the server's CA."""
+    """A pair that another CA issued. Its owner trusts the server's CA."""
     return issue(other_authority(), folder, trusted=(server / CA).read_bytes())
 
 

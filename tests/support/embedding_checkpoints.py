@@ -40,7 +40,7 @@ def make(
     made = getattr(transformers, name)(**COMMON | changes | config)
     model = transformers.AutoModel.from_config(made, dtype=torch.float32)
     fill(model)
-    model.save_pretrained(folder)  # names without the prefix, as Qwen3-Embedding has them
+    model.save_pretrained(folder)  # weights have no prefix `model.`, as in Qwen3-Embedding
     written = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(written))
     if pooling is not None:

@@ -57,7 +57,7 @@ def reference_kernels(
 ) -> Iterator[Any]:
     """The module `flashinfer`. While the context lasts, the reference replaces its kernels.
 
-    launch: makes what is called instead of a kernel. make_attention: makes the attention of each set of options."""
+    launch: wraps a kernel; callers call the wrapper. make_attention: makes the attention of each set of options."""
     flashinfer = import_flashinfer()
     real_empty = torch.empty
     make_attention = functools.cache(make_attention or Fa2)
@@ -259,7 +259,8 @@ def _rope(
 ) -> None:
     assert positions.is_contiguous()
     assert cos_sin.is_contiguous()
-    # A lane turns 16 bytes of a head. It loads as many sines as it has elements, and uses half of them.
+    # A lane rotates 16 bytes of a head, or 1/32 of the head if that is more. It loads as many sines as it has elements,
+    # and uses half of them.
     lane = max(16 // q.element_size(), q.shape[-1] // 32)
     assert (int(positions.max()) + 1) * q.shape[-1] + lane // 2 <= cos_sin.numel(), "the last lane reads past the table"
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)

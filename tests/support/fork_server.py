@@ -40,7 +40,7 @@ READ_LATE = (
     *("PACELINE_", "PYTEST_", "OTEL_", "NO_PROXY", "XDG_STATE_HOME"),
     *("TORCHINDUCTOR_CACHE_DIR", "CUTE_DSL_CACHE_DIR", "FLASHINFER_USE_CUDA_NORM"),
 )
-# A request to fork: more than the environment, which is the largest part of it (some 10 kB).
+# The longest request to fork. The environment is the largest part of a request (some 10 kB).
 MAX_REQUEST_BYTES = 2**17
 # What Ctrl-C does in this process: nothing if a shell has started it in the background.
 INTERRUPT = signal.getsignal(signal.SIGINT)
@@ -214,7 +214,7 @@ def become(environment: dict[str, str], log: int, server: int) -> None:
     os.environ.update(environment)
     if PARENT_ENV in environment:
         os.environ[PARENT_ENV] = str(server)
-    # Python's `random` gets a new seed at each fork. torch's generator has the same seed in every new process, too.
+    # At each fork Python reseeds `random`, and here numpy is reseeded. torch has the same seed in every new process.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 

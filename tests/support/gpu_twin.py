@@ -46,7 +46,7 @@ def twin(
     capture: Capture = run_again,
     fused_sampling: bool = False,
 ) -> ModelRunner:
-    assert not (fused_sampling and capture is run_again), "such a replay draws into new memory"
+    assert not (fused_sampling and capture is run_again), "run_again draws into memory that the runner does not read"
     model = load_model(str(checkpoint), dtype=dtype, device=CPU)
     config = model.config
     limits = SlotLimits(

@@ -1,4 +1,4 @@
-"""A Hugging Face hub of one machine: as much of the HTTP protocol as a download of a model's files needs."""
+"""A Hugging Face hub on loopback: as much of the HTTP protocol as a download of a model's files needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `models`: a hub name and the folder with its files. A name in `gated` shows its list, but no file.
+    """Serves `models`: a hub name and the folder with its files. For a name in `gated` it only lists the files.
 
     As on the real hub a large file (here: weights) is a redirect to another place.
     """

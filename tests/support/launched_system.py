@@ -46,14 +46,14 @@ def make_prompts(vocab: int) -> list[list[int]]:
     shared = rng.integers(0, vocab, 40).tolist()
     return [
         *(rng.integers(0, vocab, n).tolist() for n in (9, 33, 64, 70, 100)),
-        *(shared + rng.integers(0, vocab, n).tolist() for n in (1, 5, 23)),  # copies of the block where they part
+        *(shared + rng.integers(0, vocab, n).tolist() for n in (1, 5, 23)),  # the block where they diverge is copied
     ]
 
 
 def run_system(
     folder: Path, device: str, preset: str, window: int, prompts: Sequence[list[int]], new_tokens: int, **settings: Any
 ) -> tuple[LaunchingSystem, dict[int, Any]]:
-    """Everything at once, twice; what each handle got."""
+    """Submits all requests at once, two times. Returns the system, and the tokens or beams of each handle."""
     config = SchedulerConfig(window=window)
     system = LaunchingSystem(config, build(choose(preset, options={"mode": "swap"})))
     system.attach(LaunchingWorker(folder, device, **POOL | settings))

@@ -16,7 +16,8 @@ IS_MASTER, EPOCH = "paceline_scheduler_is_master", "paceline_scheduler_epoch"
 
 @dataclass
 class Pair(Stack):
-    """`up()` makes "scheduler" the leader and "scheduler-2" the standby. Only "scheduler" may run another module.
+    """`up()` makes "scheduler" the leader and "scheduler-2" the standby. Only the first start of "scheduler" runs
+    `scheduler_module`.
 
     `to_etcd`: each scheduler's proxy to etcd. With `num_members` > 1 the schedulers ask all members directly; `members`
     has etcd's own leader first."""

@@ -15,7 +15,7 @@ CHUNK_BYTES = 65536
 
 
 class Proxy:
-    """Forwards the data of each connection to `port` to the target's port, and back, on a thread of its own."""
+    """Listens on `port`. Forwards data to the target's port and back, on a thread of its own."""
 
     def __init__(self, target_port: int) -> None:
         self.port = free_port()

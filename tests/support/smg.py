@@ -52,7 +52,7 @@ class Smg:
         return found
 
     def metric(self, name: str, label: str) -> float:
-        """The sum of the series of this name with lines that contain `label`."""
+        """The sum of the lines that begin with `name` and contain `label`."""
         text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics").text
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name) and label in line)
 

@@ -1,4 +1,4 @@
-"""Checks that a file is a trace that Perfetto shows as it is meant."""
+"""Checks that a trace is one that Perfetto shows correctly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = {"X": {"ts", "dur"}, "b": {"ts", "id", "cat"}, "e": {"ts", "id", "cat"}
 
 
 def check_trace(content: dict[str, Any]) -> None:
-    """Raises AssertionError: a field is missing, times are out of order, or events of one track do not nest."""
+    """Raises AssertionError if a field is missing, times are out of order, or events of one track do not nest."""
     events = content["traceEvents"]
     for event in events:
         assert {"name", "pid", "tid", *PHASES[event["ph"]]} <= event.keys(), event

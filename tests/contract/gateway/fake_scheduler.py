@@ -28,7 +28,7 @@ NextToken = Callable[[list[int], int, common_pb2.SamplingParams], int]
 
 
 def hash_token(low: int, high: int) -> NextToken:
-    """Token of a position: depends on prompt, position and seed alone, as the real sampler's random number does."""
+    """Token of a position: depends on prompt, position and seed alone, so a restart does not change it."""
 
     def next_token(prompt: list[int], position: int, sampling: common_pb2.SamplingParams) -> int:
         key = f"{prompt}{position}{sampling.seed if sampling.temperature else 0}".encode()
@@ -84,7 +84,7 @@ class FakeScheduler(
         self.ready = True
         self.full = False
         self.queue_limit = inference_pb2.QUEUE_LIMIT_UNSPECIFIED  # the limit that a full queue has reached
-        self.places: int | None = None  # in its queue, as it reports to gateways; None: it reports nothing
+        self.places: int | None = None  # queue positions that it reports to gateways; None: it reports nothing
         self.cached_tokens = 3
         self.timing = inference_pb2.RequestTiming(queue_s=0.25, prefill_s=0.5, decode_s=1.5, num_preemptions=2)
         # Of an embedding model: the vector of an input, packed float32.

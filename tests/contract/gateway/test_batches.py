@@ -382,12 +382,12 @@ async def test_a_stopped_gateway_leaves_its_batch_to_the_next_one(start: Start, 
 
 
 async def test_a_draining_gateway_hands_its_batches_over_at_once(start: Start, tmp_path: Path) -> None:
-    """While it still serves the streams of its clients."""
+    """The gateway still serves the streams of its clients."""
     first = await launch(start, tmp_path, {"batch_lines": 4, "drain_s": 60.0}, step_s=0.2)
     second = await launch(start, tmp_path)
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     async with first.http.stream("POST", COMPLETION, json=body) as stream:
-        events = stream.aiter_lines()  # a reference: without it the stream would end
+        events = stream.aiter_lines()  # without a reference to this iterator the stream would end
         await anext(events)
         batch_id = await begin(first, jsonl(*(line(f"r{i}", max_tokens=400 if i else 1) for i in range(8))))
         await until(lambda: len(first.scheduler.submissions) == 6 and first.scheduler.num_running == 5)
@@ -503,7 +503,7 @@ async def test_lines_of_a_key_with_many_batches_leave_another_key_its_share(star
 async def test_batches_of_more_keys_than_run_at_once_take_turns(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each line runs once, also one that takes longer than a turn."""
+    """Each line runs once, also a line that takes longer than a turn."""
     monkeypatch.setattr("services.gateway.batches.service.MAX_RUNS", 2)
     monkeypatch.setattr("services.gateway.batches.service.TURN_S", 0.5)
     keys = Keys(tmp_path / "keys.toml")

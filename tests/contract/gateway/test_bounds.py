@@ -1,4 +1,4 @@
-"""The queues inside a gateway have limits, too."""
+"""The queues inside a gateway have limits."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ async def test_grpc_connections_leave_file_descriptors_for_http(start: Start, mo
             with contextlib.suppress(ConnectionResetError):
                 async with asyncio.timeout(20):
                     answers.append(await reader.read(9))
-        assert len([answer for answer in answers if answer]) == 9  # and the client's own: a quarter of 40
+        assert len([answer for answer in answers if answer]) == 9  # with the client's own, 10: a quarter of 40
         assert await generate(client, "hello") is grpc.StatusCode.OK
         assert await post(running, "hello") == 200
         for writer in writers:
@@ -278,6 +278,6 @@ async def test_a_grpc_request_that_is_refused_does_not_stay_in_memory(
     try:
         async with AsyncPacelineClient(running.addresses.grpc or "") as client:
             assert await generate(client, "x " * 100_000) is grpc.StatusCode.INVALID_ARGUMENT
-        await until(lambda: sys.getrefcount(requests[0]) == 2)  # of the list and of getrefcount's argument
+        await until(lambda: sys.getrefcount(requests[0]) == 2)  # the references of the list and of getrefcount
     finally:
         gc.enable()

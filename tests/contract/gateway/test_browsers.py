@@ -62,8 +62,8 @@ async def test_other_clients_send_no_origin_or_their_own(running: Running) -> No
 
 
 async def test_a_name_that_a_page_has_rebound_to_loopback_is_refused(running: Running) -> None:
-    """DNS rebinding. The gateway refuses it on every path but those of probes, before any work for the request. The
-    browser sends the name of the page as the host."""
+    """DNS rebinding: the browser sends the name of the page as the host. On every path but those of probes, the gateway
+    refuses the name before any work for the request."""
     before = len(running.scheduler.submissions)
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
         told = await running.http.request(method, path, headers={"Host": "page.example:8000"}, json=BODY)
@@ -88,7 +88,7 @@ async def test_other_names_are_answered_where_the_operator_lists_them(start: Sta
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def public() -> AsyncIterator[Running]:
-    """Any page may call it."""
+    """A gateway that any page may call."""
     running = await _start(_scheduler(), True, {"allowed_origins": "*"})
     yield running
     await _end(running)

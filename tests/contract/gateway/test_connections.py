@@ -133,7 +133,7 @@ async def test_a_closed_connection_leaves_nothing_in_the_server(
     left = weakref.ref(connection)
     del connection
     if aborts:
-        linger = (1).to_bytes(4, "little") + bytes(4)  # on, 0 s: close with a reset
+        linger = (1).to_bytes(4, "little") + bytes(4)  # linger on, for 0 s: close with a reset
         writer.get_extra_info("socket").setsockopt(1, 13, linger)
     writer.close()
 

@@ -79,7 +79,7 @@ async def test_a_document_is_what_was_stored(stores: Stores, one: Document, cloc
 
 async def test_only_the_newest_version_is_replaced(stores: Stores, one: Document) -> None:
     first, second = stores
-    assert not await first.replace(one), "there is none"
+    assert not await first.replace(one), "there is no document yet"
     await first.put(one)
     assert await first.replace(replace(one, label="x", data=b"2", num_bytes=8, expires_s=3000.0))
     assert not await second.replace(replace(one, data=b"3"))
@@ -224,7 +224,7 @@ async def test_names_of_expired_documents_leave_redis(
 async def test_no_transaction_of_sqlite_deletes_a_large_document_as_a_whole(
     tmp_path: Path, one: Document, clock: Clock, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Writes of other gateways would fail, because they wait for 5 s at most."""
+    """Otherwise writes of other gateways would fail, because they wait for 5 s at most."""
     file = SqliteFile(tmp_path / "responses.db")
     store, run, counts = SqliteDocuments(file, clock=clock), file.run, list[int]()
     await store.put(one)

@@ -50,7 +50,7 @@ async def test_special_tokens_of_a_prompt_are_shown(running: Running, skip: bool
 
 
 async def test_text_offsets_in_a_text_prompt(running: Running) -> None:
-    """Special tokens that the prompt spells have an offset in it. The tokenizer's BOS token adds no offset."""
+    """Text offsets count the special tokens that the prompt spells, but not the tokenizer's BOS token."""
     text = "<|user|>Öl two<|end|>"
     [choice] = (await completion(running, prompt=text, echo=True, max_tokens=1, logprobs=0))["choices"]
     scores = choice["logprobs"]

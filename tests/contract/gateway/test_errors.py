@@ -263,7 +263,7 @@ async def test_only_a_resumed_stream_passes_the_limit_of_live_requests(start: St
     task = asyncio.create_task(running.http.post("/v1/completions", json={"prompt": "x"}))
     await until(lambda: running.scheduler.num_running == 1)
     response = await running.http.post("/v1/completions", content=b"no json", headers={"Last-Event-ID": value})
-    assert response.status_code == (400 if value else 429), "only a resumed stream is read"
+    assert response.status_code == (400 if value else 429), "only the body of a resumed stream is read"
     running.scheduler.paused = False
     assert (await task).status_code == 200
 
@@ -280,7 +280,7 @@ async def test_a_failure_after_the_first_token_is_an_event(start: Start) -> None
     stream.endings.append(inference_pb2.Ending(handle=handle, reason=ERROR, code=13, message="boom"))
     running.scheduler.paused = False
     stream.wake.set()
-    # No token had come: a real status.
+    # No token had come, so the answer is an HTTP error.
     assert (await refused).status_code == 500
     running.scheduler.step_s = 0.02
     async with running.http.stream("POST", "/v1/chat/completions", json=request | {"max_tokens": 500}) as response:
@@ -466,7 +466,7 @@ async def test_a_client_that_holds_all_connections_gives_one_up_for_another_clie
         others.append(await open_from(running, "127.0.0.1"))
         others[-1][1].write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await others[-1][0].readuntil(b"}")).startswith(b"HTTP/1.1 200")
-    # Each has two: no connection is closed for another any more.
+    # Each client has two connections: the gateway closes none for a new one any more.
     for address in ("127.0.0.1", "127.0.0.2"):
         reader, writer = await open_from(running, address)
         async with asyncio.timeout(20):

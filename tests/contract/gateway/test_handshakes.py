@@ -1,4 +1,4 @@
-"""TLS handshakes of HTTP connections: limits, clients that make none, certificates that change. On both event loops."""
+"""TLS handshakes of HTTP connections, on both event loops: limits, clients without a handshake, new certificates."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ async def test_a_submission_has_the_min_slo_s_of_its_key(start: Start, keys: Key
         assert (await over_grpc(running, bearer(secret), ttft_slo_s=0.01))[0] is SERVED
     submitted = running.scheduler.submissions
     assert [(one.owner, one.min_slo_s) for one in submitted] == [("a", 1.0)] * 3 + [("b", 30.0)] * 3 + [("c", 0.0)] * 3
-    assert {round(one.ttft_slo_s, 2) for one in submitted} == {0.01}, "whether the goal is met is measured as before"
+    assert {round(one.ttft_slo_s, 2) for one in submitted} == {0.01}, "min_slo_s does not change the goal itself"
 
 
 async def test_max_requests_limits_the_requests_of_a_key_at_a_time(start: Start, keys: Keys) -> None:
@@ -385,7 +385,7 @@ async def test_an_idempotency_key_belongs_to_the_key_that_made_it(start: Start, 
             said = (await stolen.aread()).decode()
         assert "cannot_resume" in said
         assert '"text"' not in said
-    # They do not collide: the other key's own request with this name is a new one, whatever its body.
+    # Idempotency keys of two API keys do not collide: the third key's request is a new one, whatever its body.
     assert (await running.http.post(PATH, json=BODY, headers=bearer(third, **{KEY: "k"}))).status_code == 200
     whole = await events(other, LONG, bearer(mine, **{KEY: "k"}))
     for gateway in (running, other):

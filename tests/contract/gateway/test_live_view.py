@@ -175,7 +175,7 @@ async def test_the_cache_is_watched_only_while_a_viewer_looks(start: Start) -> N
             f"grpc_server_started_total{{{labels}}}",
             f'grpc_server_handled_total{{grpc_code="CANCELLED",{labels}}}',
         )
-        before = await cache.metrics()  # of this process
+        before = await cache.metrics()  # counted since this process started
         viewers = [snapshots(running) for _ in range(3)]
         for viewer in viewers:
             assert (await anext(viewer))["cache"] is not None

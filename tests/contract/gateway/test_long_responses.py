@@ -219,7 +219,7 @@ async def _no_read(note: Callable[[str], None], *_: Any) -> None:
 async def test_an_error_event_has_no_smaller_number_than_the_client_has_seen(
     start: Start, stored: dict[str, Any]
 ) -> None:
-    """A client that goes on after the last number it saw would get events twice."""
+    """With a smaller number, a client that goes on after that number would get events twice."""
     first = await start(settings=stored | {"drain_s": 0.0}, step_s=0.005)
     second = await start(settings=stored | {"drain_s": 0.0}, step_s=0.005)
     stream = await create(first, background=True, stream=True, max_output_tokens=1000)

@@ -132,7 +132,7 @@ async def test_stop_strings_end_the_request_at_the_scheduler(
     assert (text, reason) == ("one two thr", "stop")
     assert usage is not None
     assert usage.completion_tokens < len(ids)
-    # The scheduler's account of the request it was told to end.
+    # The scheduler was told to end the request, and has reported this count.
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == min(3, usage.prompt_tokens)
     assert len(running.scheduler.cancels) == 1

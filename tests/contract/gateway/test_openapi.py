@@ -116,7 +116,7 @@ async def test_refusals_before_routing_are_in_the_document(running: Running) -> 
             foreign = await running.http.request(method, path, headers={"host": "example.com"})
             assert str(foreign.status_code) in operation["responses"], (method, path)
     for path in (*BODIES, FILES, BATCHES):
-        if path != "/v1/embeddings":  # a model that generates refuses it before it reads the body
+        if path != "/v1/embeddings":  # refused before the body is read, because the model is no embedding model
             answer = await running.http.post(path, content=b"a=b", headers={"content-type": "text/plain"})
             assert answer.status_code == 415, path
         assert "415" in api["paths"][path]["post"]["responses"], path

@@ -115,7 +115,7 @@ async def test_simultaneous_requests_take_no_more_than_the_free_queue_positions(
 ) -> None:
     """40 requests come before the scheduler reports that its queue is full."""
     running = await start()
-    # Otherwise the gateway asks the scheduler again after a while without a report.
+    # Otherwise the gateway assumes free positions again after a while without a report.
     monkeypatch.setattr(AdmissionControl, "tick", lambda control, now_s: None)
     running.scheduler.places = 3
     assert (

@@ -86,7 +86,7 @@ async def test_a_client_that_reads_slowly_is_served_to_the_end(start: Start, mon
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     assert await read_all(sock, pause_s=0.01) >= len(LARGE)
-    assert loop.time() - began_s > 2 * 0.4, "it was not slow"
+    assert loop.time() - began_s > 2 * 0.4, "the client was not slow"
 
 
 async def test_a_gateway_that_stops_waits_until_answers_were_read(

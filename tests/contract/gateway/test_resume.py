@@ -70,7 +70,7 @@ async def test_another_gateway_goes_on_without_a_seed(start: Start, path: str, n
     assert told([*got, *rest]).reasons == told(undisturbed).reasons
     assert told([*got, *rest]).rest == told(undisturbed).rest
     assert len(told([*got, *rest]).heads) == 1
-    # The text is that of the key's own seed; another key gives another one.
+    # The seed comes from the idempotency key, so another key gives another text.
     other = await events(second, request, {"Idempotency-Key": "other"}, path=path)
     assert told(other).texts != told(undisturbed).texts
 
@@ -202,8 +202,8 @@ async def test_an_error_names_the_bad_header(start: Start) -> None:
         ("nonsense", {}),
         ("1.00000000.1,2", {}),
         ("1.00000000.61", {}),
-        ("1.00000000.60", {"stop_token_ids": list(range(6, 200))}),  # it ends before
-        ("1.00000000.3", {}),  # another answer
+        ("1.00000000.60", {"stop_token_ids": list(range(6, 200))}),  # the answer ends before token 60
+        ("1.00000000.3", {}),  # the checksum of another answer
         ("1.00000000.3", {"stream": False, "stream_options": None}),
         ("1.00000000.60e.u", {"stream_options": None}),
     ]

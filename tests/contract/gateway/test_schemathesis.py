@@ -34,7 +34,7 @@ NOT_ASKED = {"/ready"}  # it answers 503 on purpose
 
 
 def without_headers(api: dict[str, Any]) -> dict[str, Any]:
-    """The description without headers. test_headers.py asks about these, and any text in them ends a request."""
+    """The description without headers. test_headers.py tests them. With random headers, most requests are refused."""
     for operations in api["paths"].values():
         for operation in operations.values():
             kept = [one for one in operation.get("parameters", ()) if one.get("in") != "header"]
@@ -76,10 +76,10 @@ async def test_requests_made_from_the_gateways_document(running: Running, stored
     is_stored = [path for path in api["paths"] if path.startswith(STORED)]
     api["paths"] = {path: each for path, each in api["paths"].items() if (path in is_stored) == stored}
     named = {"CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest"}
-    for name in named | {"ResponsesRequest", "MessagesRequest"}:  # any other name would end most requests at once
+    for name in named | {"ResponsesRequest", "MessagesRequest"}:  # for any other name, most requests would be refused
         api["components"]["schemas"][name]["properties"]["model"] = {"const": MODEL}
     messages = api["components"]["schemas"]["MessagesRequest"]
-    messages["required"].append("max_tokens")  # only count_tokens needs none
+    messages["required"].append("max_tokens")  # optional only in count_tokens
     fields, short = messages["properties"], {"const": [{"role": "user", "content": "x"}]}
     fields["messages"] = {"anyOf": [short, fields["messages"]]}  # turns without any text are refused
     statuses = await asyncio.to_thread(ask, without_headers(api), str(running.http.base_url), EXAMPLES)

@@ -248,7 +248,7 @@ async def test_usage_counts_the_tokens_of_the_reasoning(start: Start) -> None:
 
 
 async def test_usage_counts_reasoning_that_was_held_back_until_the_end(start: Start) -> None:
-    """A stop string that does not come holds text back, and the answer ends in the reasoning."""
+    """The beginning of a stop string holds text back, and the answer ends in the reasoning."""
     thought = TOKENIZER.encode("so it is 4.", add_special_tokens=False)
     running = await start(settings={"reasoning_parser": "deepseek_r1"}, **says("so it is 4."))
     body = {"messages": CHAT, "max_tokens": len(thought), "stop": ["is 4. and", "4.!"]}

@@ -283,7 +283,7 @@ async def test_the_operator_may_have_tokens_named_by_their_ids(start: Start) -> 
 
 
 async def test_load_counts_the_online_sequences_that_run(start: Start) -> None:
-    """Autoscalers and balancers read it. It does not count offline sequences."""
+    """Autoscalers and balancers read /load. It does not count offline sequences."""
     running = await start(step_s=0.01)
     body = {"prompt": [7], "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     async with (

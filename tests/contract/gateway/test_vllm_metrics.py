@@ -16,7 +16,7 @@ from tests.contract.gateway.test_metrics import BODY, PATH
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm-metrics.md"
 OF_ENGINE = frozenset({"model_name", "engine"})
-# Name without the prefix `vllm:` (of a counter without `_total`, as vLLM declares it): kind, further labels.
+# Name without the prefix `vllm:` and, as vLLM declares counters, without a counter's `_total`: kind, labels.
 FROM_THE_SCHEDULER: dict[str, tuple[str, frozenset[str]]] = {
     "num_requests_running": ("gauge", OF_ENGINE),
     "num_requests_waiting": ("gauge", OF_ENGINE),

@@ -257,7 +257,7 @@ async def iter_of(*messages: Any) -> AsyncIterator[Any]:
 
 async def until_health(channel: grpc.aio.Channel, service: str, status: int) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while await health(channel, service) != status:  # noqa: ASYNC110 - another process's
+        while await health(channel, service) != status:  # noqa: ASYNC110 - asked for over gRPC
             await asyncio.sleep(0.02)
 
 

@@ -40,7 +40,7 @@ class WorkerLink:
         await self.send(plan=StepPlan(step=step, **fields))
 
     async def result(self) -> StepResult:
-        """The next result; heartbeats are passed over."""
+        """The next result. Skips the messages before it."""
         while True:
             message = await self.next()
             if message.WhichOneof("message") == "result":

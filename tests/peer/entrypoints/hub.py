@@ -37,7 +37,7 @@ ADAPTERS = (
     "peft-internal-testing/opt-125m-dummy-lora",
     "typeof/zephyr-7b-beta-lora",
 )
-# The tests ask for contexts of up to 32,768 tokens. The model itself was trained on 2,048.
+# The tests ask for contexts of up to 32,768 tokens. The demo model's own limit is 2,048.
 CONTEXT_TOKENS = 32768
 RANK = 8
 # The demo model's own template refuses tools and the roles `tool` and `developer`, which the tests use.

@@ -37,7 +37,7 @@ class LateStream:
 
 
 class GraphPool:
-    """Memory of graphs that share it: the contents of what is free again."""
+    """Memory that graphs share. `free`: the contents of its freed allocations."""
 
     def __init__(self) -> None:
         self.free: list[Tensor] = []
@@ -53,7 +53,7 @@ class Allocation:
 
 
 class DeviceMemory:
-    """Owns an allocation. The tensors on it keep it; queued operations and graphs do not."""
+    """Owns an allocation. The tensors on it keep it alive; queued operations and graphs do not."""
 
     def __init__(self, device: LateDevice, allocation: Allocation) -> None:
         self.device, self.allocation = device, allocation
@@ -78,7 +78,7 @@ class LateEvent:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self._recorded = self._passed = 0
-        self._stretch = -1  # the number of the stretch without waits in which it was recorded
+        self._stretch = -1  # the device's `stretch` when the event was recorded
 
     def record(self) -> None:
         self._device.refuse_in_capture("record() of an event")
@@ -122,7 +122,7 @@ class LateDevice:
         self._pinned_ranges: list[tuple[int, int]] = []
         self.recorder: Recorder | None = None
         self.may_not_wait = False
-        self.stretch = 0
+        self.stretch = 0  # how often no_waits() was entered
         self.num_queued = 0  # operations so far
         self.num_replays = 0
         self.num_replayed = 0  # operations of graphs

@@ -37,7 +37,7 @@ class LateGraph:
             self.inputs.difference_update(self._own)
 
     def replay(self) -> None:
-        """Before, the graph's memory may contain anything, and so may the free memory of the graphs that share it."""
+        """First poisons the graph's memory and its pool's free memory, because other graphs may have used both."""
         self._device.refuse_in_capture("replay()")
         if any(allocation.is_free for allocation in self.inputs):
             raise StaleGraph("a graph uses memory that was freed after its capture")

@@ -158,7 +158,7 @@ def _execute(
     out: Tensor,
     *more: Any,
 ) -> None:
-    """What prefill.cuh does with the plan, block by block (BatchPrefillWithPagedKVCacheDevice)."""
+    """What each thread block of prefill.cuh does with the plan (BatchPrefillWithPagedKVCacheDevice)."""
     info, page_size, causal, window = plan
     (blocks, rows, rows_at, tile_rows, requests_at, tiles_at, chunks_at, merge_at, o_at, chunk_at, v_at, s_at, mask_at,
      graph, split) = info  # fmt: skip

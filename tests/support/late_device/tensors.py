@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.late_device.device import DEVICE, Allocation, DeviceMemory, LateDevice
 
-# The shape of their result, or the result itself, depends on values.
+# The host waits in these operations: it reads values, for example to know the shape of the result.
 WAITS = (
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere", "masked_select",
     "masked_scatter", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",

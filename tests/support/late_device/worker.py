@@ -26,8 +26,8 @@ _STAGED_BYTES = STAGED_BYTES // 1024
 def late_gpu(
     seed: int = 0, eagerness: float = 0.0, make_attention: MakeAttention | None = None
 ) -> Iterator[LateDevice]:
-    """The simulated GPU, for `device="cuda"` in a worker's settings. The reference kernels serve every head size, and
-    float32. ModelRunner.launch() raises HostWaits where the host would wait for the step that it launches."""
+    """The simulated GPU, for `device="cuda"` in a worker's settings. Attention takes heads of 16, 32 or 64 elements,
+    in float32 or bfloat16. ModelRunner.launch() raises HostWaits where the host would wait for the launched step."""
     launch = ModelRunner.launch
     with (
         simulate(seed, eagerness, _STAGED_BYTES) as device,

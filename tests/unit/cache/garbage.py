@@ -216,7 +216,7 @@ def watch_refusals(core: CacheCore) -> None:
 
 
 def digest(core: CacheCore) -> object:
-    """The whole state, except where runs are cut into nodes and where subscriptions are: nothing depends on these."""
+    """The whole state without the node boundaries and the nodes of the subscriptions: no result depends on these."""
     stored = {}
     for root in core.tree.roots.values() if core.tree is not None else ():
         for node in subtree(root):

@@ -374,8 +374,8 @@ class Model:
     def _nearest(
         self, worker: ModelWorker, tokens: Prefix, hit: list[Prefix], behind: list[Prefix]
     ) -> tuple[int, int, int]:
-        """The block that begins with the most of the next tokens, how many tokens are copied from it if it is on the
-        device, and how many if it is on the host."""
+        """The block with the longest common beginning with the next tokens, how many tokens are copied from it if it is
+        on the device, and how many if it is on the host."""
         if not worker.partial_reuse:
             return 0, 0, 0
         ends = [1 + len(prefixes) * self.block_size for prefixes in (hit, hit + behind)]

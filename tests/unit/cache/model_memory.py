@@ -40,7 +40,7 @@ class ModelMemory:
     num_stored: int = 0
     now_ms: int = 0
     sources: set[int] = field(default_factory=set)  # copies of this exchange read these
-    withheld: list[int] = field(default_factory=list)  # evicted blocks among them
+    withheld: list[int] = field(default_factory=list)  # free after the exchange: dropped sources, swapped-in blocks
     moves: dict[int, int] = field(default_factory=dict)  # copies to this memory in this exchange: target -> source
     unwritten: set[Prefix] = field(default_factory=set)  # planned, and not committed yet: never on a host
 
@@ -134,14 +134,14 @@ class ModelMemory:
         self.kept[prefix].expires_ms = self.now_ms + self.kept[prefix].duration_ms
 
     def forget(self, prefixes: list[Prefix]) -> None:
-        """All these prefixes are unused."""
+        """All these prefixes must be unused."""
         self.unused = [p for p in self.unused if p not in prefixes]
         self.give_back(sorted(self.stored.pop(p) for p in prefixes), self.free)
         for prefix in prefixes:
             del self.kept[prefix]
 
     def nearest(self, begins: Prefix, tokens: Prefix) -> tuple[int, int]:
-        """The stored block after this prefix that begins with the most of the next tokens, and the number of tokens."""
+        """The stored block after this prefix with the longest common beginning with the next tokens, and its length."""
         reached = len(begins)
         rest = tokens[reached : min(reached + self.block_size, len(tokens) - 1)]
         best = 0, 0
@@ -194,7 +194,7 @@ class ModelWorker(ModelMemory):
         self.unwritten.difference_update(prefixes)
 
     def pass_on(self, evicted: list[tuple[Prefix, int, Kept]]) -> None:
-        """Blocks that the host has stay. The others are copied there, shortest prefixes first, while there is room."""
+        """Blocks on the host stay there. The others are copied to it, shortest prefixes first, while there is room."""
         host, block_size = self.host, self.block_size
         for prefix, _, _ in evicted:
             del self.users[prefix]

@@ -124,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
                         assert sequence in updated or not op.rematch.always
         for sequence in list(self.model.waiting) if self.model.workers else ():
             matches = self.model.matches(sequence)
-            # A subscription misses partial changes of a block, and changes on one of several workers (tree/nodes.py).
+            # A subscription does not notice a change within a block, or on one of several workers (tree/nodes.py).
             known, longest = (
                 max((device + host for device, _, host in those.values()), default=0)
                 for those in (self.reported[sequence], matches)

@@ -249,7 +249,7 @@ def test_without_prefix_caching_nothing_is_matched_or_kept(link: Driver) -> None
 
 
 def test_without_prefix_caching_only_forks_share_blocks() -> None:
-    """A fork stores its parent's blocks, so that both use them: in a private tree, which no other walk reaches."""
+    """A fork stores its parent's blocks in a private tree, so that both use them. No other walk reaches this tree."""
     link = Driver()
     link.add_worker(0, num_blocks=16, prefix_caching=False)
     link.start(1, A[:12])

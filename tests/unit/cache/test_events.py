@@ -259,7 +259,7 @@ def test_watchers_get_no_events_about_partial_blocks(link: d.Driver) -> None:
     follower = follow(link)
     link.run(1, A[:3])
     link.run(2, [7] * 16)
-    assert taken(follower) == ["stored"], "the three tokens were evicted for the four blocks of the second one"
+    assert taken(follower) == ["stored"], "the three tokens were evicted for the four blocks of sequence 2"
 
 
 def test_a_snapshot_has_no_blocks_that_are_not_full(link: d.Driver) -> None:

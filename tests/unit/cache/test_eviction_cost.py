@@ -71,7 +71,7 @@ def test_the_cost_does_not_depend_on_the_size_of_the_tree(eviction: str) -> None
     for memory in (few, many):
         assert memory.free_blocks == 0
         assert memory.cached_blocks == memory.num_blocks
-        memory.take(EVICTED)  # with fifo this sets the prompts aside once, before the measurement
+        memory.take(EVICTED)  # with fifo the queue sets the prompts aside here (eviction.py), before the measurement
     costs = [bytecodes(few) for _ in range(10)], [bytecodes(many) for _ in range(10)]
     assert sum(costs[1]) <= 1.1 * sum(costs[0])
     if eviction == "lru":

@@ -28,7 +28,7 @@ RESULTS = {
     "swap_in": "swap_in",
     "restore": "restore",
 }
-HONEST = 5000  # ids of sequences that no garbage names
+HONEST = 5000  # the garbage uses no sequence id near this one
 
 
 def exchange(core: CacheCore, ops: list[pb.CacheOp], now_ms: int = 0) -> pb.CacheServiceLinkResponse:
@@ -63,7 +63,7 @@ def serve_honestly(core: CacheCore, sequence: int) -> None:
     worker = next(w for w in range(100, 200) if w not in core.workers)
     block_size = core.tree.block_size if core.tree is not None else 2
     if block_size > 100:
-        return  # the garbage had set the block size first: no prompt has a whole block
+        return  # a huge block size, of the test or of the garbage: no prompt has a whole block
     prompt = [sequence] * (3 * block_size) + [1]
     begin = [d.add_worker_op(worker, 8, block_size), d.match_op(sequence, prompt), d.admit_op(sequence, worker)]
     response = exchange(core, begin)

@@ -71,7 +71,7 @@ def test_a_cell_of_several_blocks_shows_the_most_used_one(link: Driver, monkeypa
     link.run(1, A)
     link.start(2, A[:5])
     [shown] = taken(link).workers
-    assert (shown.num_blocks, shown.blocks_per_cell, shown.cells) == (8, 2, "ucu.")  # of ucccu...
+    assert (shown.num_blocks, shown.blocks_per_cell, shown.cells) == (8, 2, "ucu.")  # of the cells "ucccu..."
 
 
 def test_forks_share_blocks_also_without_prefix_caching() -> None:

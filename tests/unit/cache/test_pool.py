@@ -61,7 +61,7 @@ def test_unused_blocks_are_free_at_once_in_a_memory_that_keeps_nothing() -> None
 
 
 def test_evicting_one_block_costs_the_same_in_a_large_memory() -> None:
-    """A scan over evicted or present nodes would make the large pool hundreds of times slower than the small one."""
+    """A scan over evicted or present nodes would make the large pool about 100 times slower than the small one."""
 
     def seconds_per_block(num_blocks: int) -> float:
         memory = Memory(0, PrefixTree(1), num_blocks, keeps=True)

@@ -42,7 +42,7 @@ def entries_of(worker: WorkerBlocks) -> list[pb.RestoredSequence]:
 
 
 def tables(worker: WorkerBlocks) -> tuple[Tables, Tables]:
-    """Restore entries of running and of swapped-out sequences."""
+    """The tables of running and of swapped-out sequences."""
     return (
         {i: (bytes(s.tokens), s.num_computed_tokens, list(s.table)) for i, s in worker.sequences.items()},
         {i: (s.token_ids, s.num_computed_tokens, list(s.host_blocks)) for i, s in worker.swapped.items()},
@@ -50,8 +50,8 @@ def tables(worker: WorkerBlocks) -> tuple[Tables, Tables]:
 
 
 class RestoreMachine(CacheMachine):
-    """Runs any operations of the other machine. Sometimes restores all running sequences in a fresh core, in any order.
-    The core checks all its invariants after each exchange."""
+    """Runs any operations of CacheMachine. Sometimes restores all running and swapped-out sequences in a fresh core, in
+    any order. The core checks all its invariants after each exchange."""
 
     @precondition(lambda self: self.model.running or self.model.swapped)
     @rule(rng=st.randoms(use_true_random=False), in_parts=st.booleans())

@@ -53,8 +53,8 @@ def retained_blocks(cache: Driver, tenant: str = "", on_host: bool = False) -> i
 
 
 def test_requests_that_retain_everything_do_not_reduce_another_tenants_cache_hits() -> None:
-    """22 requests at priority 100 for ever, each as large as a sixth of the pool; beside them another tenant comes back
-    to its prompt."""
+    """One tenant sends 22 requests at priority 100 for ever, each as large as a sixth of the pool. Between them another
+    tenant repeats its prompt."""
     cache, own = link(num_blocks=96), prompt(0, 30)
     stored(cache, 1, own, retention=(), tenant="other")
     for number in range(1, 23):
@@ -99,7 +99,7 @@ def test_the_beginning_of_a_prompt_longer_than_the_share_is_retained() -> None:
 
 
 def test_a_retained_block_counts_with_all_blocks_before_it() -> None:
-    """A request that retains the last block of a long prompt keeps the whole prompt."""
+    """To retain the last block of a long prompt means to retain the whole prompt."""
     cache = link(num_blocks=40)
     last = [(29 * BLOCK, 0, 100, 0)]
     stored(cache, 1, prompt(1, 30), retention=last)
@@ -216,7 +216,7 @@ def test_a_retention_that_fell_back_ends_once() -> None:
     cache.run(3, prompt(3, 4))
     cache.now_ms = 1001
     cache.start(4, prompt(4, 24))
-    assert [cache.probe(prompt(n, size))[0][0] for n, size in ((1, 8), (3, 4))] == [16, 16], "the first one was evicted"
+    assert [cache.probe(prompt(n, size))[0][0] for n, size in ((1, 8), (3, 4))] == [16, 16], "prompt 1 loses 4 blocks"
 
 
 def test_below_a_prefix_that_the_host_lacks_each_tenant_is_charged_its_own_blocks() -> None:
@@ -269,7 +269,7 @@ def test_the_end_of_an_unknown_retention_changes_nothing() -> None:
 
 
 def test_a_retention_that_has_ended_does_not_end_again() -> None:
-    """Its blocks would count as just used once more."""
+    """Otherwise its blocks would count as just used again."""
     cache = link(num_blocks=10, retained=0.7, total=0.7)
     first, second = prompt(1, 3), prompt(2, 3)
     for sequence, tokens in enumerate((first, second), 1):

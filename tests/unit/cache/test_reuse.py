@@ -150,7 +150,7 @@ def test_two_salts_share_no_cached_blocks() -> None:
     cache.admit(1, 0)
     cache.commit(1, [], 16)
     assert (matched(2, "pepper"), matched(3, ""), matched(4, "salt")) == ([15], [], [])
-    with pytest.raises(Refused) as refused:  # nor by a fork
+    with pytest.raises(Refused) as refused:  # a fork shares none, either
         cache.one(d.fork_op(3, 0, 1))
     assert refused.value.code is Code.FAILED_PRECONDITION
 
@@ -278,7 +278,7 @@ def test_a_later_request_sets_the_retention_of_its_hits() -> None:
 
 
 def test_a_retained_range_keeps_the_tokens_before_it() -> None:
-    """No block is kept without those before it: without them it could not be reused."""
+    """A block could not be reused without the blocks before it, so these are kept, too."""
     cache = link(num_blocks=5, partial_reuse=False)
     stored(cache, 1, A, retention=[(8, 12, 90, 0)])
     cache.start(2, ONE)

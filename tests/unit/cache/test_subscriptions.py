@@ -101,8 +101,8 @@ def test_without_partial_reuse_a_partial_match_needs_no_refresh(monkeypatch: pyt
 
 
 def test_a_rematch_does_not_walk_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a RematchOp reports that another worker holds the same blocks, or that they have users. It compares no
-    tokens."""
+    """Only a RematchOp reports that another worker holds the same blocks, or that they have users. Without partial
+    reuse it compares no tokens."""
     cache = link(workers=2, partial_reuse=False)
     cache.run(1, LONG)
     cache.match(2, [*LONG, 1])

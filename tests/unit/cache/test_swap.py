@@ -18,7 +18,7 @@ def link() -> Driver:
 
 
 def test_computed_blocks_are_swapped_out_and_in(link: Driver) -> None:
-    link.start(1, A[:10])  # three blocks, two and a half of them computed
+    link.start(1, A[:10])  # three blocks; 9 of the 10 tokens are computed
     link.commit(1, [], 9)
     assert link.swap_out(1) == [(1, 1), (2, 2), (3, 3)]
     assert (link.pools[0], link.host_pools[0]) == ((6, 2, 0, 0), (1, 3))  # two are stored in the tree, unused

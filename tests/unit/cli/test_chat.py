@@ -297,7 +297,7 @@ class Typed:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rich writes as to a terminal of 200 columns."""
+    """Rich writes as if to a terminal with 200 columns."""
     console = lambda: Console(force_terminal=True, width=200, highlight=False, markup=False)  # noqa: E731
     monkeypatch.setattr("services.cli.chat.main.console", console)
 

@@ -1,4 +1,4 @@
-"""`paceline completion`: what the shells complete. bash is asked for real; zsh and fish where they are installed."""
+"""`paceline completion`: what the shells complete. bash is asked for real, and so is an installed fish."""
 
 from __future__ import annotations
 

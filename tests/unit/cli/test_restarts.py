@@ -1,4 +1,4 @@
-"""When a child is started again, and how its end reads."""
+"""When a child is started again, and what the message about its end says."""
 
 from __future__ import annotations
 

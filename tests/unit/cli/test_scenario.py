@@ -37,7 +37,7 @@ def scenario(**changes: Any) -> dict[str, Any]:
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    """A scenario with these changes in its second request. None removes a key."""
+    """A scenario with these changes in its second request. The value None removes a key."""
     good = scenario()
     second = good["requests"][1] | changes
     good["requests"][1] = {key: value for key, value in second.items() if value is not None}
@@ -99,7 +99,7 @@ def test_the_valid_scenario_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (scenario(options={"chunk_unit_tokens": True}), "options.chunk_unit_tokens"),
         (scenario(options={"chunk_unit_tokens": 10**30}), "options.chunk_unit_tokens"),
         (scenario(options={"chunking": "sometimes"}), "options.chunking"),
-        (scenario(options={"watermark": 1}), "options.watermark"),  # also of a policy that is not chosen here
+        (scenario(options={"watermark": 1}), "options.watermark"),  # also an option of a policy that is not chosen here
         (scenario(options={"watermark": NAN}, preset="vllm-v1"), "options.watermark"),
         (scenario(options={"init_new_token_ratio": 0.0}, preset="sglang"), "options.init_new_token_ratio"),
         (scenario(options={"ratio_decay_steps": 0}, preset="sglang"), "options.ratio_decay_steps"),

@@ -272,7 +272,7 @@ def test_a_certificate_for_clients_reaches_the_gateway_alone(tmp_path: Path) -> 
     *others, gateway = map(flags, up.plan)
     assert {**gateway, **given} == gateway
     assert not any(set(given) & set(other) for other in others)
-    assert "--cacert" not in up.show("demo")  # a public CA's, as far as `up` knows
+    assert "--cacert" not in up.show("demo")  # `up` assumes a certificate of a public CA
 
 
 def test_clients_without_tls_are_served_where_a_proxy_encrypts(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def test_up_ends_with_the_reason_after_three_kills_of_an_unready_worker() 
     assert reason.startswith("worker-1 was killed by signal 9 (SIGKILL): the kernel ")
     assert "out of memory" in reason
     assert stack.shells["worker-1"].starts == 3
-    assert stack.said("out of memory; starts again in 0.1 s"), "the first death says it, too"
+    assert stack.said("out of memory; starts again in 0.1 s"), "the message about the first death names the cause"
 
 
 async def test_up_ends_at_the_first_failure_if_the_model_does_not_fit() -> None:

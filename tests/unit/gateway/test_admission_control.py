@@ -18,7 +18,7 @@ def test_requests_on_their_way_to_the_scheduler_take_queue_positions() -> None:
     control.sent(2)
     assert control.takes(1)
     assert not control.takes(2)
-    control.update(num_free=3, num_submissions=1)  # of which it had seen one
+    control.update(num_free=3, num_submissions=1)  # the scheduler has seen one of the two
     assert control.takes(1)
     assert not control.takes(2)
     control.update(num_free=0, num_submissions=2)

@@ -138,7 +138,7 @@ def test_random_texts_add_no_control_token(texts: list[str]) -> None:
 
 @given(st.lists(st.text(st.sampled_from("<|/[ab] \n"), max_size=6), min_size=3, max_size=3))
 def test_a_prompt_without_control_tokens_in_its_texts_is_tokenized_whole(texts: list[str]) -> None:
-    """The texts have only single characters of control tokens. As in transformers, the prompt is one piece."""
+    """The texts may have parts of control tokens, like `<|`. As in transformers, the prompt is one piece."""
     variables = dict(zip("abc", texts, strict=True))
     tokenizer = tokenizer_with(WILD)
     text = ChatTemplate(WILD).render([], add_generation_prompt=True, variables=variables)

@@ -1,4 +1,4 @@
-"""The client that docs/resuming.md shows, against answers that no server here would give on request."""
+"""The client that docs/resuming.md shows, with scripted answers that a real server gives only rarely."""
 
 from __future__ import annotations
 

@@ -55,4 +55,4 @@ def test_the_same_key_of_another_api_key_is_another_request() -> None:
     owners = ("", "a", "b", "owner", "answer", "seed")
     keys = [RequestKey("t", "k", b"", "Idempotency-Key", owner) for owner in owners]
     assert len({key.answer_id for key in keys}) == len({key.seed(0) for key in keys}) == len(owners)
-    assert keys[1].seed(0) == RequestKey("t", "k", b"x", "Idempotency-Key", "a").seed(0)  # at every gateway
+    assert keys[1].seed(0) == RequestKey("t", "k", b"x", "Idempotency-Key", "a").seed(0)  # the same at every gateway

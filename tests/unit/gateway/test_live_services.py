@@ -48,7 +48,7 @@ class View:
         after_s: float = 1.0,
         watches_cache: bool = True,
     ) -> dict[str, tuple[str, int | None]]:
-        """`workers`: incarnations by name; None without a scheduler. State and restarts by name."""
+        """`workers`: incarnations by name; None without a scheduler. Returns state and restarts by name."""
         self.now_s += after_s
         scheduler = None
         if workers is not None:

@@ -92,7 +92,7 @@ async def test_an_error_after_an_answer_has_begun_starts_no_second_answer() -> N
 async def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert statuses((await ask(ClientDisconnect()))[0]) == [499]
     _, peer = await ask(Gone())
-    assert peer.dropped, "the server drops what is written after the client has gone"
+    assert peer.dropped, "the server closes the connection of a client that has gone"
 
 
 @pytest.mark.parametrize("may_know", [False, True])

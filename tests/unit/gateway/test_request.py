@@ -427,7 +427,7 @@ def test_typed_parts_and_both_names_of_max_tokens() -> None:
 
 
 class Untouched(list[Any]):
-    """Has a length and a first entry."""
+    """Has a length and entries, but must not be iterated over."""
 
     def __iter__(self) -> Any:
         raise AssertionError("a list that is too long was gone through")

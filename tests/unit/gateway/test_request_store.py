@@ -187,7 +187,7 @@ async def test_a_submit_that_fails_leaves_no_key_behind(rig: Rig) -> None:
 
 
 async def test_memory_is_bounded(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(builder, max_bytes=40 * 250)  # each has 6 + 94 tokens
+    rig = Rig(builder, max_bytes=40 * 250)  # room for two answers of 94 tokens each
 
     def finish(key: str) -> None:
         reading = rig.open(key)
@@ -227,7 +227,7 @@ async def test_while_the_server_drains_nothing_waits(rig: Rig) -> None:
 
 
 async def test_requests_belong_to_the_api_key_that_made_them(rig: Rig) -> None:
-    """Another API key with the same name for its request gets neither the answer nor an error."""
+    """Another API key with the same Idempotency-Key gets neither the answer nor an error."""
     first = rig.open(owner="a", tenant="t", fingerprint=b"one")
     second = rig.open(owner="b", tenant="t", fingerprint=b"other")
     again = rig.open(owner="b", tenant="t", fingerprint=b"other")

@@ -154,7 +154,7 @@ IGNORED_OBJECTS: dict[str, Any] = {
 
 
 def nested(path: str, value: Any) -> Any:
-    """The value at a path below a field, as the field's value."""
+    """The value of the path's first field that has `value` at the path."""
     *_, last = path.split(".")
     return [value] if last == "0" else value
 

@@ -55,7 +55,7 @@ def read(format_: ReplyFormat, *pieces: str) -> Message:
 
 
 PARIS = '{"city": "Paris", "unit": "celsius"}'
-# Texts as the projects' own tests and templates have them.
+# Texts as in the tests and templates of other projects.
 EXAMPLES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (
         "hermes",

@@ -128,7 +128,7 @@ def test_refused_fields_are_named(name: str) -> None:
 
 
 def refused_by(name: str) -> str:
-    """Which requests refuse a field of REFUSED, or one of messages, as the docs name them."""
+    """The requests that refuse a field of REFUSED or of `messages`, by their names in the docs."""
     in_messages = name.startswith("messages.")
     refusing = [
         title
@@ -139,7 +139,7 @@ def refused_by(name: str) -> str:
 
 
 def table(title: str) -> dict[str, str]:
-    """The first column of the table below a heading of the docs page, and the other columns."""
+    """Of the table below a heading of the docs page: the first column, mapped to the other columns."""
     part = DOCS.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([a-z_.]+)` \| (.*?) \|$", part, re.MULTILINE)
     return dict(rows)

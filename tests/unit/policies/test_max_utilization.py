@@ -27,7 +27,7 @@ FAILING = f"{__name__}:Failing"
 
 
 class Plain(CapacityPolicy):
-    """The running and the waiting requests, in one list."""
+    """The plain rule: goes through one list of the running and the waiting requests."""
 
     reserves_prompt = True
     preempts_for_waiting = True
@@ -135,7 +135,7 @@ def test_the_same_steps_as_by_the_plain_rule(order: str) -> None:
 
 
 class Failing(Priority):
-    """An order that fails when the 20th request arrives. Another order then replaces it."""
+    """An order that fails at its 20th `add`. Another order then replaces it."""
 
     added = 0
 
@@ -190,7 +190,7 @@ def test_with_all_slots_taken_the_waiting_requests_are_not_looked_at(monkeypatch
 
 @pytest.mark.parametrize("capacity", ["guaranteed-no-evict", "max-utilization"])
 def test_equal_prompts_start_together_if_only_their_last_token_is_to_be_computed(capacity: str) -> None:
-    """Both prompts are cached to their end; the block of the last token is copied for each, so waiting saves none."""
+    """Both prompts are cached to their end. The last block is copied for each prompt, so waiting would save nothing."""
     worker = Recorder(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=64)
     system = LocalSystem(policies=build(choose("", {**TWO_STAGE, "capacity": capacity})))
     system.attach(worker)

@@ -238,7 +238,7 @@ def given_up(order: OrderPolicy, now_s: float) -> list[int]:
 
 
 def test_deadline_gives_no_request_up_under_light_traffic() -> None:
-    """A short prompt comes every four seconds, and none waits in between. This says nothing about a long prompt."""
+    """A short prompt comes every four seconds, and none waits in between. So no rate is measured."""
     order = EarliestDeadlineFirst()
     for i in range(10):
         short = request(i + 1, [1] * 20, deadline_s=4 * i + 100.0)

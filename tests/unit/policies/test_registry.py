@@ -161,7 +161,7 @@ def test_a_given_option_must_belong_to_a_chosen_policy() -> None:
     """A scenario may have options of another preset. The settings of a server must be for its own policies."""
     given = {"watermark": 0.5, "chunked_prefill": True}
     choice = choose("sglang", options=given)
-    assert build(choice), "left out"
+    assert build(choice), "build ignores options of policies that are not chosen"
     with pytest.raises(
         PolicyError, match=r"^options\.watermark: none of the policies .* token-ratio \(init_new_token_"
     ):
@@ -185,7 +185,7 @@ def test_an_option_of_a_type_that_json_lacks_is_given_as_a_list() -> None:
 
 @pytest.mark.parametrize(("order", "option"), [(own("Shaped"), "pair"), ("priority", "ageing_per_s")])
 def test_options_go_with_their_policy(order: str, option: str) -> None:
-    """A later change of the order does not ask for the old order's options."""
+    """A change of the order drops the options of the old order, and keeps those of other policies."""
     before = choose("paceline", {"order": order}, {option: [3, 4] if option == "pair" else 0.5, "watermark": 0.1})
     build(before)
     after = choose(overrides={"order": "fcfs"}, base=before)

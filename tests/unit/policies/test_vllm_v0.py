@@ -1,4 +1,4 @@
-"""Rules of vLLM V0 that its preset does not share with SGLang's preset. Each test also shows what SGLang does."""
+"""Rules of vLLM V0 that its preset does not share with SGLang's preset. Most tests also show what SGLang does."""
 
 from __future__ import annotations
 

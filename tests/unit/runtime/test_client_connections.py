@@ -37,7 +37,7 @@ Connect = Callable[[str, int], Awaitable[list[Connection]]]
 
 @pytest.fixture
 async def connect(port: int) -> AsyncIterator[Connect]:
-    """Opens that many connections from an address. Each has said hello and got an answer."""
+    """Opens `num` connections from `address`. Each has sent HELLO and got an answer."""
     opened: list[Connection] = []
 
     async def connect(address: str, num: int) -> list[Connection]:

@@ -1,4 +1,4 @@
-"""GGUF is named as not supported, before anything is fetched: by the gateway's and the worker's common look-up."""
+"""The look-up of checkpoints, which gateway and worker share, refuses GGUF before it fetches anything."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_only_the_whole_key_is_found() -> None:
         [(b"authorization", f"bearer  {SECRET} ".encode())],
         [(b"x-api-key", SECRET.encode())],
         [("x-api-key", SECRET), ("authorization", f"Bearer {SECRET}")],
-        [("authorization", "Basic dTpw"), ("x-api-key", SECRET)],  # a proxy's own
+        [("authorization", "Basic dTpw"), ("x-api-key", SECRET)],  # a proxy's own credentials
         [("accept", "*/*"), ("x-api-key", SECRET)],
     ],
 )
@@ -360,17 +360,17 @@ def test_with_keys_admin_calls_need_an_admin_key_from_anywhere(write: Callable[[
     assert refused(AdminGate(keys, admin=["/x/"]), LOCAL, SECRET) is UNKNOWN  # revoked
 
 
-# Calls between services. They stay open until links are authenticated by certificates.
+# Calls between services, which need no API key. With --tls-dir, certificates authenticate them.
 LINKS = {
     "/paceline.v1.InferenceService/Session",
-    "/paceline.v1.InferenceService/ReleaseConversation",  # of a gateway, for one of its callers
-    "/paceline.v1.LiveViewService/Watch",  # of a gateway, which asks for an admin key
-    "/paceline.v1.LiveViewService/Trace",  # of a gateway, which asks for an admin key
-    "/paceline.v1.LiveViewService/GetTimeline",  # of a gateway, for the owner of the request
+    "/paceline.v1.InferenceService/ReleaseConversation",  # a gateway calls it for one of its clients
+    "/paceline.v1.LiveViewService/Watch",  # the gateway requires an admin key from its client
+    "/paceline.v1.LiveViewService/Trace",  # the gateway requires an admin key from its client
+    "/paceline.v1.LiveViewService/GetTimeline",  # a gateway calls it for the owner of the request
     "/paceline.v1.WorkerService/Link",
     "/paceline.v1.KvTransferService/Fetch",
     "/paceline.v1.CacheService/Link",
-    "/paceline.v1.CacheService/WatchBlocks",  # of a gateway, which asks for an admin key; it has no tokens
+    "/paceline.v1.CacheService/WatchBlocks",  # like LiveViewService/Watch; the answers have no token ids
 }
 
 

@@ -1,4 +1,4 @@
-"""How many requests a gRPC server receives at once, and which calls have to wait for that."""
+"""How many requests a gRPC server receives at once, and which calls wait until it receives theirs."""
 
 from __future__ import annotations
 

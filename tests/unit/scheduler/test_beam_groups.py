@@ -47,7 +47,7 @@ def check(client: Client, handle: int = 1) -> None:
 def test_a_search_finds_the_same_with_few_slots_blocks_or_tokens(
     system: LocalSystem, client: Client, limits: dict[str, int]
 ) -> None:
-    """With six blocks, parked beams do not fit beside the forking beams, so they give up their blocks."""
+    """With six blocks, parked beams do not fit beside the forking beams, so the parked beams give up their blocks."""
     system.attach(toy(**limits))
     system.submit("s", 1, PROMPT, SAMPLING, beam=BEAM)
     system.run()

@@ -21,9 +21,9 @@ VOCAB = 16
 PAD = 0
 LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY_STOPPINGS = (False, True, "never")
-ENDS = ((), (2,), (2, 5), (2, 5, 9), (2, 3, 4, 5, 6))  # the last often ends several of the best extensions at once
+ENDS = ((), (2,), (2, 5), (2, 5, 9), (2, 3, 4, 5, 6))  # the last set often ends several of the best extensions at once
 
-Report = Callable[[Sequence[tuple[int, ...]]], list[Candidates]]  # of output tokens
+Report = Callable[[Sequence[tuple[int, ...]]], list[Candidates]]  # from the output tokens of each beam
 
 
 def drive(search: BeamSearch, report: Report) -> list[FinishedBeam]:

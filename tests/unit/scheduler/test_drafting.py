@@ -315,7 +315,7 @@ def test_draft_tokens_are_rows_and_no_prompt_tokens() -> None:
 
 
 def test_drafts_take_no_block_that_another_sequence_may_need() -> None:
-    """Both sequences fill the pool. No draft preempts one of them."""
+    """Together the two sequences fill the pool. No draft preempts either of them."""
     worker = Recording(block_size=1, num_blocks=2 * (len(PROMPT) + 30 - 1))
     system, client = system_with(worker, prefix_caching=False, speculative_ngram_min=1)
     for handle in (1, 2):
@@ -329,8 +329,8 @@ def test_drafts_take_no_block_that_another_sequence_may_need() -> None:
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("num_moves", range(2, 8))
 def test_a_block_is_not_lost_with_a_step_that_runs_nothing(window: int, num_moves: int) -> None:
-    """Another request is admitted at any moment, and cancelled before the cache answers. Then nothing may be left of
-    the step but a sequence that waits for its tokens."""
+    """Another request is admitted at any moment, and cancelled before the cache answers. The step may then have only a
+    sequence that waits for its tokens, so the step runs nothing."""
     params = sampling(40, period=1)
     for moment in range(50):
         worker = Recording(block_size=1)
@@ -447,7 +447,7 @@ def test_the_timeline_tells_once_that_a_request_drafts() -> None:
 
 
 def check_batch(batch: Batch) -> None:
-    """A running sequence is in one part of the batch. What the worker holds is drafting."""
+    """A running sequence is in one part of the batch. Slots that the worker holds are drafting."""
     decoding = {*np.flatnonzero(batch.slots.decoding).tolist()}
     parts = [batch.prefills.keys(), batch.paused.keys(), batch.drafting.keys(), batch.finishing, decoding]
     assert sum(map(len, parts)) == len(batch.running) == len({*batch.running}.union(*parts))

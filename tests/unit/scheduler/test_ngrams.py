@@ -12,7 +12,7 @@ TEXT = st.lists(st.integers(0, 3), max_size=60)
 
 
 def scanned(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    """The draft that the rule in docs/speculation.md gives."""
+    """The draft by the rule in docs/speculation.md, among the latest MAX_OCCURRENCES occurrences."""
     suffix = tokens[-shortest:]
     ends = [end for end in range(len(tokens) - 1, shortest - 1, -1) if tokens[end - shortest : end] == suffix]
     for length in range(longest, shortest - 1, -1):

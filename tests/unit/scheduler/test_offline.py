@@ -63,7 +63,7 @@ def play_both(scenario: dict[str, Any]) -> tuple[ScenarioOutcome, ScenarioOutcom
     online = [request for request in scenario["requests"] if not request.get("offline")]
     outcomes = []
     for requests in (scenario["requests"], online):
-        # as many slots in both runs: a scenario has no more of them than requests
+        # the same slots in both runs: a scenario may not have more slots than requests
         slots = min(scenario["max_num_seqs"], len(online))
         outcome = play(Scenario.model_validate(scenario | {"requests": requests, "max_num_seqs": slots}))
         assert not outcome.stuck

@@ -97,8 +97,8 @@ def test_a_steady_decode_step_is_a_small_message(system: LocalSystem, client: Cl
         if end.plans:
             sizes.append(end.plans[0].ByteSize())
         system.move(*system.moves()[0])
-    assert min(sizes) <= 8  # docs/design.md, budgets: 64 bytes plus new blocks
-    assert sorted(sizes)[len(sizes) // 2] <= 64
+    assert min(sizes) <= 8
+    assert sorted(sizes)[len(sizes) // 2] <= 64  # docs/design.md, budgets: 64 bytes plus new blocks
 
 
 def test_stop_tokens_and_min_tokens_are_honoured(system: LocalSystem, client: Client) -> None:

@@ -56,7 +56,7 @@ class Reader:
 )
 @settings(max_examples=200, deadline=None)
 def test_a_late_reader_gets_all_output(steps: list[tuple[set[int], bool, int]], limits: tuple[int, int]) -> None:
-    """Even handles want log probabilities."""
+    """Requests with an even handle want log probabilities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions, "MAX_SCORES", limits[0])
         patch.setattr(sessions, "MAX_STEPS", limits[1])

@@ -46,8 +46,8 @@ def test_a_long_decode_loses_no_token(steps: int) -> None:
 
 
 def test_the_ring_holds_all_tokens_in_flight() -> None:
-    """Between two flushes of a slot there are FLUSH_EVERY_STEPS steps, and the steps in flight when the slot is
-    freed."""
+    """Between two flushes of a slot there are at most FLUSH_EVERY_STEPS steps, plus the steps in flight when the slot
+    is freed."""
     window = SchedulerSettings.model_fields["window"]
     largest = next(limit.le for limit in window.metadata if hasattr(limit, "le"))
     assert FLUSH_EVERY_STEPS + largest <= BUFFER_STEPS

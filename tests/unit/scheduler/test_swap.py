@@ -231,7 +231,7 @@ def test_the_cache_may_refuse_a_resuming_request(drains: bool, monkeypatch: pyte
         system.scheduler.worker_drain(end.id)
         system.poll()
     with monkeypatch.context() as patch:
-        patch.setattr(system.cache, "check_invariants", lambda: None)  # it would miss the blocks taken above
+        patch.setattr(system.cache, "check_invariants", lambda: None)  # it would count the blocks taken above as lost
         system.move("exchange", None)
     device.pool.give_back(taken)
     system.move("answer", None)
@@ -269,7 +269,7 @@ def test_a_cache_may_have_fewer_host_blocks_than_the_scheduler_thinks() -> None:
 
 
 def groups_of_three(mode: str) -> LocalSystem:
-    """A lone request, and two prompts with three samples each. The worker has blocks for two thirds of them."""
+    """A lone request, and two prompts with three samples each. The worker has half of the blocks that they need."""
     system = make("vllm-v0", window=1, mode=mode)
     system.attach(toy(num_blocks=26))
     for handle in range(1, 8):

@@ -217,7 +217,7 @@ def test_a_wait_is_explained_even_if_its_beginning_is_forgotten(monkeypatch: pyt
 
 
 def test_each_worker_has_its_own_ranges() -> None:
-    """Two workers reject the request in turns, for different reasons. The timeline has no row for each decision."""
+    """Two workers reject the request in turns. The timeline has a row per worker and reason, not one per decision."""
     notes, head = RequestTimeline(), request(1)
     notes.arrived(head, 0.0)
     for i in range(200):

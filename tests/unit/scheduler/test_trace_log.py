@@ -1,4 +1,4 @@
-"""What the scheduler notes for a trace: nothing without a reader, and each step and exchange once with one."""
+"""What the scheduler notes for a trace: nothing without a reader; with a reader, each step and exchange once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(top_p=1.0, max_tokens=4, seed=1, ignore_eos=True)
 
 
 class TracedWorker(ToyWorker):
-    """Says when plans arrive if it is asked for it."""
+    """Reports when a plan arrived if the plan asks for it."""
 
     num_traced = num_plans = 0
 

@@ -119,7 +119,7 @@ def test_a_scheduler_that_stood_still_itself_does_not_count_that_time(system: Lo
     system.submit("s", 1, PROMPT, params())
     for name in "ab":
         lose(system, system.attach(toy(name)), Loss.LINK)
-    tick(system, 2 * RETURN_S)  # the scheduler reads messages of workers that came back after this tick
+    tick(system, 2 * RETURN_S)  # only after this tick, the scheduler reads messages of workers that came back
     assert not client.endings
     system.attach(toy("c"))
     pass_time(system, RETURN_S)

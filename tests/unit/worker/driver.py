@@ -75,7 +75,7 @@ class Driver:
         output: Seq[int] = (),
         prefix_of: Sequence | None = None,
     ) -> Sequence:
-        """`output`: what it had when it was preempted. `prefix_of`: share the whole blocks of a common prefix."""
+        """`output`: tokens from before a preemption. `prefix_of`: share the whole blocks of a common prefix."""
         if sampling.grammar:
             self.prepare(sampling.grammar)
         tokens = [*prompt, *output]

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family we serve, made by transformers, and what it generates from them."""
+"""Small random checkpoints of every family we serve, made by transformers, and the output of transformers for them."""
 
 from __future__ import annotations
 

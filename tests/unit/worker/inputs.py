@@ -24,7 +24,7 @@ class Inputs:
     def run(self, inputs: list[list[int]], cached: int = 0, blocks: bytes = b"") -> dict[int, Any]:
         """Runs steps until all inputs have vectors, and returns these by index.
 
-        `cached`: tokens with KV that is in the first of `blocks`.
+        `cached`: how many of the first tokens have their KV in `blocks`.
         """
         return self.finish(self.begin(inputs, cached, blocks))
 

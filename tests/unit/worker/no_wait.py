@@ -53,7 +53,7 @@ class _NoLiterals(TorchFunctionMode):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises HostWaits. Copies from the host have to be asynchronous, and nothing comes back."""
+    """Raises HostWaits for operations that wait, synchronous copies from the host, and all copies to the host."""
 
     def __enter__(self) -> NoWaiting:
         self._literals = _NoLiterals()

@@ -228,7 +228,7 @@ def test_matrices_are_packed_only_where_the_cpu_can_use_them() -> None:
 
 
 def test_threads_are_those_of_the_setting_on_every_python_thread() -> None:
-    """numba keeps the number for each Python thread. The worker is built in another one than it runs in."""
+    """numba keeps its number of threads per Python thread. A worker is built in one thread and runs in another."""
     found: list[int] = []
     ops = CpuOps(_config(), 512, KERNELS[torch.float32, 2])
 
@@ -280,7 +280,7 @@ def test_a_damaged_cache_costs_a_start_its_time_and_no_more(tmp_path: Path) -> N
 
 
 def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
-    """numba's cache would take kernels of another version of numbers.py."""
+    """Without the version in their names, numba would reuse cached kernels of an older numbers.py."""
     source = Path(kernels_module.__file__)
     assert (
         hashlib.sha256(source.read_bytes() + source.with_name("numbers.py").read_bytes() + get_host_cpu_name().encode())

@@ -30,7 +30,7 @@ def plan(step: int, *prefill_tokens: int) -> StepPlan:
 
 
 def passed(watch: StepWatch, seconds: float) -> tuple[int, float] | None:
-    """In pieces of a quarter of a second."""
+    """Lets the time pass in pieces of 0.25 s."""
     overdue = None
     while seconds > 0:
         overdue = watch.passed(min(0.25, seconds))
@@ -102,7 +102,7 @@ class Steps:
         return self
 
     def overdue_after_s(self) -> float:
-        """Of the step that has begun; to a quarter of a second."""
+        """How long the step that has begun may take, to 0.25 s."""
         seconds = 0.0
         while self.watch.passed(0.25) is None:
             seconds += 0.25
@@ -117,7 +117,7 @@ def test_a_worker_that_knows_its_pace_finds_a_hung_step_in_less_than_two_seconds
 
 def test_a_long_prefill_is_not_a_hang() -> None:
     steps = Steps().known()
-    steps.begin(20_000)  # of which 20 s are expected
+    steps.begin(20_000)  # expected to take 20 s
     assert steps.overdue_after_s() >= 10 * 20
 
 
@@ -234,7 +234,7 @@ def test_draft_rows_cost_as_much_as_prompt_tokens() -> None:
     assert steps.overdue_after_s() > 60, "the first draft row may compile"
     steps.watch.finished(0.01)
     steps.run(NUM_REMEMBERED, 0.01)
-    steps.begin(40, **drafts(3, FEW_TOKENS - 40 - 1))  # and the last token before the drafts
+    steps.begin(40, **drafts(3, FEW_TOKENS - 40 - 1))  # a draft row also has the last token before its drafts
     assert steps.overdue_after_s() == pytest.approx(HANG_S + 10 * (0.01 + 0.064), abs=0.3)
     steps.watch.finished(0.064)
     steps.begin(100, prefill_slots=slots(4), new_sequences=found(3, times=10), **drafts(3, 99))

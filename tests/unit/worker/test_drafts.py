@@ -132,7 +132,7 @@ def test_many_draft_rows_are_sampled_in_pieces(
         runner.reset()
         driver = Driver(runner)
         added = [driver.add(prompt, NEW_TOKENS, one) for prompt, one in zip(PROMPTS, samplings, strict=True)]
-        monkeypatch.setattr(runner, "_rows_at_once", 40)  # the prefills sample, and are never cut
+        monkeypatch.setattr(runner, "_rows_at_once", 40)  # all prefills sample, and such rows are never split
         driver.run_step()
         driver.run_step()
         monkeypatch.setattr(runner, "_rows_at_once", most)
@@ -381,7 +381,7 @@ def test_a_step_counts_its_draft_rows(reference: References, build: Build) -> No
 def test_a_draft_row_may_reach_the_longest_sequence(reference: References, build: Build) -> None:
     checkpoint = reference("qwen2")
     runner = build(checkpoint.folder, block_size=4, max_model_len=24).runner
-    expected = checkpoint.greedy(PROMPTS[2], 9)  # 16 tokens before it
+    expected = checkpoint.greedy(PROMPTS[2], 9)  # after a prompt of 16 tokens
     driver = Driver(runner)
     sequence = driver.add(PROMPTS[2], 9)
     driver.run_step()

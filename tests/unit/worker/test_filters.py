@@ -1,4 +1,4 @@
-"""Top-p and typical-p by either of their two ways: the same everywhere, ties and edges included."""
+"""Top-p and typical-p keep the same tokens by sorting and by radix, ties and edges included."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_both_ways_follow_the_definition(rows: list[list[float]], share: float) 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 8.0])
 @pytest.mark.parametrize("vocab", [5, 1000, 32_003])
 def test_both_ways_give_equal_results_on_large_rows(vocab: int, spread: float) -> None:
-    """Rounded like bfloat16's, so that many are equal; with and without filtered tokens; some need a full sort."""
+    """The values are rounded to bfloat16, so many are equal. Some rows have filtered tokens, some need a full sort."""
     values = (spread * torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab))).bfloat16().float()
     values[::2, 3 : vocab // 2] = -torch.inf
     values[1, 0] = 30.0

@@ -170,7 +170,7 @@ def test_without_a_folder_for_claims_a_worker_starts(has: Any, monkeypatch: pyte
 def test_a_folder_that_another_user_may_change_is_not_used(
     has: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """In /tmp another user can make the folder first. A link in it would make the worker empty a file of its own."""
+    """In /tmp another user can make the folder first. A link in it would make the worker empty one of its own files."""
     precious = tmp_path / "precious"
     precious.write_text("text")
     folder = memory_claims.default_folder()

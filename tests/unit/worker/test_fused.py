@@ -38,7 +38,7 @@ VOCAB = 1_001
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes as long as the tiles are wide."""
+    """The interpreter needs more time for wider tiles."""
     monkeypatch.setattr(fused_kernels, "TILE", 128)
     monkeypatch.setattr(fused_kernels, "MAX_CANDIDATES", 256)
 
@@ -188,8 +188,8 @@ def test_a_row_with_nan_has_scores_of_nan_and_tokens_of_the_vocabulary() -> None
     assert ((ids >= 0) & (ids < VOCAB)).all()
 
 
-# Operations; passes over the logits: the mean of the rows, and the most of a row. Top-p reads the logits once more for
-# each rejected draw.
+# Operations, and passes over the logits: the mean over the rows, and the maximum of a row. Top-p reads the logits once
+# more for each rejected draw.
 BUDGETS = {
     "greedy": (1, 1, 1),
     "temperature": (1, 2, 2),

@@ -1,4 +1,4 @@
-"""A step's arrays: padding, and what arrives through the pinned block."""
+"""A step's arrays: padding, and what arrives through pinned memory."""
 
 from __future__ import annotations
 

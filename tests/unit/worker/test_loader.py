@@ -274,7 +274,7 @@ def test_dummy_weights_need_a_config_alone_and_follow_the_seed(tmp_path: Path) -
 
 
 def test_the_fingerprint_is_that_of_the_model_in_any_type(tmp_path: Path) -> None:
-    """So that a scheduler may mix types; it compares them by themselves."""
+    """So a scheduler may mix types. It compares the types of the workers apart from their fingerprints."""
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     float32, bfloat16 = (
         load_model(str(tmp_path), load_format="dummy", device=CPU, dtype=dtype) for dtype in ("float32", "bfloat16")

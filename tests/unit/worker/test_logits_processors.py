@@ -161,8 +161,8 @@ def test_min_p_and_typical_p_are_those_of_transformers(
 def test_all_processors_together_sample_from_the_tokens_of_transformers(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
-    """Prompt and output as a real model makes them: after each step the token must be one that transformers keeps, by
-    the processors in our order; and with a filter that keeps one token, it is that one."""
+    """On the logits of a model: each sampled token must be one that transformers keeps, with the processors in our
+    order."""
     checkpoint = reference("qwen2")
     prompt = list(range(20, 50))
     sampling = SamplingParams(

@@ -19,7 +19,7 @@ class Asked(Exception):
 async def test_only_the_default_port_is_replaced_by_a_free_one(
     monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], wanted: tuple[int, bool]
 ) -> None:
-    """A second worker on a machine starts. A port that a setting names is that port or an error."""
+    """A second worker on a machine starts on a free port. If a setting names a port that is taken, the start fails."""
 
     def start(host: str, port: int, *, or_free: bool) -> None:
         raise Asked(port, or_free)

@@ -170,7 +170,7 @@ def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(tab
 
 
 def test_swaps_come_first_and_a_sequence_resumes_as_a_new_one(table: SlotBuffers) -> None:
-    """Slot 0 leaves; its blocks belong to another sequence in the same plan. Then it is back in another slot."""
+    """The sequence of slot 0 leaves, and the same plan gives its blocks to another. It resumes in another slot."""
     plan = prefill(2, 2, 8, free_slots=pack([0]), new_sequences=[new(2, 8, (1, 2, 8))])
     plan.swap_out_from, plan.swap_out_to = pack([1, 2]), pack([4, 5])
     rows = table.apply(plan)

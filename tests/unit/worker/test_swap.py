@@ -1,4 +1,4 @@
-"""KV blocks that go to host memory and back. (What the model says then: tests/simulation/test_models.py.)"""
+"""KV blocks that go to host memory and back. (tests/simulation/test_models.py checks the output after a swap.)"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Swaps run on a stream beside the computation. In any order that the events allow, the result is the same as one after
-the other."""
+"""Swaps run on a stream beside the computation. In any order that the events allow, the result is the same as if they
+ran one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plants mistakes in functions by their source, and finds the fences of the worker."""
+"""Plants mistakes in the source of functions, and finds the fences of the worker."""
 
 from __future__ import annotations
 import __future__
@@ -24,7 +24,7 @@ _FENCES = ("wait", "hold", "record", "is_passed", "synchronize")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A line of a function, and what stands there instead."""
+    """A piece of a function's source, and what replaces it."""
 
     owner: Any  # class or module
     function: str

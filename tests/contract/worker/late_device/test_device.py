@@ -133,7 +133,7 @@ def test_a_view_keeps_its_memory(device: LateDevice) -> None:
 
 
 def _read_on_a_side_stream(waits: bool, keeps: bool) -> list[float]:
-    """Whether the side stream waits for the tensor that it reads, and whether the host keeps it until then."""
+    """waits: the side stream waits for the tensor that it reads. keeps: the host keeps the tensor until the read."""
     side, written, read = SideStream(DEVICE), DeviceEvent(DEVICE), DeviceEvent(DEVICE)
     numbers = zeros(2) + 1
     written.record()

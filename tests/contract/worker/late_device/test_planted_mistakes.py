@@ -52,7 +52,7 @@ PACES = ((1, 0.0, 2), (2, 0.0, 3), (3, 0.6, 3))
 
 @dataclass
 class Bench:
-    """Scenarios. Each plays plans on simulated GPUs, and raises if a result differs from the CPU's."""
+    """Scenarios on simulated GPUs. Each raises at a mistake; most compare their results with the CPU's."""
 
     reference: Callable[[str], Reference]
     _expected: dict[str, tuple[list[StepPlan], list[StepResult]]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Bench:
         self._compare("greedy", self.reference("llama3-rope").folder, [GREEDY])
 
     def on_torch(self) -> None:
-        """A model that FlashInfer cannot serve."""
+        """Attention on torch, as for a model that FlashInfer cannot serve."""
         self._compare("greedy", self.reference("llama3-rope").folder, [GREEDY], attention_backend="torch")
 
     def sampled(self) -> None:
@@ -174,7 +174,7 @@ FENCES: list[Planted] = [
         for line in ("free.hold()", "filled.record()", "filled.hold()", "free.record()")
     ),
 ]
-# Fences without a mistake: memory.py measures with one of them, and the others are DeviceEvent.
+# No mistake is planted in these: memory.py measures with the first, and the others are DeviceEvent's own code.
 OTHER_FENCES = {
     "_free_bytes: torch.cuda.synchronize(device)",
     "record: self._event.record()",

@@ -59,7 +59,7 @@ def test_greedy_tokens_are_as_on_a_cpu(
 
 
 def test_a_model_on_torch_is_as_on_a_cpu(reference: Checkpoints) -> None:
-    """As models that FlashInfer cannot serve, and `deterministic` workers."""
+    """Models that FlashInfer cannot serve and `deterministic` workers use this backend."""
     folder = reference("mistral").folder
     runner = cpu_runner(folder)
     plans = make_plans(runner, REQUESTS, [GREEDY, SAMPLED])

@@ -34,7 +34,7 @@ def test_poisson_gaps_are_exponential() -> None:
     times = list(itertools.islice(poisson(5, Random(1)), 20_000))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert min(gaps) >= 0
-    # The deviation of an exponential gap is its mean; 20,000 gaps estimate both within 2 %.
+    # The standard deviation of exponential gaps equals their mean; 20,000 gaps estimate both within 2 %.
     assert mean(gaps) == pytest.approx(0.2, rel=0.03)
     assert stdev(gaps) == pytest.approx(0.2, rel=0.05)
 
