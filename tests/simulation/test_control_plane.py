@@ -314,7 +314,7 @@ def test_every_stream_equals_its_undisturbed_run(first: int) -> None:
 def test_the_seeds_cover_every_event() -> None:
     """Preemption, swaps, hits, evictions, lost workers, lost caches: all happened, or the test above shows little."""
     preempted = requeued = hits = evicted = forked = swapped_out = swapped_in = demoted = promoted = restored = 0
-    for seed in range(60):
+    for seed in range(NUM_SEEDS):
         run = Run(seed)
         run.play()
         preempted += run.system.scheduler.counters.preempted

@@ -147,7 +147,7 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.Capture
         (["--days", "826"], "--days: 826 is not within 1..825"),
         (["--host", "no host"], "--host: 'no host' is neither a DNS name nor an IP address"),
         (["--host", ""], "--host: '' is neither a DNS name nor an IP address"),
-        (["--host", "-a"], "--host: '-a' is neither a DNS name nor an IP address"),
+        (["--host", "-a"], "argument --host: expected one argument"),
     ],
 )
 def test_bad_flags_get_one_error_line(
@@ -160,7 +160,7 @@ def test_bad_flags_get_one_error_line(
     assert status == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert message in said or "--host" in said
+    assert message in said
     assert not (tmp_path / "set").exists()
 
 
