@@ -165,11 +165,14 @@ class TorchAttention:
         kv_len = int(metadata.kv_lens(self._block_size)[i])
         prefix = kv_len - count
         if prefix == 0 and (not window or kv_len <= window):
-            return ChunkPlan(slice(start, stop), None, (Tile(slice(0, count), slice(0, count), None),))
+            return ChunkPlan(slice(start, stop), None, tuple(self._causal_tiles(count)))
         first_block = max(0, prefix - window + 1) // self._block_size if window else 0
         blocks = metadata.kv_indices[metadata.kv_indptr[i] + first_block : metadata.kv_indptr[i + 1]]
         tiles = tuple(self._tiles(count, prefix, window, first_block * self._block_size))
         return ChunkPlan(slice(start, stop), self._gather(blocks[None]), tiles)
+
+    def _causal_tiles(self, count: int) -> Iterator[Tile]:
+        yield Tile(slice(0, count), slice(0, count), None)
 
     def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
         size = max(1, TILE_ELEMENTS // (prefix + count - first_key))
@@ -227,11 +230,7 @@ class TorchAttention:
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=group.mask).reshape(count, -1)
 
     def _prefill(self, layer: int, chunk: ChunkPlan, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        if chunk.gather is None:
-            keys, values = (x[chunk.rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
-        else:
-            self._fetch(layer, chunk.gather)
-            keys, values = chunk.gather.keys, chunk.gather.values
+        keys, values = self._seen(layer, chunk, key, value)
         query, out = query[chunk.rows], out[chunk.rows]
         for tile in chunk.tiles:
             seen = F.scaled_dot_product_attention(
@@ -243,6 +242,13 @@ class TorchAttention:
                 enable_gqa=True,
             )
             out[tile.rows].view(-1, *query.shape[1:]).copy_(seen[0].transpose(0, 1))
+
+    def _seen(self, layer: int, chunk: ChunkPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that the chunk sees, [1, kv_heads, keys, head_dim], valid until the next _fetch()."""
+        if chunk.gather is None:
+            return key[chunk.rows].transpose(0, 1).unsqueeze(0), value[chunk.rows].transpose(0, 1).unsqueeze(0)
+        self._fetch(layer, chunk.gather)
+        return chunk.gather.keys, chunk.gather.values
 
     def _fetch(self, layer: int, gather: Gather) -> None:
         """Fill the scratch memory. The contents are valid until the next call."""

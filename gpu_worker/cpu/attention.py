@@ -1,12 +1,16 @@
-"""Attention over the paged pool for CPUs: a compiled kernel for decodes and short chunks, SDPA for longer chunks."""
+"""Attention over the paged pool for CPUs: a compiled kernel for decodes and short chunks; for longer chunks two batched
+products, with a compiled softmax between them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata
-from gpu_worker.attention.torch_backend import TorchAttention, WindowPlan
+from gpu_worker.attention.torch_backend import ChunkPlan, Tile, TorchAttention, WindowPlan
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
@@ -14,12 +18,16 @@ from gpu_worker.kv.pool import KvPool
 # A chunk with at most this many rows runs in the kernel, each row like a decode. Measured with one thread and
 # the shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower.
 KERNEL_ROWS = 8
+# Rows of a tile. Products of fewer rows are slower. More rows compute more scores that causal attention does not need.
+TILE_ROWS = 64
+# Scores of a tile per query head of a group: so many stay in the CPU's cache, also of long sequences.
+TILE_SCORES = 2**19
+LEAST_TILE_ROWS = 8
 
 
 class CpuAttention(TorchAttention):
-    """The kernel reads the blocks where they are. To gather them, as SDPA needs it, takes three times as long as the
-    attention itself. `by_row`: all rows are decodes, so that a row's result depends only on its own tokens.
-    """
+    """The kernel reads the blocks where they are. To gather them, as a product needs it, takes three times as long as a
+    decode's attention. `by_row`: all rows are decodes, so that a row's result depends only on its own tokens."""
 
     def __init__(self, pool: KvPool, windows: tuple[int, ...], kernels: Kernels, by_row: bool = False) -> None:
         super().__init__(pool, windows, by_row)
@@ -50,3 +58,35 @@ class CpuAttention(TorchAttention):
         for chunk in self._plans[window].chunks:
             self._prefill(layer, chunk, query, key, value, out)
         return out
+
+    def _causal_tiles(self, count: int) -> Iterator[Tile]:
+        return self._tiles(count, 0, 0, 0)
+
+    def _tiles(self, count: int, prefix: int, window: int, first_key: int) -> Iterator[Tile]:
+        """Tiles without masks. A tile's last row sees its last key."""
+        fitting = TILE_SCORES // (self._num_kv_heads * (prefix + count - first_key))
+        size = min(max(fitting, LEAST_TILE_ROWS), TILE_ROWS)
+        for top in range(0, count, size):
+            bottom = min(top + size, count)
+            low = max(first_key, prefix + top - window + 1) if window else first_key
+            yield Tile(slice(top, bottom), slice(low - first_key, prefix + bottom - first_key), None)
+
+    def _prefill(self, layer: int, chunk: ChunkPlan, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        window = self._windows[layer]
+        keys, values = (x[0] for x in self._seen(layer, chunk, key, value))
+        keys = keys.float()  # so that scores are not rounded to bfloat16
+        kv_heads, _, head_dim = keys.shape
+        group = query.shape[1] // kv_heads
+        query, out = (x[chunk.rows].view(-1, kv_heads, group, head_dim) for x in (query, out))
+        # For each KV head its query heads of row 0, of row 1, ...
+        folded = query.transpose(0, 1).float().reshape(kv_heads, -1, head_dim)
+        for tile in chunk.tiles:
+            head_rows = group * (tile.rows.stop - tile.rows.start)
+            rows = folded[:, group * tile.rows.start : group * tile.rows.stop]
+            scores = torch.bmm(rows, keys[:, tile.keys].transpose(1, 2))
+            weights = scores if values.dtype == scores.dtype else torch.empty_like(scores, dtype=values.dtype)
+            self._kernels.mask_softmax(
+                scores.flatten(0, 1).numpy(), head_rows, group, window, self._scale, as_array(weights.flatten(0, 1))
+            )
+            seen = torch.bmm(weights, values[:, tile.keys])
+            out[tile.rows].copy_(seen.view(kv_heads, -1, group, head_dim).transpose(0, 1))

@@ -18,7 +18,7 @@ from llvmlite.binding import get_host_cpu_name
 from numba import config, njit, prange, set_num_threads, types
 
 from gpu_worker.cpu import numbers
-from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, load, prefetch, store
+from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, largest, load, prefetch, store
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -57,7 +57,7 @@ def _attend(
         scores = np.empty((heads, kv_len - start), np.float32)
         _score(scaled, keys, table, start, kv_len, scores)
         for h in range(heads):
-            _softmax(scores[h])
+            scores[h] /= _softmax(scores[h], np.float32(1))
         total = np.zeros((heads, head_dim), np.float32)
         _weigh(scores, values, table, start, kv_len, total)
         for h in range(heads):
@@ -81,17 +81,27 @@ def _score(query: Any, keys: Any, table: Any, start: int, kv_len: int, scores: A
 
 
 @njit(inline="always", fastmath=FASTMATH)
-def _softmax(scores: Any) -> None:
-    largest = scores[0]
+def _softmax(scores: Any, scale: Any) -> Any:
+    """In place, but for the division by the sum, which it returns. NaN stays NaN."""
+    most, total = largest(scores), np.float32(0)
     for t in range(len(scores)):
-        largest = max(largest, scores[t])
-    total = np.float32(0)
-    for t in range(len(scores)):
-        weight = exp(scores[t] - largest)
+        weight = exp((scores[t] - most) * scale)
         scores[t] = weight
         total += weight
-    for t in range(len(scores)):
-        scores[t] /= total
+    return total
+
+
+def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float, weights: Any) -> None:
+    keys = scores.shape[1]
+    for row in prange(len(scores)):
+        stop = keys - (head_rows - 1 - row % head_rows) // group
+        start = max(0, stop - window) if window else 0
+        seen, out = scores[row, start:stop], weights[row]
+        factor = np.float32(1) / _softmax(seen, scale)
+        out[:start], out[stop:] = 0, 0
+        chosen = out[start:stop]
+        for t in range(len(chosen)):
+            store(chosen, t, seen[t] * factor)
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -139,15 +149,26 @@ def _rotate(heads: Any, num_heads: int, angles: Any, has_norms: bool, norms: Any
                 for d in range(head_dim):
                     squares += load(head[d]) * load(head[d])
                 factor = np.float32(1) / np.sqrt(squares / np.float32(head_dim) + eps)
-            norm = norms[0 if h < num_queries else 1]
-            for pair in range(head_dim // 2):
-                real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
-                if has_norms:
+            turns = angles[row]
+            # Two loops, because the compiler gives a loop with the condition inside no vector instructions.
+            if has_norms:
+                norm = norms[0 if h < num_queries else 1]
+                for pair in range(head_dim // 2):
+                    real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
                     real *= factor * load(norm[2 * pair])
                     imaginary *= factor * load(norm[2 * pair + 1])
-                cos, sin = angles[row, 2 * pair], angles[row, 2 * pair + 1]
-                store(head, 2 * pair, real * cos - imaginary * sin)
-                store(head, 2 * pair + 1, real * sin + imaginary * cos)
+                    _turn(head, pair, real, imaginary, turns)
+            else:
+                for pair in range(head_dim // 2):
+                    real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
+                    _turn(head, pair, real, imaginary, turns)
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def _turn(head: Any, pair: Any, real: Any, imaginary: Any, turns: Any) -> None:
+    cos, sin = turns[2 * pair], turns[2 * pair + 1]
+    store(head, 2 * pair, real * cos - imaginary * sin)
+    store(head, 2 * pair + 1, real * sin + imaginary * cos)
 
 
 def _silu_and_mul(gate_up: Any, out: Any) -> None:
@@ -165,6 +186,10 @@ class Kernels:
         first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
         decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. block_ids,
         first_blocks, kv_lens and rows are int32. `window` 0: none.
+    mask_softmax(scores float32 [kv_heads * head_rows, keys], head_rows, group, window, scale, weights of that shape):
+        the causal softmax of scores * scale. For each KV head there are `group` rows of scores (its query heads) per
+        row of a chunk. The chunk's last row sees all keys, the row before it all but the last, and so on. The scores
+        are overwritten.
     norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
         num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
@@ -186,6 +211,8 @@ class Kernels:
         rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
         began_s = time.monotonic()
         self.attend = _Kernel(_attend, attend, threads, least_decodes, rows_at=6)
+        softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single, matrix
+        self.mask_softmax = _Kernel(_mask_softmax, softmax, threads, least)
         self.norm = _Kernel(_norm, (matrix, vector, single, matrix), threads, least)
         self.rotate = _Kernel(_rotate, rotate, threads, least)
         self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads, least)

@@ -104,6 +104,19 @@ def _store(array: Any, index: Any, value: Any) -> Any:
     return store_bfloat
 
 
+@njit
+def largest(numbers: Any) -> Any:
+    """The largest number of a float32 array without NaN. Compares the bits as integers, because comparisons of floats
+    that mind NaN do not use vector instructions."""
+    bits = numbers.view(np.int32)
+    most = np.int32(-(2**31))
+    for i in range(len(bits)):
+        # Negative floats compare in reverse.
+        order = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        most = max(most, order)
+    return _float_of_bits(np.uint32(most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
 @njit(inline="always", fastmath=FASTMATH)
 def exp(x: Any) -> Any:
     """The exponential of a float32, to about 1e-7 (Cephes' expf). An x outside -87..88 counts as the nearer limit. A

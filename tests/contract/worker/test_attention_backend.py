@@ -16,6 +16,7 @@ from gpu_worker.attention import torch_backend
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention
 from gpu_worker.attention.torch_backend import TorchAttention
+from gpu_worker.cpu import attention as cpu_attention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.kv.pool import KvPool, allocate_pool
@@ -125,3 +126,6 @@ def test_limits_that_split_the_work_change_nothing(window: int, monkeypatch: pyt
     decodes = [(n, 1) for n in range(0, 200, 13)]
     chunks = [(70, 61), (0, 130), (1, 2)]
     check(lambda pool, windows, _: TorchAttention(pool, windows), decodes, chunks, 8, 2, 3, window, 0)
+    monkeypatch.setattr(cpu_attention, "TILE_SCORES", 2 * 9 * 130)
+    kernels = Kernels(torch.float32, threads=2)
+    check(lambda pool, windows, _: CpuAttention(pool, windows, kernels), decodes, chunks, 8, 2, 3, window, 0)

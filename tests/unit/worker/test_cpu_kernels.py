@@ -25,13 +25,13 @@ from gpu_worker.cpu import kernels as kernels_module
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packing
-from gpu_worker.cpu.numbers import FASTMATH, as_array, exp, load, store
+from gpu_worker.cpu.numbers import FASTMATH, as_array, exp, largest, load, store
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.ops import TorchOps
-from tests.support.attention import metadata_of
+from tests.support.attention import dense, fill, metadata_of
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
@@ -127,6 +127,44 @@ def test_the_exponential_is_precise_and_keeps_nan() -> None:
     assert np.isnan(ours[0])
     assert 0 <= ours[1] == ours[2] < 2e-38
     assert ours[3] > 1e38
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=100))
+@settings(max_examples=200, deadline=None)
+def test_the_largest_number_is_found(numbers: list[float]) -> None:
+    assert largest(np.array(numbers, np.float32)) == max(numbers)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [0, 1, 40])
+def test_the_softmax_of_a_chunk_hides_the_keys_behind_each_row(dtype: torch.dtype, window: int) -> None:
+    rows, group, kv_heads, keys = 30, 3, 2, 70
+    scores = 9 * _random(kv_heads * rows * group, keys, dtype=torch.float32)
+    key = torch.arange(keys)
+    row = (keys - rows + torch.arange(rows))[None, :, None, None]
+    hidden = (key > row) | (key <= row - window if window else torch.tensor(False))
+    masked = (scores / 4).view(kv_heads, rows, group, keys).masked_fill(hidden, -torch.inf)
+    for threads in (1, 2):
+        weights = torch.full_like(scores, torch.nan, dtype=dtype)
+        arrays = scores.clone().numpy(), as_array(weights)
+        KERNELS[dtype, threads].mask_softmax(arrays[0], rows * group, group, window, np.float32(0.25), arrays[1])
+        assert_close(weights, masked.softmax(-1).view_as(scores), dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, threads: int) -> None:
+    """Scores are not rounded to bfloat16, weights and the result are."""
+    dtype, prefix, count = torch.bfloat16, 75, 150
+    pool = allocate_pool(40, 8, 1, 2, 16, dtype, CPU)
+    table = list(range(1, 1 + -(-(prefix + count) // 8)))
+    full = _random(2, prefix + count, 2, 16, dtype=dtype)
+    fill(pool.storage, 0, table, full[:, :prefix])
+    query = 5 * _random(count, 6, 16, dtype=dtype, seed=1)
+    attention = CpuAttention(pool, (window,), KERNELS[dtype, threads])
+    attention.plan(metadata_of(0, [(prefix, count)], [table], 8))
+    out = attention.run(0, query, full[0, prefix:], full[1, prefix:])
+    torch.testing.assert_close(out.double(), dense(query, full[0], full[1], window), atol=0.01, rtol=2**-8)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
