@@ -15,8 +15,9 @@ from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
 
-# A chunk with at most this many rows runs in the kernel, each row like a decode. Measured with one thread and
-# the shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower.
+# A chunk with at most this many rows runs in the kernel, each row like a decode. Measured with one thread and the
+# shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower. (For
+# so few rows the products take about as long as SDPA.)
 KERNEL_ROWS = 8
 # Rows of a tile. Products of fewer rows are slower. More rows compute more scores that causal attention does not need.
 TILE_ROWS = 64
