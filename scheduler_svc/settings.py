@@ -98,7 +98,8 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     no_worker_timeout_s: float = Field(
         30.0,
         ge=0,
-        description="while no worker is attached, a waiting request fails with 503 after this many seconds; 0: never",
+        description="while no attached worker can hold it, a waiting request fails with 503 after this many seconds; "
+        "0: never",
     )
     conversation_ttl_s: float = Field(
         300.0, gt=0, le=86400, description="seconds for which an idle conversation keeps its blocks and queue position"

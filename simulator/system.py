@@ -271,7 +271,7 @@ class LocalSystem:
             if not moves:
                 return True
             self.move(*moves[0])
-        return False
+        return not self.moves()
 
     def run(self) -> None:
         """Run until no link can move."""

@@ -39,9 +39,11 @@ _NO_PENALTIES = tuple(SAMPLING[name].default for name in PENALTY_NAMES)
 
 
 class RowPool:
-    """Rows of one device tensor for slots. The tensor grows with the largest number of rows in use."""
+    """Rows of one device tensor for slots. The tensor grows with the largest number of rows in use, to `num_slots` rows
+    at most."""
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, device: torch.device) -> None:
+        self._num_slots = num_slots
         self.tensor = torch.zeros((0, width), dtype=torch.int32, device=device)
         self._row_of: dict[int, int] = {}  # by slot
         self._free: list[int] = []
@@ -50,8 +52,9 @@ class RowPool:
         """A row for the slot, int32 [width], with old contents."""
         if not self._free:
             have = len(self.tensor)
-            self._free = list(range(have, 2 * have + 1))[::-1]
-            self.tensor = torch.cat((self.tensor, self.tensor.new_zeros((have + 1, self.tensor.shape[1]))))
+            more = min(have + 1, self._num_slots - have)
+            self._free = list(range(have, have + more))[::-1]
+            self.tensor = torch.cat((self.tensor, self.tensor.new_zeros((more, self.tensor.shape[1]))))
         row = self._row_of[slot] = self._free.pop()
         return self.tensor[row]
 
@@ -130,6 +133,7 @@ class LogitsProcessors:
     """The processors by slot. Used only by the model's thread, with the plans in order."""
 
     vocab_size: int
+    num_slots: int
     device: torch.device
     _of: dict[int, LogitsOptions] = field(init=False, default_factory=dict)
     _counts: RowPool = field(init=False)
@@ -143,7 +147,8 @@ class LogitsProcessors:
     def reset(self) -> None:
         """A new link: no slot has a sequence."""
         self._of.clear()
-        self._counts, self._tails = RowPool(self.vocab_size, self.device), RowPool(_PREFIX, self.device)
+        self._counts = RowPool(self.num_slots, self.vocab_size, self.device)
+        self._tails = RowPool(self.num_slots, _PREFIX, self.device)
         self._assembled = (b"", None)
 
     def apply(self, plan: StepPlan) -> None:

@@ -105,7 +105,7 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self._slots = SlotBuffers(limits)
-        self._logits_processors = LogitsProcessors(limits.vocab_size, device)
+        self._logits_processors = LogitsProcessors(limits.vocab_size, limits.max_num_seqs, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._pooler = pooler
         self._fused_sampling = fused_sampling

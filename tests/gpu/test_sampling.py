@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that it is a prototype
 def test_torch_detects_no_wait_for_the_device(fused: bool) -> None:
     """With all sampling parameters. Only the second run is checked: the first one may set up kernels and memory."""
-    processors = LogitsProcessors(VOCAB, DEVICE)
+    processors = LogitsProcessors(VOCAB, ROWS, DEVICE)
     start(processors, range(4), [[1, 2, 3]] * 4, [2] * 4, list(ASKED.values()))
     for mode in ("default", "error"):
         batch = processors.of(np.arange(ROWS, dtype=np.int32))

@@ -226,8 +226,8 @@ Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
 class GiveUpPinsOp(_message.Message):
-    """Remove all pins of the worker, because a request waits for blocks while no request runs on the worker. Without pins,
-    nothing changes.
+    """Remove all pins of the worker, because too few blocks are free to admit a request while no request runs on the
+    worker, or to continue the worker's only request. Without pins, nothing changes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

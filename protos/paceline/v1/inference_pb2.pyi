@@ -1414,7 +1414,7 @@ class SchedulerStatus(_message.Message):
     full: _builtins.bool
     """The queue is full: new submissions of online requests are refused, unless they were accepted before."""
     no_worker_timeout_s: _builtins.float
-    """How long a request waits while no worker is attached before it ends with UNAVAILABLE; 0: for ever."""
+    """How long a request waits while no attached worker can hold it before it ends with UNAVAILABLE; 0: for ever."""
     queue_limit: Global___QueueLimit.ValueType
     """If the queue is full: which limit it has reached."""
     @_builtins.property

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from services.cli import api_key
 from services.cli.servers import SERVER_ENV, TLS_ENV, NoAddress, Server, running_server
-from services.runtime.keys.listen import is_loopback
 from services.runtime.tls.credentials import pinned_context
+from services.runtime.tls.exposed import is_loopback
 from services.runtime.tls.files import TlsError, TlsFiles, TlsPaths
 
 URL_ENV = "PACELINE_URL"

@@ -28,8 +28,8 @@ class Caller:
 
         On a server without keys, OpenAI's `user` stands for a tenant. On a server with keys it names an end user, and
         may differ from the key's tenant. Raises ApiError 403 for another tenant than the key's, and for a priority
-        above the key's. In the queue order, a deadline or an SLO that is nearer than the key's `min_slo_s` counts as
-        `min_slo_s` away.
+        above the key's. In the queue order, a deadline or an SLO that is less than the key's `min_slo_s` after the
+        request's arrival counts as `min_slo_s` after it.
         """
         key = self.key
         if self.offline:

@@ -28,7 +28,8 @@ MAX_BAD_WORD_TOKENS = 64  # per entry
 MAX_BAD_WORDS_TOKENS = 4096  # of all entries, in both spellings
 MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
-# Below this temperature sampling is greedy in practice. vLLM has the same limit (_SAMPLING_EPS).
+# Below this temperature sampling is greedy in practice. vLLM has the same limit (_SAMPLING_EPS in sampling_params.py),
+# but only 0 is below it there: vLLM first raises any other temperature to at least 0.01 (_MAX_TEMP).
 _GREEDY_TEMPERATURE = 1e-5
 
 

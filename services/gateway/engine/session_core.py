@@ -12,6 +12,7 @@ again together with the tokens that have arrived. So generation continues after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,14 @@ class SessionProtocolError(Exception):
 
 class SessionFull(Exception):
     """More live requests than the gateway may hold."""
+
+
+class _TokenContent(NamedTuple):
+    """What a message adds to the outputs of requests, by handle."""
+
+    tokens: Sequence[tuple[int, int]]
+    prompt_scores: Sequence[tuple[int, dict[int, Score]]]
+    scores: Sequence[tuple[int, Score]]
 
 
 class SessionCore:
@@ -281,6 +290,7 @@ class SessionCore:
             self._down_since_s = None
         elif not self.opened:
             raise SessionProtocolError("the first message has no `opened`")
+        content = self._checked_content(response)  # before a mismatch ends requests
         refused: list[LiveRequest] = []
         if response.HasField("status"):
             self.status, self.mismatch = response.status, ""
@@ -294,7 +304,7 @@ class SessionCore:
         elif not (response.prompt_scores or response.embeddings):  # messages with these contain nothing else
             self.admission.unchanged()
         self._take_embeddings(response)
-        return refused + self._take_tokens(response) + self._take_endings(response)
+        return refused + self._take_tokens(content) + self._take_endings(response)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -314,15 +324,17 @@ class SessionCore:
         return touched
 
     def _take_embeddings(self, response: inference_pb2.SessionResponse) -> None:
-        if any(not embedding.values or len(embedding.values) % 4 for embedding in response.embeddings):
-            raise SessionProtocolError("malformed embeddings")
         for embedding in response.embeddings:
             request = self._live.get(embedding.handle)
             if request is not None and not request.cancelled:
                 request.embedding = embedding.values
 
-    def _take_tokens(self, response: inference_pb2.SessionResponse) -> list[LiveRequest]:
-        touched: list[LiveRequest] = []
+    def _checked_content(self, response: inference_pb2.SessionResponse) -> _TokenContent:
+        """The tokens and scores of a message. Raises SessionProtocolError if a part of the message is malformed. All of
+        a message is checked before any of it is applied: a message applied in part would leave tokens without scores.
+        """
+        if any(not embedding.values or len(embedding.values) % 4 for embedding in response.embeddings):
+            raise SessionProtocolError("malformed embeddings")
         if response.handles:
             self._handles = response.handles[:]
         if response.handles or response.same_handles:
@@ -337,18 +349,21 @@ class SessionCore:
             scores = [(score.handle, score_of(score)) for score in response.scores]
         except (ValueError, IndexError) as error:
             raise SessionProtocolError(f"malformed log probabilities: {error}") from error
-        # All of the message is valid: apply it. A message applied in part would leave tokens without scores.
+        return _TokenContent(tokens, prompt_scores, scores)
+
+    def _take_tokens(self, content: _TokenContent) -> list[LiveRequest]:
+        touched: list[LiveRequest] = []
         live = self._live
-        for handle, token in tokens:
+        for handle, token in content.tokens:
             request = live.get(handle)
             if request is not None and not request.cancelled:
                 request.tokens.append(token)
                 touched.append(request)
-        for handle, of_prompt in prompt_scores:
+        for handle, of_prompt in content.prompt_scores:
             request = live.get(handle)
             if request is not None and not request.cancelled:
                 request.prompt_scores.update(of_prompt)
-        for handle, score in scores:
+        for handle, score in content.scores:
             request = live.get(handle)
             if request is not None and not request.cancelled:
                 request.scores.append(score)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from services.gateway.errors import ApiError
+from services.runtime.tls.exposed import is_loopback
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]*)?", re.IGNORECASE)
 _LOOPBACK_NAMES = ("localhost", "*.localhost")
@@ -32,7 +33,7 @@ class AllowedHosts:
     def __init__(self, allowed: Sequence[str], bound_to: str) -> None:
         self._is_default = not allowed
         if not allowed:
-            allowed = (*_LOOPBACK_NAMES, bound_to.lower()) if _is_loopback(bound_to) else ("*",)
+            allowed = (*_LOOPBACK_NAMES, bound_to.lower()) if is_loopback(bound_to) else ("*",)
         self._all = "*" in allowed
         self._names = frozenset(allowed)
         self._endings = tuple(entry[1:] for entry in allowed if entry.startswith("*."))
@@ -60,21 +61,12 @@ class AllowedHosts:
         host = found[1].lower().removesuffix(".")
         if host in self._names or host.endswith(self._endings):
             return True
-        return self._is_default and _is_loopback(host)
+        return self._is_default and is_loopback(host)
 
 
 def _is_address(value: bytes) -> bool:
     found = _HOST.fullmatch(value.decode("latin-1"))
     try:
         return found is not None and bool(ipaddress.ip_address(found[1].strip("[]")))
-    except ValueError:
-        return False
-
-
-def _is_loopback(host: str) -> bool:
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False

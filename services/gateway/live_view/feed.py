@@ -36,6 +36,7 @@ _FIRST_CACHE_S = 0.5
 # The feed keeps the tenants of at most this many namespaces.
 _MAX_TENANTS = 4096
 _STOPS = "the server is shutting down"
+_FAILED = "the live view has failed; the gateway's log says why"
 
 
 class LiveFeed:
@@ -54,6 +55,11 @@ class LiveFeed:
     def num_viewers(self) -> int:
         """Open streams."""
         return len(self._viewers)
+
+    @property
+    def why_ended(self) -> str:
+        """Why a stream has ended, for clients."""
+        return _STOPS if self._closing else _FAILED
 
     def join(self) -> Viewer:
         """Takes a slot at once, so that requests of the same instant cannot exceed the limit. Raises ApiError 429 and
@@ -161,7 +167,7 @@ class Viewer:
     async def snapshot(self) -> bytes:
         """One snapshot, as JSON. Raises ApiError 503 if the gateway stops or the live view fails."""
         if (snapshot := await self._latest.get()) is None:
-            raise ApiError(503, _STOPS, retry_after_s=1.0)
+            raise ApiError(503, self._feed.why_ended, retry_after_s=1.0)
         return snapshot
 
     def close(self) -> None:

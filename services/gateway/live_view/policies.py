@@ -28,7 +28,7 @@ from services.gateway.openai.middleware import OtherApi, caller_of
 from services.gateway.openai.routes import BODY_ERRORS
 from services.gateway.openai.schema import RequestBody
 from services.gateway.openapi.description import described
-from services.runtime.keys.listen import is_loopback
+from services.runtime.tls.exposed import is_loopback
 
 if TYPE_CHECKING:  # in the stubs only
     from paceline.v1.admin_pb2_grpc import AdminServiceAsyncStub

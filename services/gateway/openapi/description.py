@@ -21,9 +21,9 @@ COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 class Described:
     """What /openapi.json says of one route. `body`: the model that parses the request. `form`: the model of a
     multipart body. `query`: parameters, each with its meaning. `answer`: the JSON of status 200. `event`: the JSON of
-    one event of a stream. `text`: the media type of an answer without a schema. `statuses`: further statuses without
-    the error shape, each with its meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each
-    with its meaning.
+    one event of a stream. `text`: the media type of an answer without a schema; with
+    application/json the answer is any object. `statuses`: further statuses without the error shape, each with its
+    meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each with its meaning.
     """
 
     body: type[BaseModel] | None = None

@@ -101,7 +101,7 @@ def _responses(one: Described, method: str, refs: _Refs) -> dict[str, Any]:
         schema = {"type": "string", "description": what, "contentMediaType": "application/json"}
         content["text/event-stream"] = {"schema": schema | {"contentSchema": refs[one.event]}}
     if one.text:
-        content[one.text] = {"schema": {"type": "string"}}
+        content[one.text] = {"schema": {"type": "object" if one.text == "application/json" else "string"}}
     responses: dict[str, Any] = {}
     if content or not one.statuses:
         responses["200"] = {"description": "OK", **({"content": content} if content else {})}

@@ -79,7 +79,7 @@ class DocumentStore(Protocol):
         most: int,
         newest_first: bool = True,
     ) -> list[Document]:
-        """The owner's documents behind `after`, by time. No labels: with any label."""
+        """The owner's documents behind `after`, by time. `after` may have been deleted. No labels: with any label."""
         ...
 
     async def usage(self, kind: DocumentKind, owner: str) -> StoreUsage:

@@ -136,10 +136,13 @@ class RedisDocuments:
         redis, ask, key = self._link.redis, self._link.ask, _index(kind, owner)
         start = 0
         if after is not None:
-            rank = await ask((redis.zrevrank if newest_first else redis.zrank)(key, after.name.id))
-            if rank is None:
-                return []
-            start = rank + 1
+            # By time and id, because the document may have been deleted or have expired since the caller read it.
+            at_s, own = after.created_s, after.name.id.encode()
+            same = await ask(redis.zrangebyscore(key, at_s, at_s))
+            if newest_first:
+                start = await ask(redis.zcount(key, f"({at_s!r}", "+inf")) + sum(id_ >= own for id_ in same)
+            else:
+                start = await ask(redis.zcount(key, "-inf", f"({at_s!r}")) + sum(id_ <= own for id_ in same)
         found: list[Document] = []
         while len(found) < most:
             ids = await ask(redis.zrange(key, start, start + _LOOKED_AT - 1, desc=newest_first))

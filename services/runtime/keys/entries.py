@@ -38,8 +38,8 @@ class InvalidKeys(Exception):
 class ApiKey(BaseModel):
     """What a key may do. A quota of None is no limit. Quotas hold for one gateway process.
 
-    `tokens_per_minute` counts prompt and output tokens; `max_tokens_in_flight` counts the prompts of running requests
-    and the output that they may reach.
+    `tokens_per_minute` counts prompt and output tokens; `max_tokens_in_flight` counts the prompts of queued and running
+    requests and the output that they may reach.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import ipaddress
 from urllib.parse import unquote
+
+from services.runtime.tls.exposed import is_loopback
 
 
 def safe_host(host: str, *, has_keys: bool, insecure: bool) -> tuple[str, str]:
-    """The address to listen on, and in one line why it is not `host` ("" if it is)."""
+    """The address to listen on, without brackets, and in one line why it is not `host` ("" if it is)."""
+    host = host.strip("[]")
     if has_keys or insecure or is_loopback(host):
         return host, ""
     instead = "::1" if ":" in host else "127.0.0.1"
     why = f"no API keys: listens on {instead} alone, not on {host}; give keys (--keys-file), or --insecure"
     return instead, why
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name stands for this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def is_local_peer(peer: str) -> bool:

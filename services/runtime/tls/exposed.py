@@ -7,17 +7,21 @@ import ipaddress
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
+# The names of loopback in /etc/hosts of Debian and Ubuntu.
+_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached only from this machine. False for an unknown name."""
-    if host in ("localhost", "ip6-localhost", "ip6-loopback"):
+    """Whether only this machine reaches a server that listens on `host`, an address or a name; and whether a peer of
+    this address is on this machine. IPv6 may have brackets and a zone. False for an unknown name."""
+    if host.lower() in _NAMES:
         return True
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return False
-    return address.is_loopback
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def warn_without_tls(host: str, protocol: str, address: str) -> None:

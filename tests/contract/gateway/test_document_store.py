@@ -130,6 +130,10 @@ async def test_pages_are_ordered_by_time(stores: Stores, one: Document, owner: s
     assert await second.usage("batch", "bob") == StoreUsage(0, 0)
     await first.purge()
     assert await second.page("file", owner, (), after=made[4], most=9, newest_first=False) == made[5:]
+    await first.delete(made[4].name)
+    assert await second.page("file", owner, (), after=made[4], most=9, newest_first=False) == made[5:]
+    assert await second.page("file", owner, (), after=made[4], most=9) == [made[3]]
+    assert await second.page("file", owner, (), after=made[0], most=9, newest_first=False) == [made[3], *made[5:]]
 
 
 async def test_work_is_done_by_the_gateway_with_the_lease(stores: Stores, one: Document, clock: Clock) -> None:

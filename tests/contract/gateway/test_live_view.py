@@ -15,6 +15,7 @@ import pytest
 from paceline.v1 import admin_pb2, cache_pb2_grpc, live_pb2
 from paceline.v1.inference_pb2 import SchedulerLoad
 from services.gateway.live_view import cache_watch, feed
+from services.gateway.live_view.figures import RecentFigures
 from services.gateway.live_view.schema import LiveSnapshot
 from tests.contract.cache.test_server import A, ask
 from tests.contract.cache.test_server import running as cache_running
@@ -198,6 +199,22 @@ async def test_one_snapshot_needs_no_stream(start: Start) -> None:
     await running.scheduler.stop()
     await running.until_ready(503)
     assert (await running.http.get(LIVE)).json()["scheduler"] is None
+
+
+async def test_a_live_view_that_fails_does_not_say_that_the_server_stops(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start()
+
+    def fail(figures: RecentFigures, now_s: float) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecentFigures, "take", fail)
+        failed = await running.http.get(LIVE)
+    assert failed.status_code == 503
+    assert "the live view has failed" in failed.json()["error"]["message"]
+    assert (await running.http.get(LIVE)).status_code == 200
 
 
 async def test_all_viewers_share_one_stream_that_ends_with_the_last_one(start: Start) -> None:

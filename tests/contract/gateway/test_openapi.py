@@ -122,6 +122,13 @@ async def test_refusals_before_routing_are_in_the_document(running: Running) -> 
         assert "415" in api["paths"][path]["post"]["responses"], path
 
 
+async def test_json_without_a_schema_is_an_object(running: Running) -> None:
+    api = await document(running)
+    for path in ("/openapi.json", "/tokenizer_info"):
+        content = api["paths"][path]["get"]["responses"]["200"]["content"]
+        assert content == {"application/json": {"schema": {"type": "object"}}}, path
+
+
 async def test_queries_and_streams_of_responses_are_in_the_document(running: Running) -> None:
     api = (await document(running))["paths"]
 

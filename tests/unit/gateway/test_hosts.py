@@ -13,7 +13,9 @@ def allows(hosts: AllowedHosts, *values: str) -> bool:
     return hosts.refusal([(b"accept", b"*/*"), *((b"host", value.encode()) for value in values)]) is None
 
 
-@pytest.mark.parametrize("bound_to", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "bound_to", ["127.0.0.1", "localhost", "::1", "127.0.0.2", "::ffff:127.0.0.1", "ip6-localhost"]
+)
 def test_on_loopback_only_loopback_names_are_answered(bound_to: str) -> None:
     hosts = AllowedHosts([], bound_to)
     for name in ("localhost", "LOCALHOST", "localhost.", "app.localhost", "127.0.0.1", "127.1.2.3", "[::1]"):

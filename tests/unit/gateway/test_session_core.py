@@ -528,6 +528,35 @@ def test_no_token_of_another_model_is_taken() -> None:
     assert core.mismatch == "not b"
 
 
+@pytest.mark.parametrize("fields", MALFORMED)
+def test_a_malformed_message_of_another_model_changes_no_request(fields: dict[str, Any]) -> None:
+    core = guarded_core()
+    opened(core)
+    request = submit(core)
+    drain(core)
+    message = inference_pb2.SessionResponse(**{"handles": [1], "token_ids": b"\5\0\0\0", **fields})
+    message.status.CopyFrom(status_of("b"))
+    with pytest.raises(SessionProtocolError):
+        core.receive(message)
+    assert request.ending is None
+    assert core.num_live == 1
+    assert not any(sent.cancels for sent in drain(core))
+
+
+@pytest.mark.parametrize("fields", MALFORMED)
+def test_a_malformed_message_adds_no_vector(fields: dict[str, Any]) -> None:
+    core = make_core()
+    opened(core)
+    request = submit(core)
+    drain(core)
+    embeddings = [inference_pb2.Embedding(handle=request.handle, values=b"\0\0\0\0")]
+    message = inference_pb2.SessionResponse(**{"handles": [1], "token_ids": b"\5\0\0\0", **fields})
+    message.embeddings.extend(embeddings)
+    with pytest.raises(SessionProtocolError):
+        core.receive(message)
+    assert request.embedding == b""
+
+
 def test_the_right_model_ends_a_mismatch() -> None:
     core = guarded_core()
     opened(core)

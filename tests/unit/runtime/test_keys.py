@@ -289,9 +289,10 @@ def test_a_key_in_the_file_and_in_the_environment_is_refused(write: Callable[[st
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "ip6-localhost", "::ffff:127.0.0.1"])
 def test_loopback_needs_no_key(host: str) -> None:
     assert safe_host(host, has_keys=False, insecure=False) == (host, "")
+    assert safe_host(f"[{host}]", has_keys=False, insecure=False) == (host, "")
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,9 @@ def test_a_certificate_that_expires_soon_is_a_warning(
 @pytest.mark.parametrize(
     ("host", "inside"),
     [
-        *[(host, True) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost")],
-        *[(host, False) for host in ("0.0.0.0", "::", "10.0.0.3", "cache", "")],
+        *[(host, True) for host in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "::1%lo", "localhost")],
+        *[(host, True) for host in ("::ffff:127.0.0.1", "Localhost", "ip6-localhost", "ip6-loopback")],
+        *[(host, False) for host in ("0.0.0.0", "::", "10.0.0.3", "::ffff:10.0.0.3", "cache", "")],
     ],
 )
 def test_addresses_that_other_machines_reach(host: str, inside: bool) -> None:

@@ -134,6 +134,22 @@ def test_a_prefix_is_reused_and_reported(system: LocalSystem, client: Client) ->
     assert client.tokens[1] == client.tokens[2]
 
 
+def test_the_system_is_at_rest_after_its_last_move() -> None:
+    def started() -> LocalSystem:
+        system = LocalSystem()
+        system.open("s")
+        system.attach(toy())
+        system.submit("s", 1, [9], params(3))
+        return system
+
+    system, num_moves = started(), 0
+    while moves := system.moves():
+        system.move(*moves[0])
+        num_moves += 1
+    assert started().run_for(num_moves)
+    assert not started().run_for(num_moves - 1)
+
+
 def test_long_prompts_are_chunked_and_decodes_go_on(system: LocalSystem, client: Client) -> None:
     end = system.attach(toy(max_batched_tokens=8))
     system.submit("s", 1, [9], params(20))

@@ -28,7 +28,7 @@ from transformers import (
 from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.filters import mask_min_p, mask_typical_p
-from gpu_worker.sampling.logits_processors import MAX_BAD_WORD_TOKENS, LogitsProcessors
+from gpu_worker.sampling.logits_processors import MAX_BAD_WORD_TOKENS, LogitsProcessors, RowPool
 from gpu_worker.steps.results import INVALID_ARGUMENT, NO_NUMBER, NO_TOKEN
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
@@ -112,7 +112,7 @@ def test_logits_processors_match_transformers_step_after_step(data: st.DataObjec
     slots = data.draw(st.permutations(range(6)))[:count]
     tokens = [data.draw(st.lists(token, min_size=1, max_size=6)) for _ in range(count)]
     num_prompt = [data.draw(st.integers(1, len(ids))) for ids in tokens]
-    logits_processors = LogitsProcessors(SMALL, torch.device("cpu"))
+    logits_processors = LogitsProcessors(SMALL, 6, torch.device("cpu"))
     start(logits_processors, slots, tokens, num_prompt, sampling)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     for step in range(4):
@@ -307,13 +307,13 @@ def test_nan_that_a_ban_would_hide_fails_the_row(
     ],
 )
 def test_tokens_outside_the_vocabulary_reach_no_kernel(wrong: dict, name: str) -> None:
-    logits_processors = LogitsProcessors(VOCAB, torch.device("cpu"))
+    logits_processors = LogitsProcessors(VOCAB, 3, torch.device("cpu"))
     with pytest.raises(ProtocolViolation, match=name):
         start(logits_processors, [0], [[1, 2]], [2], [SamplingParams(**wrong)])
 
 
 def test_a_row_that_asks_for_nothing_costs_nothing() -> None:
-    logits_processors = LogitsProcessors(VOCAB, torch.device("cpu"))
+    logits_processors = LogitsProcessors(VOCAB, 3, torch.device("cpu"))
     start(logits_processors, [0, 1], [[1], [2]], [1, 1], [SamplingParams(temperature=1, min_p=0.5), SamplingParams()])
     assert logits_processors.of(np.array([0, 1], np.int32)) is None
     start(logits_processors, [2], [[1]], [1], [SamplingParams(repetition_penalty=1.2)])
@@ -321,3 +321,12 @@ def test_a_row_that_asks_for_nothing_costs_nothing() -> None:
     assert logits_processors.of(np.array([2, 1], np.int32)) is not None
     logits_processors.apply(StepPlan(free_slots=pack([2, 0])))
     assert logits_processors.of(np.array([2, 1], np.int32)) is None
+
+
+def test_a_pool_never_has_more_rows_than_slots() -> None:
+    """The worker reserves memory for one row per slot, and for the old tensor while the pool grows."""
+    pool = RowPool(6, 2, torch.device("cpu"))
+    for slot in range(6):
+        pool.take(slot).fill_(slot)
+        assert len(pool.tensor) <= 6
+    assert pool.tensor[pool.rows(range(6))].tolist() == [[slot, slot] for slot in range(6)]

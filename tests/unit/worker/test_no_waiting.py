@@ -71,7 +71,7 @@ def test_no_combination_of_logits_processors_waits_for_the_device(names: tuple[s
     for name in names:
         sampling.MergeFrom(ASKED[name])
     with NoWaiting():
-        processors = LogitsProcessors(VOCAB, DEVICE)
+        processors = LogitsProcessors(VOCAB, ROWS, DEVICE)
         start(processors, [2, 0], [[1, 2, 3, 4], [9]], [3, 1], [sampling, ASKED[names[0]]])
         for slots in ([0, 1, 2, 3, 4, 5], [2, 1, 0, 3, 4, 5]):
             batch = processors.of(np.array(slots, np.int32))

@@ -100,7 +100,7 @@ def _client(number: int, windows: list[_Window], lengths: list[_Lengths], random
         known = [entry for entry in lengths if entry.start_s <= window.start_s] or lengths[:1]
         if not window.distribution or not known:
             continue
-        last = windows[-1].start_s + (windows[1].start_s if len(windows) > 1 else 600)
+        last = windows[-1].start_s + (windows[1].start_s - windows[0].start_s if len(windows) > 1 else 600)
         end_s = following.start_s if following else last
         at_s = window.start_s
         while True:

@@ -68,8 +68,8 @@ def over_time(stage: StageReport) -> Iterator[LineChart]:
         yield LineChart(f"{LATENCIES[name].capitalize()} over time", "seconds", f"{SHORT[name]}, ms", [line], note=note)
 
 
-def both_over_load(stages: list[ComparedStage], titles: tuple[str, str]) -> Iterator[LineChart]:
-    """Two runs: latencies, goodput and throughput of the stages of equal load."""
+def both_over_load(stages: list[ComparedStage], titles: tuple[str, str], *, has_slo: bool) -> Iterator[LineChart]:
+    """Two runs: latencies, goodput (without an SLO: requests) and throughput of the stages of equal load."""
     runs = [_by_load([stage.a for stage in stages]), _by_load([stage.b for stage in stages])]
 
     def lines(of: Callable[[StageSummary], float | None]) -> list[ChartLine]:
@@ -81,7 +81,9 @@ def both_over_load(stages: list[ComparedStage], titles: tuple[str, str]) -> Iter
         for percentile in ("p50", "p99"):
             title = f"{LATENCIES[name].capitalize()} over load, {percentile}"
             yield _load_chart(title, "ms", runs[0], lines(_latency(name, percentile)), may_be_log=True)
-    yield _load_chart("Goodput over load", "requests per second", runs[0], lines(lambda s: s.goodput_per_s))
+    title = "Goodput over load" if has_slo else "Requests over load"
+    rates = lines(lambda s: s.goodput_per_s if has_slo else s.requests_per_s)
+    yield _load_chart(title, "requests per second", runs[0], rates)
     title = "Output tokens over load"
     yield _load_chart(title, "tokens per second", runs[0], lines(lambda s: s.output_tokens_per_s))
 

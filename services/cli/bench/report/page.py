@@ -46,7 +46,7 @@ def comparison_page(a: BenchReport, b: BenchReport, stages: list[ComparedStage],
         *(f'<p class="warning">{escape(text)}</p>' for text in differences(a, b)),
     ]
     if len(stages) > 1:
-        body += ["<h2>Over load</h2>", _figures(charts.both_over_load(stages, titles))]
+        body += ["<h2>Over load</h2>", _figures(charts.both_over_load(stages, titles, has_slo=bool(a.slo or b.slo)))]
     body += ["<h2>Stage by stage</h2>", *(_compared(stage, titles) for stage in stages)]
     body += ["<h2>Distributions</h2>", _figures(charts.both_distributions(stages, titles))]
     return _page(f"paceline bench: {names[0]} and {names[1]}", body)

@@ -109,6 +109,14 @@ def test_goodput_needs_an_slo_and_other_settings_are_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(("slo", "shown", "other"), [(SLO, "Goodput", "Requests"), (None, "Requests", "Goodput")])
+def test_two_runs_without_an_slo_are_compared_by_their_requests(slo: str | None, shown: str, other: str) -> None:
+    a, b = report(1, 2, slo=slo), report(1, 2, slo=slo)
+    text = page.comparison_page(a, b, compared(a, b), ("first", "second"))
+    assert f"{shown} over load" in text
+    assert f"{other} over load" not in text
+
+
 def test_the_table_names_failures_and_the_ramp(capsys: pytest.CaptureFixture[str]) -> None:
     tables.show(report(1, 2), Console(width=160))
     text = capsys.readouterr().out

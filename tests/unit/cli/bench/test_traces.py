@@ -126,6 +126,13 @@ def test_servegen_draws_from_its_description(tmp_path: Path) -> None:
     assert list(itertools.islice(read_trace(path, 5).sessions, 50)) != sessions[:50]
 
 
+def test_the_last_window_of_servegen_is_as_long_as_the_first(tmp_path: Path) -> None:
+    windows = "6000,2,1,Gamma,1.0,0.5\n6600,2,1,Gamma,1.0,0.5\n"
+    files = {"chunk-0-trace.csv": windows, "chunk-0-dataset.json": SERVEGEN["chunk-0-dataset.json"]}
+    times = [timed.at_s for timed in read_trace(servegen(tmp_path / "x.tar.gz", files), 0).sessions]
+    assert 7100 < max(times) < 7200
+
+
 def test_a_trace_can_be_scaled_and_cut(tmp_path: Path) -> None:
     path = lines(tmp_path / "trace.jsonl", MOONCAKE)
     first, second = scaled(read_trace(path, 0).sessions, 0.1, 0)
