@@ -31,7 +31,7 @@ from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_mat
 from gpu_worker.models.ops import LayerOps, TorchOps
 from gpu_worker.sampling.fused import try_kernels
 from gpu_worker.sampling.grammars import load_tokenizer
-from gpu_worker.settings import WorkerSettings
+from gpu_worker.settings import CPU_STEP_TOKENS, GPU_STEP_TOKENS, WorkerSettings
 from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.steps.inputs import HostInputs, PinnedInputs
 from gpu_worker.steps.pooling import Pooler
@@ -142,11 +142,16 @@ class _RunnerMaker:
     fused_sampling: bool
 
     @property
+    def max_batched_tokens(self) -> int:
+        is_cpu = self.device.type == "cpu"
+        return self.settings.max_batched_tokens or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+
+    @property
     def graph_sizes(self) -> list[int]:
         if self.flashinfer is None or self.model.embedding is not None:  # graphs contain only decodes
             return []
         settings = self.settings
-        return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, settings.max_batched_tokens))
+        return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, self.max_batched_tokens))
 
     def num_blocks(self) -> int:
         """As many as fit `gpu_memory_utilization` (on a CPU: `kv_cache_gib`), but not more than all slots can use."""
@@ -178,7 +183,7 @@ class _RunnerMaker:
         )
         limits = SlotLimits(
             max_num_seqs=settings.max_num_seqs,
-            max_batched_tokens=settings.max_batched_tokens,
+            max_batched_tokens=self.max_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=settings.block_size,
             num_blocks=num_blocks,
@@ -198,7 +203,7 @@ class _RunnerMaker:
             ops = TorchOps(config, self.max_model_len, device)
         else:
             attention = FlashInferAttention(
-                self.flashinfer, pool, config.windows, config.num_heads, settings.max_batched_tokens
+                self.flashinfer, pool, config.windows, config.num_heads, self.max_batched_tokens
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
         matmul: Matmul = PackedMatmul() if device.type == "cpu" else PlainMatmul()
@@ -245,7 +250,7 @@ def check_vectors(settings: WorkerSettings, config: DecoderConfig, embedding: Em
         return
     vector_bytes = 4 * config.hidden_size
     most = MAX_RESULT_BYTES // vector_bytes
-    if min(settings.max_num_seqs, settings.max_batched_tokens) > most:
+    if min(settings.max_num_seqs, settings.max_batched_tokens or GPU_STEP_TOKENS) > most:
         raise ModelError(
             f"max_num_seqs {settings.max_num_seqs}: vectors of {vector_bytes} bytes each; at most {most} "
             "of them fit the message of a step's result"

@@ -11,7 +11,7 @@ import torch
 from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import expected_tensors
-from gpu_worker.settings import WorkerSettings
+from gpu_worker.settings import GPU_STEP_TOKENS, WorkerSettings
 from services.runtime.logs import get_logger
 from services.runtime.memory import claims as memory_claims
 from services.runtime.memory.available import GIB, AvailableMemory
@@ -109,8 +109,8 @@ def blocks_in(num_bytes: int, one_block_bytes: int) -> int:
 
 def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:
     """What the model takes on its device. The smallest useful pool has --num-blocks blocks, if given. Otherwise it
-    holds one sequence with the length of one step (--max-batched-tokens), or of the longest sequence if that is
-    shorter."""
+    holds one sequence with the length of one step of a GPU (--max-batched-tokens), or of the longest sequence if that
+    is shorter."""
     elements = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
     fused = max(
         2 * config.intermediate_size * config.hidden_size,
@@ -120,7 +120,7 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
     source_type = torch.float32 if settings.load_format == "dummy" else getattr(torch, config.dtype, torch.float32)
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        longest = min(settings.max_model_len or config.max_positions, settings.max_batched_tokens)
+        longest = min(settings.max_model_len or config.max_positions, settings.max_batched_tokens or GPU_STEP_TOKENS)
         num_blocks = -(-longest // settings.block_size)
     return MemoryNeed(
         weights_bytes=sum(elements.values()) * dtype.itemsize,

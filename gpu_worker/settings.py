@@ -12,6 +12,9 @@ from services.runtime.settings import AddressList, ServiceSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
+# Default tokens in one step. On a CPU, larger steps compute a prompt no faster, since their activations do not stay in
+# the caches, and all prompts of a step wait for its end.
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
 
 
 class WorkerSettings(ServiceSettings, section="worker"):
@@ -83,7 +86,9 @@ class WorkerSettings(ServiceSettings, section="worker"):
     num_host_blocks: int | None = Field(None, ge=0, description="KV blocks in host memory (default: as host_gib says)")
     host_gib: float = Field(0.0, ge=0, description="host memory for preempted and evicted KV; 0: no host tier")
     max_num_seqs: int = Field(256, ge=1, le=16384, description="sequences that run at the same time")
-    max_batched_tokens: int = Field(2048, ge=1, description="tokens in one step")
+    max_batched_tokens: int | None = Field(
+        None, ge=1, description=f"tokens in one step (default: {CPU_STEP_TOKENS} on a CPU, {GPU_STEP_TOKENS} on a GPU)"
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens of one sequence (default: the model's limit)"
     )
