@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import structlog
 import torch
@@ -13,7 +14,8 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
-from gpu_worker.cpu.kernels import Kernels
+from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
+from gpu_worker.cpu.kernels import Int8Kernels, Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps
@@ -26,9 +28,11 @@ from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.models.embedding import EmbeddingConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
+from gpu_worker.models.int8 import type_name
 from gpu_worker.models.loader import LoadedModel, Progress, load_model
 from gpu_worker.models.matmul import Matmul, PlainMatmul, TiledMatmul, check_matmul
 from gpu_worker.models.ops import LayerOps, TorchOps
+from gpu_worker.models.weights import Pack
 from gpu_worker.sampling.fused import try_kernels
 from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import CPU_STEP_TOKENS, GPU_STEP_TOKENS, WorkerSettings
@@ -62,6 +66,7 @@ def build_worker(
     """Build the worker. This reads the weights, and may take minutes. Raises ModelError for a model that cannot be
     served (ModelTooLarge if it does not fit into memory), and DeviceError if the KV pool cannot be allocated."""
     device = pick_device(settings.device)
+    check_quantization(settings, device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or default_threads())
     model = load_model(
@@ -73,11 +78,13 @@ def build_worker(
         seed=settings.seed,
         progress=progress,
         check=lambda config, dtype: check_fits(settings, config, dtype, device),
-        pack_for=lambda dtype: None if settings.deterministic else packing(device, dtype),
+        pack_for=lambda dtype: pack_for(settings, device, dtype),
+        quantized_embedding=settings.quantization != "none",
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
-        check_matmul(TiledMatmul(), (layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head))
+        matrices = layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head
+        check_matmul(matmul_for(settings, device, model.dtype), matrices, model.weights.final_norm)
     max_model_len = longest_sequence(settings, model.config, model.embedding)
     check_vectors(settings, model.config, model.embedding)
     flashinfer = _flashinfer(settings, model, device)
@@ -88,7 +95,7 @@ def build_worker(
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
     if make.graph_sizes:
         runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)
-    return BuiltWorker(runner, _model_info(model, max_model_len))
+    return BuiltWorker(runner, _model_info(model, max_model_len, settings.quantization))
 
 
 def _flashinfer(settings: WorkerSettings, model: LoadedModel, device: torch.device) -> ModuleType | None:
@@ -206,10 +213,7 @@ class _RunnerMaker:
                 self.flashinfer, pool, config.windows, config.num_heads, self.max_batched_tokens
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        matmul: Matmul = PackedMatmul() if device.type == "cpu" else PlainMatmul()
-        if settings.deterministic:
-            matmul = TiledMatmul()
-        decoder = Decoder(config, self.model.weights, attention, ops, matmul)
+        decoder = Decoder(config, self.model.weights, attention, ops, matmul_for(settings, device, self.model.dtype))
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         pooler = None
         if (embedding := self.model.embedding) is not None:
@@ -217,6 +221,33 @@ class _RunnerMaker:
         return ModelRunner(
             decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler, self.fused_sampling
         )
+
+
+def check_quantization(settings: WorkerSettings, device: torch.device) -> None:
+    """Raises ModelError if a worker with these settings cannot quantize its weights."""
+    if settings.quantization == "none":
+        return
+    if device.type != "cpu":
+        raise ModelError(f"quantization {settings.quantization} is for CPUs; this worker's device is {device.type}")
+    if not can_multiply_int8():
+        raise ModelError(f"quantization {settings.quantization} needs a CPU with AVX-512 VNNI")
+    if settings.dtype == "float16":
+        raise ModelError(f"quantization {settings.quantization} is not supported for float16; use bfloat16 or float32")
+
+
+def pack_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> Pack | None:
+    if settings.quantization == "int8":
+        return packed_int8
+    return None if settings.deterministic else packing(device, dtype)
+
+
+def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> Matmul[Any]:
+    """For the matrices that pack_for() makes, and rows of this type."""
+    if settings.quantization == "int8":
+        return Int8Matmul(Int8Kernels(dtype, torch.get_num_threads(), by_size=not settings.deterministic))
+    if settings.deterministic:
+        return TiledMatmul()
+    return PackedMatmul() if device.type == "cpu" else PlainMatmul()
 
 
 def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:
@@ -263,12 +294,12 @@ def _num_host_blocks(settings: WorkerSettings, model: LoadedModel) -> int:
     return int(settings.host_gib * 2**30) // block_bytes(settings, model.config, model.dtype)
 
 
-def _model_info(model: LoadedModel, max_model_len: int) -> ModelInfo:
+def _model_info(model: LoadedModel, max_model_len: int, quantization: str) -> ModelInfo:
     return ModelInfo(
         name=model.name,
         fingerprint=model.fingerprint,
         architecture=model.config.architecture,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=type_name(model.dtype, quantization),
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=model.config.eos_token_ids,

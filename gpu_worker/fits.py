@@ -10,6 +10,7 @@ import torch
 
 from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.int8 import type_name, weights_bytes
 from gpu_worker.models.weights import expected_tensors
 from gpu_worker.settings import GPU_STEP_TOKENS, WorkerSettings
 from services.runtime.logs import get_logger
@@ -28,7 +29,8 @@ class MemoryNeed:
     """The least memory of a worker, in bytes."""
 
     weights_bytes: int
-    # Beyond the weights while they load: twice the largest fused matrix, and the largest tensor of the source.
+    # Beyond the weights while they load: twice the largest fused matrix, and the largest tensor of the source. If the
+    # weights are quantized: also the largest matrix before it is quantized, and before it is packed.
     loading_bytes: int
     # All KV blocks, including the dummy block.
     pool_bytes: int
@@ -60,11 +62,11 @@ def check_memory(
     """check_fits() without a claim. `available`: on the host. Returns what the host needs. Raises ModelTooLarge."""
     need = memory_need(settings, config, dtype)
     if device.type == "cuda":
-        _check(settings, need, dtype, _gpu_memory(settings, device))
+        _check(settings, need, dtype, device, _gpu_memory(settings, device))
         need = MemoryNeed(0, 0, 0)
     host_bytes = _host_pool_bytes(settings, config, dtype)
     need = MemoryNeed(need.weights_bytes, need.loading_bytes, need.pool_bytes + host_bytes)
-    _check(settings, need, dtype, available)
+    _check(settings, need, dtype, device, available)
     return need
 
 
@@ -111,20 +113,24 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
     """What the model takes on its device. The smallest useful pool has --num-blocks blocks, if given. Otherwise it
     holds one sequence with the length of one step of a GPU (--max-batched-tokens), or of the longest sequence if that
     is shorter."""
-    elements = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
+    shapes = expected_tensors(config)
+    largest = max(map(math.prod, shapes.values()))
     fused = max(
         2 * config.intermediate_size * config.hidden_size,
         (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size,
     )
     # Dummy weights are drawn as float32. A checkpoint's tensors have their own type.
     source_type = torch.float32 if settings.load_format == "dummy" else getattr(torch, config.dtype, torch.float32)
+    loading_bytes = 2 * fused * dtype.itemsize
+    if settings.quantization == "int8":
+        loading_bytes = max(loading_bytes, largest * dtype.itemsize) + max(fused, largest)
     num_blocks = settings.num_blocks
     if num_blocks is None:
         longest = min(settings.max_model_len or config.max_positions, settings.max_batched_tokens or GPU_STEP_TOKENS)
         num_blocks = -(-longest // settings.block_size)
     return MemoryNeed(
-        weights_bytes=sum(elements.values()) * dtype.itemsize,
-        loading_bytes=2 * fused * dtype.itemsize + max(elements.values()) * source_type.itemsize,
+        weights_bytes=weights_bytes(shapes, config, dtype, settings.quantization),
+        loading_bytes=loading_bytes + largest * source_type.itemsize,
         pool_bytes=(num_blocks + 1) * block_bytes(settings, config, dtype),
     )
 
@@ -147,20 +153,29 @@ def _gpu_memory(settings: WorkerSettings, device: torch.device) -> AvailableMemo
     return AvailableMemory(max(0, free_bytes), f"a GPU of {total_bytes / GIB:.1f} GiB")
 
 
-def _check(settings: WorkerSettings, need: MemoryNeed, dtype: torch.dtype, available: AvailableMemory | None) -> None:
+def _check(
+    settings: WorkerSettings,
+    need: MemoryNeed,
+    dtype: torch.dtype,
+    device: torch.device,
+    available: AvailableMemory | None,
+) -> None:
     if available is None or need.num_bytes <= available.num_bytes:
         return
-    type_name = str(dtype).removeprefix("torch.")
+    served = type_name(dtype, settings.quantization)
     helps = ["a smaller model"] if need.weights_bytes else []
-    if dtype.itemsize > 2 and need.weights_bytes:
-        helps.append(f"--dtype bfloat16 (weights of {need.weights_bytes * 2 / dtype.itemsize / GIB:.1f} GiB)")
+    if settings.quantization == "none" and need.weights_bytes:
+        if dtype.itemsize > 2:
+            helps.append(f"--dtype bfloat16 (weights of {need.weights_bytes * 2 / dtype.itemsize / GIB:.1f} GiB)")
+        if device.type == "cpu":
+            helps.append("--quantization int8")
     if settings.num_blocks is not None:
         helps.append(f"fewer than --num-blocks {settings.num_blocks}")
     if settings.host_gib or settings.num_host_blocks:
         helps.append("less --host-gib")
     weights, loading, pool = need.weights_bytes / GIB, need.loading_bytes / GIB, need.pool_bytes / GIB
     raise ModelTooLarge(
-        f"{settings.model} does not fit into memory: it needs {need.num_bytes / GIB:.1f} GiB (weights as {type_name} "
+        f"{settings.model} does not fit into memory: it needs {need.num_bytes / GIB:.1f} GiB (weights as {served} "
         f"{weights:.1f} GiB; {loading:.1f} GiB more while they load, then {pool:.1f} GiB of KV blocks), but "
         f"{available.num_bytes / GIB:.1f} GiB are available ({available.limit}); what helps: "
         f"{', '.join([*helps, 'more memory'])}"

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from gpu_worker.attention.flashinfer import load_flashinfer, unsupported
-from gpu_worker.build import check_vectors, longest_sequence, pick_device
+from gpu_worker.build import check_quantization, check_vectors, longest_sequence, pick_device
 from gpu_worker.fits import block_bytes, blocks_in, check_memory, memory_need, wanted_cpu_blocks
 from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.int8 import type_name
 from gpu_worker.models.loader import open_checkpoint
 from gpu_worker.settings import WorkerSettings
 from services.runtime.memory import claims as memory_claims
@@ -44,6 +45,7 @@ class Inspection:
     max_model_len: int
     file_bytes: int  # weights in the files; 0 for dummy weights, and while files are absent
     absent: tuple[str, ...]  # weight files that are to be downloaded
+    download_bytes: int  # of the weights, if the files have the type that is served, without quantization
     weights_bytes: int  # in memory, in `dtype`
     host_bytes: int  # memory of the host for a start with the smallest useful pool, at its peak
     available: AvailableMemory | None  # on the host
@@ -81,18 +83,21 @@ def _need(
     dtype: torch.dtype,
     device: torch.device,
     available: AvailableMemory | None,
-) -> tuple[int, int]:
-    """Bytes of the weights, and of the host's memory. Raises ModelTooLarge."""
+) -> tuple[int, int, int]:
+    """Bytes of the weights without quantization, of the weights, and of the host's memory. Raises ModelTooLarge."""
     host = check_memory(settings, config, dtype, device, available)
-    return memory_need(settings, config, dtype).weights_bytes, host.num_bytes
+    unquantized = settings.model_copy(update={"quantization": "none"})
+    download, weights = (memory_need(one, config, dtype).weights_bytes for one in (unquantized, settings))
+    return download, weights, host.num_bytes
 
 
 def inspect_model(settings: WorkerSettings) -> Inspection:
     """Raises ModelError for what build_worker() would refuse before it reads the weights' values."""
     device = pick_device(settings.device)
+    check_quantization(settings, device)
     with memory_claims.lock() as claims:
         available = claims.available()
-    needs: list[tuple[int, int]] = []
+    needs: list[tuple[int, int, int]] = []
     opened = open_checkpoint(
         settings.model,
         load_format=settings.load_format,
@@ -105,7 +110,7 @@ def inspect_model(settings: WorkerSettings) -> Inspection:
     config, dtype = opened.config, opened.dtype
     max_model_len = longest_sequence(settings, config, opened.embedding)
     check_vectors(settings, config, opened.embedding)
-    [(weights_bytes, host_bytes)] = needs
+    [(download_bytes, weights_bytes, host_bytes)] = needs
     wanted = fitting = 0
     if device.type == "cpu":
         one_block_bytes = block_bytes(settings, config, dtype)
@@ -117,12 +122,13 @@ def inspect_model(settings: WorkerSettings) -> Inspection:
     return Inspection(
         folder=opened.folder,
         architecture=config.architecture,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=type_name(dtype, settings.quantization),
         device=device.type,
         makes_embeddings=opened.embedding is not None,
         max_model_len=max_model_len,
         file_bytes=opened.num_bytes,
         absent=opened.absent,
+        download_bytes=download_bytes,
         weights_bytes=weights_bytes,
         host_bytes=host_bytes,
         available=available,

@@ -41,6 +41,11 @@ class WorkerSettings(ServiceSettings, section="worker"):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on a CPU, the checkpoint's type on a GPU"
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="int8: matrices as int8 with a scale per output channel, on a CPU (half the memory of bfloat16; "
+        "tokens may differ)",
+    )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto",
         description="serve embeddings with this pooling; auto: as the checkpoint's sentence-transformers files say; "

@@ -18,7 +18,17 @@ from llvmlite.binding import get_host_cpu_name
 from numba import config, njit, prange, set_num_threads, types
 
 from gpu_worker.cpu import numbers
-from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, exp, largest, load, prefetch, store
+from gpu_worker.cpu.numbers import (
+    FASTMATH,
+    KERNEL_TYPES,
+    bits_of_float,
+    exp,
+    float_of_bits,
+    largest,
+    load,
+    prefetch,
+    store,
+)
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -177,6 +187,68 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
         for d in range(width):
             gate = load(gate_up[row, d])
             store(out, (row, d), gate / (np.float32(1) + exp(-gate)) * load(gate_up[row, width + d]))
+
+
+def _split(x: Any, parts: Any, scales: Any) -> None:
+    rows, width = x.shape
+    for row in prange(rows):
+        # The largest absolute value, by its bits: whole numbers can be compared in vectors, though some may be NaN.
+        most = np.int32(0)
+        for d in range(width):
+            most = max(most, np.int32(bits_of_float(load(x[row, d])) & np.uint32(0x7FFFFFFF)))
+        if most >= np.int32(0x7F800000):  # NaN or infinity
+            scales[row] = np.float32(np.nan)
+            for d in range(width):
+                parts[row, d] = parts[rows + row, d] = np.uint8(128)
+            continue
+        scale = max(float_of_bits(np.uint32(most)), np.float32(1e-30)) / np.float32(127)
+        scales[row] = scale
+        inverse = np.float32(1) / scale
+        for d in range(width):
+            scaled = load(x[row, d]) * inverse
+            high = np.floor(scaled + np.float32(0.5))
+            low = np.floor((scaled - high) * np.float32(254) + np.float32(0.5))
+            parts[row, d] = np.uint8(np.int32(high) + np.int32(128))
+            parts[rows + row, d] = np.uint8(np.int32(low) + np.int32(128))
+
+
+def _join(product: Any, scales: Any, bias: Any, adds: bool, out: Any) -> None:
+    rows, width = out.shape
+    low = np.float32(1 / 254)
+    for row in prange(rows):
+        scale = scales[row]
+        # A loop for each case: one loop for all is not compiled to vector instructions.
+        if adds:
+            for d in range(width):
+                number = (product[row, d] + product[rows + row, d] * low) * scale
+                store(out, (row, d), number + load(out[row, d]))
+        elif len(bias):
+            for d in range(width):
+                number = (product[row, d] + product[rows + row, d] * low) * scale
+                store(out, (row, d), number + load(bias[d]))
+        else:
+            for d in range(width):
+                store(out, (row, d), (product[row, d] + product[rows + row, d] * low) * scale)
+
+
+class Int8Kernels:
+    """The kernels around the int8 products of rows of one type (cpu/int8.py), for one thread or for several.
+
+    split(x [rows, width], parts uint8 [2 * rows, width], scales float32 [rows]): x = scales * (high + low / 254), with
+        high and low in -127..127. Parts are first all rows of high + 128, then all rows of low + 128. The scale of a
+        row with NaN or infinity is NaN.
+    join(product float32 [2 * rows, width], scales float32 [rows], bias [width or 0], adds, out [rows, width]): the rows
+        of the product joined again, plus the bias if it is not empty; with `adds` (and no bias) added to `out`.
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True) -> None:
+        """`by_size`: as of Kernels."""
+        number = KERNEL_TYPES[dtype]
+        matrix, parts, product = (types.Array(of, 2, "C") for of in (number, types.uint8, types.float32))
+        vector, scales = types.Array(number, 1, "C"), types.Array(types.float32, 1, "C")
+        least = _MIN_ROWS if by_size else 0
+        self.split = _Kernel(_split, (matrix, parts, scales), threads, least)
+        self.join = _Kernel(_join, (product, scales, vector, types.boolean, matrix), threads, least, rows_at=1)
 
 
 class Kernels:

@@ -28,7 +28,9 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 @intrinsic
-def _float_of_bits(_context: Any, _bits: Any) -> Any:
+def float_of_bits(_context: Any, _bits: Any) -> Any:
+    """In a kernel: the float32 with these bits, a uint32."""
+
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
@@ -36,7 +38,9 @@ def _float_of_bits(_context: Any, _bits: Any) -> Any:
 
 
 @intrinsic
-def _bits_of_float(_context: Any, _value: Any) -> Any:
+def bits_of_float(_context: Any, _value: Any) -> Any:
+    """In a kernel: the bits of a float32, as uint32."""
+
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
 
@@ -79,7 +83,7 @@ def _load(number: Any) -> Any:
         return load_float
 
     def load_bfloat(number: Any) -> Any:
-        return _float_of_bits(np.uint32(np.uint16(number)) << np.uint32(16))
+        return float_of_bits(np.uint32(np.uint16(number)) << np.uint32(16))
 
     return load_bfloat
 
@@ -94,7 +98,7 @@ def _store(array: Any, index: Any, value: Any) -> Any:
         return store_float
 
     def store_bfloat(array: Any, index: Any, value: Any) -> None:
-        bits = _bits_of_float(value)
+        bits = bits_of_float(value)
         if value != value:  # NaN: rounding could make it infinity
             array[index] = np.int16(0x7FC0)
         else:
@@ -114,7 +118,7 @@ def largest(numbers: Any) -> Any:
         # Negative floats compare in reverse.
         order = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))
         most = max(most, order)
-    return _float_of_bits(np.uint32(most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+    return float_of_bits(np.uint32(most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -132,4 +136,4 @@ def exp(x: Any) -> Any:
     power = power * rest + np.float32(1.6666665459e-1)
     power = power * rest + np.float32(5.0000001201e-1)
     power = power * rest * rest + rest + np.float32(1.0)
-    return power * _float_of_bits(np.uint32((np.int32(turns) + np.int32(127)) << np.int32(23)))
+    return power * float_of_bits(np.uint32((np.int32(turns) + np.int32(127)) << np.int32(23)))

@@ -17,8 +17,14 @@ class Decoder:
     """Computes hidden states and logits for the rows of a step."""
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, attention: AttentionBackend, ops: LayerOps, matmul: Matmul
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        attention: AttentionBackend,
+        ops: LayerOps,
+        matmul: Matmul[Any],
     ) -> None:
+        """`matmul`: for the kind of matrices that `weights` has."""
         self._config = config
         self._weights = weights
         self._attention = attention

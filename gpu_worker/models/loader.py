@@ -17,7 +17,7 @@ from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.errors import ModelError
 from gpu_worker.models.config import DecoderConfig, read_config
 from gpu_worker.models.embedding import EMBEDDING_FILES, EmbeddingConfig, read_embedding
-from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_tensors
+from gpu_worker.models.weights import DecoderWeights, Pack, Source, assemble, expected_tensors
 from services.runtime.logs import get_logger
 from services.runtime.model.hub import NoSuchModel, checkpoint_folder, local_folder, more_files
 from services.runtime.model.identity import INDEX, TOKENIZER, ModelIdentity, read_identity, weight_files
@@ -99,20 +99,23 @@ def load_model(
     progress: Progress | None = None,
     check: SizeCheck | None = None,
     pack_for: Callable[[torch.dtype], Pack | None] = lambda _: None,
+    quantized_embedding: bool = False,
 ) -> LoadedModel:
     """Load the model. `pooling`: see read_embedding. Raises ModelError, in one line, if the model cannot be served.
-    `check` runs before any download of weights. `pack_for`: the `pack` of assemble() for a type."""
+    `check` runs before any download of weights. `pack_for`: the `pack` of assemble() for a type.
+    `quantized_embedding`: see assemble()."""
     opened = open_checkpoint(
         model, load_format=load_format, dtype=dtype, pooling=pooling, device=device, check=check, fetch=True
     )
     folder, config, served, embedding = opened.folder, opened.config, opened.dtype, opened.embedding
     expected, pack = expected_tensors(config), pack_for(served)
     if load_format == "dummy":
-        weights = assemble(config, _dummy_source(expected, served, device, seed), pack)
+        source = _dummy_source(expected, served, device, seed)
         tensors: list[object] = ["dummy", seed]
     else:
-        weights = _read(opened.entries, expected, config, served, device, progress, pack)
+        source = _file_source(opened.entries, expected, served, device, progress)
         tensors = [[name, entry.shape, entry.dtype] for name, entry in sorted(opened.entries.items())]
+    weights = assemble(config, source, pack, quantized_embedding)
     identity = read_identity(folder, with_weights=load_format != "dummy")
     described = str(config) if embedding is None else f"{config}\n{embedding}"
     fingerprint = hashlib.sha256(f"{described}\n{json.dumps(tensors)}\n{identity.weights}".encode()).hexdigest()
@@ -175,9 +178,7 @@ def _served_dtype(dtype: str, config: DecoderConfig, device: torch.device) -> to
 # ── random weights ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _dummy_source(
-    expected: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int
-) -> Callable[[str], Tensor]:
+def _dummy_source(expected: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int) -> Source:
     def tensor(name: str) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(expected[name], dtype=dtype, device=device)
@@ -254,15 +255,13 @@ def _ignorable(name: str, config: DecoderConfig) -> bool:
     return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
-def _read(
+def _file_source(
     entries: dict[str, _Entry],
     expected: dict[str, tuple[int, ...]],
-    config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
-    pack: Pack | None,
-) -> DecoderWeights:
+) -> Source:
     total = sum(entries[name].num_bytes for name in expected)
     done = 0
     handles = {file: _open(file) for file in {entry.file for entry in entries.values()}}
@@ -277,7 +276,7 @@ def _read(
             progress(done, total)
         return loaded
 
-    return assemble(config, tensor, pack)
+    return tensor
 
 
 def _open(file: Path) -> Any:

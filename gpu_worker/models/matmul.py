@@ -8,24 +8,28 @@ one shape, one kernel (like batch-invariant kernels; He et al., "Defeating Nonde
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_worker.errors import ModelError
+from gpu_worker.models.int8 import Int8Matrix
 
 TILE_ROWS = 32
 
 
-class Matmul(Protocol):
-    """Computes the matrix products of a decoder."""
+Weight_contra = TypeVar("Weight_contra", contravariant=True)
 
-    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+
+class Matmul(Protocol[Weight_contra]):
+    """Computes the matrix products of a decoder with one kind of weights."""
+
+    def of(self, rows: Tensor, weight: Weight_contra, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """rows [rows, in] @ weight [in, out] (+ bias [out]): [rows, out], written to `out` if given."""
 
-    def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    def added(self, total: Tensor, rows: Tensor, weight: Weight_contra) -> Tensor:
         """total [rows, out] + rows [rows, in] @ weight [in, out]. May overwrite `total` and return it."""
 
 
@@ -62,16 +66,17 @@ def _whole(tile: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def check_matmul(matmul: Matmul, weights: Iterable[Tensor]) -> None:
-    """Raises ModelError if a row's product with a weight [in, out] depends on its position or on other rows."""
+def check_matmul(matmul: Matmul[Any], weights: Iterable[Tensor | Int8Matrix], like: Tensor) -> None:
+    """Raises ModelError if a row's product with a weight [in, out] depends on its position or on other rows. The rows
+    have the type and the device of `like`."""
     for weight in weights:
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(2 * TILE_ROWS - 3, weight.shape[0], generator=generator).to(weight)
-        order = torch.randperm(len(rows), generator=generator).to(weight.device)
+        rows = torch.randn(2 * TILE_ROWS - 3, weight.shape[0], generator=generator).to(like)
+        order = torch.randperm(len(rows), generator=generator).to(like.device)
         product = matmul.of(rows, weight)
         if not torch.equal(matmul.of(rows[order], weight), product[order]):
             raise ModelError(
-                f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on a row's position"
+                f"deterministic: products with {list(weight.shape)} {like.dtype} depend on a row's position"
             )
         if not torch.equal(matmul.of(rows[:1], weight), product[:1]):
-            raise ModelError(f"deterministic: products with {list(weight.shape)} {weight.dtype} depend on other rows")
+            raise ModelError(f"deterministic: products with {list(weight.shape)} {like.dtype} depend on other rows")

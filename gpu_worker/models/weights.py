@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.int8 import Int8Embedding, Int8Matrix, quantize
 from gpu_worker.models.rope import interleave_heads
 
 # Returns a checkpoint's tensor by name.
 Source = Callable[[str], Tensor]
+# All matrices of a model are of the same kind.
+Matrix = Tensor | Int8Matrix
 # Packs a matrix [out, in] for the products of the device.
-Pack = Callable[[Tensor], Tensor]
+Pack = Callable[[Tensor], Matrix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +31,25 @@ class LayerWeights:
     """The tensors of one layer."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Tensor
+    output: Matrix
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """The tensors of a decoder."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | Int8Embedding  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
+    head: Matrix  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -79,15 +82,23 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def assemble(config: DecoderConfig, source: Source, pack: Pack | None = None) -> DecoderWeights:
+def assemble(
+    config: DecoderConfig, source: Source, pack: Pack | None = None, quantized_embedding: bool = False
+) -> DecoderWeights:
     """`source` returns each tensor of expected_tensors() in the type and on the device to serve with. `pack`: for the
-    matrices; without it they are [in, out]."""
-    embedding = source("model.embed_tokens.weight")
+    matrices; without it they are [in, out]. A tied head is the embedding, unless the embedding is quantized: then the
+    head is a packed matrix of its own."""
+    table = source("model.embed_tokens.weight")
+    embedding = Int8Embedding(*quantize(table), table.dtype) if quantized_embedding else table
     # Before the layers, because the head is in memory twice while it is packed.
-    if config.tie_embeddings:
-        head = embedding.t()  # packing would make a second copy
-    else:
+    if not config.tie_embeddings:
+        del table
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
+    elif quantized_embedding and pack:
+        head = pack(table)
+        del table
+    else:
+        head = table.t()  # packing would make a second copy
     layers = tuple(_layer(config, i, source, pack or _matrix) for i in range(config.num_layers))
     return DecoderWeights(embedding, layers, source("model.norm.weight"), head)
 

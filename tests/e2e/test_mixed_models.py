@@ -58,6 +58,11 @@ def test_a_worker_in_another_data_type_ends_with_one_line(stack: Stack) -> None:
     assert "in float32, not in bfloat16" in line
 
 
+def test_a_worker_with_quantized_weights_ends_with_one_line(stack: Stack) -> None:
+    line = refused_worker(stack, "--dtype", "bfloat16", "--quantization", "int8")
+    assert "in float32, not in bfloat16+int8" in line
+
+
 def test_a_worker_of_another_model_ends_with_one_line(stack: Stack) -> None:
     line = refused_worker(stack, "--load-format", "dummy")
     assert line.startswith("paceline worker: the scheduler refuses this worker: model: this scheduler serves ")

@@ -229,6 +229,7 @@ class ModelInfo(_message.Message):
     """Hash over configuration and weights' identity."""
     architecture: _builtins.str
     dtype: _builtins.str
+    """The type of activations and KV, by torch's name; with "+int8" if the matrices are int8."""
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     """Prompt and output tokens of one sequence together."""

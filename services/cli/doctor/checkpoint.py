@@ -19,8 +19,9 @@ def check_checkpoint(model: str, inspected: Inspection) -> Check:
     size = f"{_size(inspected.file_bytes)} of weights" if inspected.file_bytes else "no weights read"
     found = f"{model}: {inspected.architecture}, {size}, {use}"
     if inspected.absent:
-        needed = inspected.weights_bytes
-        advice = f"`up` downloads {', '.join(inspected.absent[:3])} first (about {_size(needed)} as {inspected.dtype})"
+        files = ", ".join(inspected.absent[:3])
+        size, dtype = _size(inspected.download_bytes), inspected.dtype.partition("+")[0]
+        advice = f"`up` downloads {files} first (about {size} as {dtype})"
         return Check("checkpoint", CheckStatus.SLOW, found, advice)
     return Check("checkpoint", CheckStatus.OK, found)
 
@@ -28,9 +29,9 @@ def check_checkpoint(model: str, inspected: Inspection) -> Check:
 def check_disk(folder: Path, inspected: Inspection, free_bytes: int) -> Check:
     """The disk of the checkpoint. Only a download needs room on it."""
     found = f"{free_bytes / GIB:.1f} GiB free at {folder}"
-    if inspected.absent and free_bytes < inspected.weights_bytes:
+    if inspected.absent and free_bytes < inspected.download_bytes:
         return Check(
-            "disk", CheckStatus.FAILS, found, f"the download needs about {_size(inspected.weights_bytes)}: make room"
+            "disk", CheckStatus.FAILS, found, f"the download needs about {_size(inspected.download_bytes)}: make room"
         )
     return Check("disk", CheckStatus.OK, found)
 

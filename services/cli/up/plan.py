@@ -46,7 +46,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
 
 def worker_flags(settings: UpSettings) -> list[str]:
     """What each worker is told of the model and its memory."""
-    model = settings.flags("model", "load_format", "dtype", "pooling", "block_size", "num_blocks")
+    model = settings.flags("model", "load_format", "dtype", "quantization", "pooling", "block_size", "num_blocks")
     return model + settings.flags("host_gib", "max_model_len", "threads")
 
 

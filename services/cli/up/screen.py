@@ -89,7 +89,8 @@ class Screen:
             said = "No worker was started: nothing is computed until a worker joins."
             self.console.print(f"  [yellow]{said}[/]", highlight=False)
         # A further worker needs these settings, too. The scheduler refuses another model, data type or block size.
-        same = settings.flags("model", "load_format", "dtype", "pooling", "block_size", "max_model_len", "tls_dir")
+        same = settings.flags("model", "load_format", "dtype", "quantization", "pooling")
+        same += settings.flags("block_size", "max_model_len", "tls_dir")
         more = [own_command(sys.argv[0]), "worker", "--scheduler", ports.scheduler_address, *same]
         self.console.print(f"  One more worker: [bold]{escape(shlex.join(more))}[/]", highlight=False, soft_wrap=True)
         if len(running_servers()) > 1:

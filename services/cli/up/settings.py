@@ -32,6 +32,9 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     workers: int = Field(1, ge=0, description="workers to start")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json alone")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: matrices as int8 with a scale per output channel, on a CPU"
+    )
     pooling: Literal["auto", "last", "mean"] = Field(
         "auto", description="serve embeddings with this pooling; auto: as the checkpoint says"
     )

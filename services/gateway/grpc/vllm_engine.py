@@ -99,7 +99,7 @@ class VllmEngine(EngineStubs, vllm_engine_pb2_grpc.VllmEngineServicer):
             data_parallel_size=1,
             kv_cache_dtype="auto",
             block_size=load.block_size,
-            model_dtype=f"torch.{model.dtype}" if model is not None and model.dtype else "",
+            model_dtype=f"torch.{model.dtype.partition('+')[0]}" if model is not None and model.dtype else "",
             max_num_seqs=load.num_slots,
             constrained_decoding_start="first_token",
         )

@@ -12,7 +12,8 @@ _SHOWN_CHARACTERS = 12  # of a hash, in messages
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """The gateway's own model. `dtype`: the type that the workers must serve; empty: any."""
+    """The gateway's own model. `dtype`: the type that the workers must serve in,
+    quantized or not; empty: any."""
 
     name: str
     vocab_size: int
@@ -27,7 +28,7 @@ class OwnModel:
         """
         own, theirs = [], []
         for what, mine, other in (
-            ("dtype", self.dtype, served.dtype),
+            ("dtype", self.dtype, served.dtype.partition("+")[0]),  # without +int8: any quantization is allowed
             ("vocab_size", str(self.vocab_size or ""), str(served.vocab_size or "")),
             ("tokenizer", self.identity.tokenizer, served.tokenizer_fingerprint),
             ("config", self.identity.config, served.config_fingerprint),

@@ -254,9 +254,9 @@ def test_keys_and_certificates_are_read_as_up_reads_them(tmp_path: Path) -> None
 
 FITS = Inspection(
     folder=Path("/m"), architecture="LlamaForCausalLM", dtype="float32", device="cpu", makes_embeddings=False,
-    max_model_len=4096, file_bytes=2 * GIB, absent=(), weights_bytes=4 * GIB, host_bytes=5 * GIB,
-    available=AvailableMemory(16 * GIB, "the machine's memory"), wanted_pool_bytes=GIB, pool_bytes=GIB,
-    no_flashinfer="",
+    max_model_len=4096, file_bytes=2 * GIB, absent=(), download_bytes=4 * GIB, weights_bytes=4 * GIB,
+    host_bytes=5 * GIB, available=AvailableMemory(16 * GIB, "the machine's memory"), wanted_pool_bytes=GIB,
+    pool_bytes=GIB, no_flashinfer="",
 )  # fmt: skip
 
 

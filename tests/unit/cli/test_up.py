@@ -82,10 +82,10 @@ async def test_services_start_in_order_and_know_one_another() -> None:
 async def test_flags_reach_the_services_that_take_them() -> None:
     children = Up("--port", "0", "--model", "/m", "--block-size", "8", "--threads", "1", "--window", "1",
                  "--max-model-len", "64", "--num-blocks", "9", "--dtype", "float32", "--load-format", "dummy",
-                 "--log-level", "debug", "--speculative-tokens", "5").plan  # fmt: skip
+                 "--log-level", "debug", "--speculative-tokens", "5", "--quantization", "int8").plan  # fmt: skip
     _, scheduler, worker, gateway = map(flags, children)
     chosen = {"--model": "/m", "--block-size": "8", "--threads": "1", "--num-blocks": "9", "--dtype": "float32"}
-    assert {**worker, **chosen, "--load-format": "dummy", "--max-model-len": "64"} == worker
+    assert {**worker, **chosen, "--load-format": "dummy", "--max-model-len": "64", "--quantization": "int8"} == worker
     assert {**gateway, "--model": "/m", "--max-model-len": "64"} == gateway
     assert {**scheduler, "--window": "1", "--speculative-tokens": "5"} == scheduler
     assert all(flags(child)["--log-level"] == "debug" for child in children)
@@ -185,9 +185,10 @@ def test_without_workers_up_says_that_nothing_is_computed() -> None:
 
 
 async def test_one_more_worker_serves_the_same_model() -> None:
-    running = Up("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8")
+    running = Up("--port", "0", "--model", "/a b/c", "--load-format", "dummy", "--block-size", "8",
+                 "--quantization", "int8")  # fmt: skip
     (worker,) = [line for line in running.show("c").splitlines() if "paceline worker" in line]
-    assert worker.endswith(" --model '/a b/c' --load-format dummy --block-size 8")
+    assert worker.endswith(" --model '/a b/c' --load-format dummy --quantization int8 --block-size 8")
 
 
 def test_the_command_for_one_more_worker_works_in_a_new_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_a_dtype_that_the_operator_set_must_match() -> None:
     assert "(dtype bfloat16), but the workers serve b (dtype float32)" in told
 
 
+def test_quantized_workers_serve_in_the_type_of_their_activations() -> None:
+    assert difference(replace(OWN, dtype="bfloat16"), dtype="bfloat16+int8") == ""
+    assert "dtype float32" in difference(replace(OWN, dtype="float32"), dtype="bfloat16+int8")
+
+
 @pytest.mark.parametrize("part", ["config", "tokenizer", "weights"])
 def test_a_part_that_one_side_lacks_is_not_compared(part: str) -> None:
     """Dummy weights, no tokenizer, a gateway with the small files alone, a worker of an older version."""

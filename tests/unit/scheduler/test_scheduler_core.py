@@ -589,6 +589,14 @@ def test_a_worker_of_another_data_type_is_refused(system: LocalSystem) -> None:
     system.attach(in_type("float32"))
 
 
+def test_quantized_and_other_workers_do_not_mix(system: LocalSystem) -> None:
+    """The tokens of quantized weights differ."""
+    system.attach(in_type("bfloat16+int8"))
+    with pytest.raises(Rejection, match=r"in bfloat16\+int8, not in bfloat16 "):
+        system.scheduler.register_worker(in_type("bfloat16").registration)
+    system.attach(in_type("bfloat16+int8"))
+
+
 def test_live_requests_are_not_continued_in_another_data_type(system: LocalSystem, client: Client) -> None:
     system.kill(system.attach(in_type("float32")))
     system.submit("s", 1, [9], params())

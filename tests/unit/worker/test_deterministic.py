@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from gpu_worker.build import BuiltWorker
+from gpu_worker.cpu.int8 import can_multiply_int8
 from gpu_worker.errors import ModelError
 from gpu_worker.models.matmul import PlainMatmul, TiledMatmul, check_matmul
 from paceline.v1.common_pb2 import SamplingParams
@@ -42,11 +43,11 @@ def run(driver: Driver, *sequences: Sequence) -> list[Told]:
     return [told[sequence.slot][:NEW_TOKENS] for sequence in sequences]
 
 
-@pytest.fixture(params=["llama3-rope", "mistral", "qwen3", "wide"])
+@pytest.fixture(params=["llama3-rope", "mistral", "qwen3", "int8", "wide"])
 def runner_of(
     request: pytest.FixtureRequest, reference: References, build: Build, tmp_path: Path
 ) -> Callable[[], Driver]:
-    settings = {"block_size": 8, "deterministic": True}
+    settings: dict[str, Any] = {"block_size": 8, "deterministic": True}
     if request.param == "wide":  # widths at which a matmul of one row differs from one of several rows, also in float32
         transformers.LlamaConfig(
             vocab_size=VOCAB,
@@ -58,7 +59,11 @@ def runner_of(
             architectures=["LlamaForCausalLM"],
         ).save_pretrained(tmp_path)
         return lambda: Driver(build(tmp_path, load_format="dummy", **settings).runner, 64)
-    folder = reference(request.param).folder
+    if request.param == "int8":
+        if not can_multiply_int8():
+            pytest.skip("this CPU has no VNNI instructions")
+        settings["quantization"] = "int8"
+    folder = reference("qwen2" if request.param == "int8" else request.param).folder
     return lambda: Driver(build(folder, dtype="bfloat16", **settings).runner, 64)
 
 
@@ -135,11 +140,11 @@ def test_a_matmul_that_depends_on_other_rows_is_refused_at_the_start() -> None:
     by_place = Planted(lambda product: product + torch.arange(len(product))[:, None])
     by_count = Planted(lambda product: product * len(product))
     weights = [torch.ones(4, 5)]
-    check_matmul(TiledMatmul(), weights)
+    check_matmul(TiledMatmul(), weights, weights[0])
     with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's position"):
-        check_matmul(by_place, weights)
+        check_matmul(by_place, weights, weights[0])
     with pytest.raises(ModelError, match="depend on other rows"):
-        check_matmul(by_count, weights)
+        check_matmul(by_count, weights, weights[0])
 
 
 def test_a_tiled_matmul_equals_the_plain_matmul() -> None:

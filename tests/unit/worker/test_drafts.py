@@ -302,7 +302,9 @@ def test_a_rejected_draft_with_broken_kv_changes_nothing(reference: References, 
     driver = Driver(runner)
     sequence = driver.add(PROMPTS[2], 12)
     driver.run_step()
-    runner._decoder._weights.embedding[bad] = torch.nan
+    embedding = runner._decoder._weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    embedding[bad] = torch.nan
     driver.draft(sequence, [expected[1], bad, expected[3]])
     assert counts_of(driver.run_step()) == [2]
     driver.resume(sequence)

@@ -104,7 +104,8 @@ def test_the_refusal_names_both_sizes_and_what_helps(has: Any) -> None:
     text = str(refused.value)
     assert text.startswith("llama-70b does not fit into memory: it needs 268.3 GiB (weights as float32 262.8 GiB; ")
     assert "24.0 GiB are available (a cgroup limit of 24.0 GiB)" in text
-    assert text.endswith("what helps: a smaller model, --dtype bfloat16 (weights of 131.4 GiB), more memory")
+    assert text.endswith("what helps: a smaller model, --dtype bfloat16 (weights of 131.4 GiB), "
+                         "--quantization int8, more memory")  # fmt: skip
     assert "\n" not in text
 
 
@@ -113,6 +114,17 @@ def test_a_model_fits_as_bfloat16_where_it_does_not_as_float32(has: Any) -> None
     check_fits(settings(), CONFIG_70B, torch.bfloat16, CPU)
     with pytest.raises(ModelTooLarge):
         check_fits(settings(), CONFIG_70B, torch.float32, CPU)
+
+
+def test_int8_weights_count_as_int8(has: Any) -> None:
+    quantized = settings(quantization="int8")
+    need = memory_need(quantized, CONFIG_70B, torch.bfloat16)
+    assert 70_553_706_496 < need.weights_bytes < 1.001 * 70_553_706_496  # a byte per parameter, and the scales
+    has(75)
+    check_fits(quantized, CONFIG_70B, torch.bfloat16, CPU)
+    has(60)
+    with pytest.raises(ModelTooLarge, match=r"weights as bfloat16\+int8 65\.8 GiB"):
+        check_fits(quantized, CONFIG_70B, torch.bfloat16, CPU)
 
 
 def test_blocks_that_were_asked_for_count(has: Any) -> None:

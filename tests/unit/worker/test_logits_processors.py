@@ -286,6 +286,7 @@ def test_nan_that_a_ban_would_hide_fails_the_row(
 ) -> None:
     runner = build(reference("qwen2").folder).runner
     head = runner._decoder._weights.head
+    assert isinstance(head, torch.Tensor)
     driver = Driver(runner)
     asked = SamplingParams(top_p=1, max_tokens=4, allowed_token_ids=pack([4, 5]))
     driver.add([1, 2, 3], 4, asked)

@@ -76,7 +76,9 @@ def test_a_mean_that_was_preempted_starts_again(tmp_path: Path, build: Build) ->
 
 def test_a_vector_that_is_no_number_fails_its_input_alone(tmp_path: Path, build: Build) -> None:
     built = build(checkpoints.make("llama", tmp_path, "mean"))
-    built.runner._decoder._weights.embedding[5] = torch.nan
+    embedding = built.runner._decoder._weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    embedding[5] = torch.nan
     inputs = Inputs(built.runner)
     result = inputs.run_step(inputs.begin([[5, 6], [7, 8]]))
     assert [one.slot for one in result.embeddings] == [1]

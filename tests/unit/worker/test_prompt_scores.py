@@ -79,7 +79,9 @@ def test_a_nan_at_a_scored_position_fails_only_its_request(
     reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
 ) -> None:
     runner = build(reference("llama3-rope").folder).runner  # its embedding is not its head
-    runner._decoder._weights.embedding[PROMPT[5]] = torch.nan
+    embedding = runner._decoder._weights.embedding
+    assert isinstance(embedding, torch.Tensor)
+    embedding[PROMPT[5]] = torch.nan
     driver = Driver(runner, chunk_tokens=8)
     sequence = driver.add(PROMPT, 9, SCORED)
     other = driver.add([1, 2, 3], 9)
