@@ -290,7 +290,7 @@ class ModelRunner:
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         is_plain = self._logits_processors.of(slots) is None and not self._grammars.of(slots)
         parameters = self._slots.sampling_rows(rows) if self._fused_sampling and is_plain else None
         draws = None if parameters is None else parameters.draws()
@@ -333,7 +333,7 @@ class ModelRunner:
     def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
         sampled = sample(logits, parameters, processors, mask, self._fused_sampling)
         if processors is not None:

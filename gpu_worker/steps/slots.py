@@ -302,7 +302,7 @@ class SlotBuffers:
         count before advance()."""
         slots = rows.slots[: rows.drafted.start]
         self.num_computed[slots] += rows.counts[: rows.drafted.start]
-        sampled = rows.slots[rows.samples]
+        sampled = rows.sampled_slots
         self.num_tokens[sampled] += 1
         for slot in sampled[rows.num_decodes :].tolist():
             self.decoding[slot] = True
@@ -317,7 +317,7 @@ class SlotBuffers:
 
     def sampling(self, rows: StepRows) -> SampledSlots:
         """The slots that sample in the step, for `history`. Call before commit()."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         return self.history.sampling(slots, self.num_tokens[slots])
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
@@ -356,7 +356,7 @@ class SlotBuffers:
 
     def sampling_rows(self, rows: StepRows) -> SamplingRows:
         """Parameters of the sampling rows, in row order, without draft rows. Call before commit()."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         return self.sampling_at(slots, self.num_tokens[slots].astype(np.int64))
 
     def sampling_at(self, slots: Int32s, positions: Int64s) -> SamplingRows:

@@ -165,7 +165,7 @@ def test_a_captured_step_reads_fixed_addresses(flashinfer: Any) -> None:
     seen = []
     for extents in ([(9, 1), (3, 1)], [(0, 1), (0, 1)]):
         attention.plan(metadata_of(2, extents, [[1, 2, 3], [4, 5]], 4, captured=True))
-        wrapper = attention._by_layer[0].decode
+        ((wrapper, _),) = attention._wrappers[0].parts
         assert wrapper.is_cuda_graph_enabled
         seen.append(
             [

@@ -181,7 +181,7 @@ OTHER_FENCES = {
     "wait: self._event.synchronize()",
     "hold: self._event.wait()",
 }
-PUT_POSITIONS, PUT_SLOTS = "positions = self._put(arrays.positions)", "sampled_slots = self._put(arrays.sampled_slots)"
+PUT_POSITIONS, PUT_TABLES = "positions = self._put(arrays.positions)", "self._put_int32(arrays.kv_indices)"
 # Buffers that a captured graph does not know.
 BUFFERS: list[Planted] = [
     (
@@ -196,10 +196,10 @@ BUFFERS: list[Planted] = [
     (Mistake(_Wrappers, "_plan_graph", "if known is None:", "if True:"), Bench.greedy),
     (Mistake(_Wrappers, "plan", "if metadata.captured", "if False"), Bench.greedy),
     (
-        Mistake(_Wrappers, "_plan_graph", "self._flashinfer.decode.fast_decode_plan", "(lambda *_, **__: None)"),
+        Mistake(_Wrappers, "_plan_graph", "self._plan_again(known, metadata)"),
         Bench.greedy,
     ),
-    (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_SLOTS}; {PUT_POSITIONS}"), Bench.greedy),
+    (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_TABLES}; {PUT_POSITIONS}"), Bench.greedy),
     (Mistake(ModelRunner, "_padded", "return arrays.padded(size, self._spare_slot)", "return arrays"), Bench.greedy),
 ]
 WAITS: list[Planted] = [
