@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -66,6 +66,17 @@ class StepArrays:
             sampling_rows=self.sampling_rows,
             sampled_slots=self.sampled_slots,
             draws=None if self.draws is None else np.pad(self.draws, ((0, more), (0, 0))),
+        )
+
+    def with_padding_rows(self, size: int) -> StepArrays:
+        """Padded to `size` rows with rows of no sequence, for captured pieces: token 0 at position 0, with its KV slot
+        in the dummy block. Attention does not see these rows."""
+        more = size - self.num_rows
+        return replace(
+            self,
+            prefill_tokens=_grown(self.prefill_tokens, more, 0),
+            positions=_grown(self.positions, more, 0),
+            slot_mapping=_grown(self.slot_mapping, more, 0),
         )
 
 

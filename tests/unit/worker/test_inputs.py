@@ -143,3 +143,23 @@ def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, deco
         ("kv_indices", tables.kv_indices[: len(arrays.kv_indices)]),
     ):
         assert np.array_equal(there.numpy(), getattr(arrays, name)), name
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(decode, max_size=5), st.lists(chunk, max_size=3)), min_size=1, max_size=3))
+def test_pieces_find_their_inputs_where_they_were_at_their_capture(
+    steps: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
+) -> None:
+    """Whatever part of the rows is decodes."""
+    inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
+    first = inputs.send(dummy_decodes(0, MAX_SEQS).with_padding_rows(MAX_ROWS))
+    for decodes, chunks in steps:
+        if decodes or chunks:
+            arrays = arrays_of(decodes, chunks, 1)
+            padded = arrays.with_padding_rows(MAX_ROWS)
+            sent = inputs.send(padded)
+            assert sent.attention.num_rows == arrays.num_rows
+            assert np.array_equal(first.positions.numpy(), padded.positions)
+            assert np.array_equal(first.attention.slot_mapping.numpy(), padded.slot_mapping)
+            assert np.array_equal(padded.slot_mapping[: arrays.num_rows], arrays.slot_mapping)
+            assert (padded.slot_mapping[arrays.num_rows :] // BLOCK_SIZE == DUMMY_BLOCK).all()
