@@ -38,6 +38,7 @@ from gpu_worker.sampling.grammars import load_tokenizer
 from gpu_worker.settings import CPU_STEP_TOKENS, GPU_STEP_TOKENS, WorkerSettings
 from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.steps.inputs import HostInputs, PinnedInputs
+from gpu_worker.steps.pieces import piece_sizes
 from gpu_worker.steps.pooling import Pooler
 from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.slots import SlotLimits
@@ -93,8 +94,12 @@ def build_worker(
     fused_sampling = device.type == "cuda" and _can_fuse_sampling(model, device)
     make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model), fused_sampling)
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
-    if make.graph_sizes:
-        runner.capture_graphs(make.graph_sizes, CudaCapture(), capture_progress)
+    if make.graph_sizes or make.piece_sizes:
+        capture = CudaCapture()
+        if make.graph_sizes:
+            runner.capture_graphs(make.graph_sizes, capture, capture_progress)
+        if make.piece_sizes:
+            runner.capture_pieces(make.piece_sizes, capture, capture_progress)
     return BuiltWorker(runner, _model_info(model, max_model_len, settings.quantization))
 
 
@@ -160,6 +165,12 @@ class _RunnerMaker:
         settings = self.settings
         return graph_sizes(min(settings.graph_max_seqs, settings.max_num_seqs, self.max_batched_tokens))
 
+    @property
+    def piece_sizes(self) -> list[int]:
+        if self.flashinfer is None or self.model.embedding is not None:
+            return []
+        return piece_sizes(min(self.settings.graph_max_tokens, self.max_batched_tokens))
+
     def num_blocks(self) -> int:
         """As many as fit `gpu_memory_utilization` (on a CPU: `kv_cache_gib`), but not more than all slots can use."""
         settings = self.settings
@@ -168,7 +179,10 @@ class _RunnerMaker:
             usable = settings.max_num_seqs * -(-self.max_model_len // settings.block_size)
             torch.cuda.empty_cache()
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            needed_bytes = bytes_for_steps(lambda: self.runner(1, 0), self.graph_sizes, self.device)
+            layers = self.model.config.num_layers
+            needed_bytes = bytes_for_steps(
+                lambda: self.runner(1, 0), self.graph_sizes, self.device, self.piece_sizes, layers
+            )
             needed_bytes += staging_bytes(_num_host_blocks(settings, self.model), one_block_bytes)
             fit = kv_blocks_that_fit(
                 total_bytes, free_bytes, needed_bytes, settings.gpu_memory_utilization, one_block_bytes

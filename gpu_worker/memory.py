@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
 from gpu_worker.errors import ModelError
 from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_once
-from gpu_worker.steps.graphs import CudaCapture
+from gpu_worker.steps.graphs import Capture, CaptureProgress, CudaCapture
 from gpu_worker.steps.runner import ModelRunner
 
 # The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
@@ -25,6 +25,8 @@ COUNTS_BYTES_PER_LOGIT = 2 * 4
 # The least memory of a graph, for FlashInfer's plans: 8 MiB per kind of window. The allocator takes memory from the
 # device for several graphs at once, so that a single graph may seem to take none.
 MIN_GRAPH_BYTES = 2 * 8 * 2**20
+# The least memory of a captured piece: the driver's copies of some ten kernel launches. Assumed, not measured.
+MIN_PIECE_BYTES = 2**18
 
 
 def kv_blocks_that_fit(
@@ -46,19 +48,25 @@ def kv_blocks_that_fit(
     return num_blocks
 
 
-def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[int], device: torch.device) -> int:
-    """The memory of the largest step, the graphs and sampling. `make_runner` makes a runner with the smallest pool."""
+def bytes_for_steps(
+    make_runner: Callable[[], ModelRunner],
+    graph_sizes: list[int],
+    device: torch.device,
+    piece_sizes: Sequence[int] = (),
+    num_layers: int = 0,
+) -> int:
+    """The memory of the largest step, the graphs and sampling. `make_runner` makes a runner with the smallest pool.
+    num_layers: the captured pieces of each of `piece_sizes`."""
     before = _free_bytes(device)
     runner = make_runner()
     runner.try_largest_step()
     taken = before - _free_bytes(device)
     torch.cuda.empty_cache()  # as a capture does; otherwise the step's memory would hide the graphs' memory
     if graph_sizes:
-        # All graphs share the largest graph's memory. Beyond that, each takes about as much as the second one.
-        free: list[int] = []
-        runner.capture_graphs(graph_sizes[-2:], CudaCapture(), lambda done, total: free.append(_free_bytes(device)))
-        drops = [max(0, more - less) for more, less in pairwise(free)]
-        taken += free[0] - free[-1] + max(drops[-1], MIN_GRAPH_BYTES) * (len(graph_sizes) - len(drops))
+        taken += _bytes_for_graphs(runner.capture_graphs, graph_sizes, MIN_GRAPH_BYTES, device)
+    if piece_sizes:
+        least = MIN_PIECE_BYTES * num_layers
+        taken += _bytes_for_graphs(runner.capture_pieces, list(piece_sizes), least, device)
     limits = runner.limits
     pools = runner.pools
     del runner
@@ -71,6 +79,25 @@ def bytes_for_steps(make_runner: Callable[[], ModelRunner], graph_sizes: list[in
     scoring = SCORER_BYTES_PER_LOGIT * scored_rows * limits.vocab_size
     counts = COUNTS_BYTES_PER_LOGIT * limits.vocab_size * limits.max_num_seqs
     return max(0, taken) + max(sampling, scoring) + counts  # sampling and scoring run one after the other
+
+
+def _bytes_for_graphs(
+    capture_all: Callable[[list[int], Capture, CaptureProgress], None],
+    sizes: list[int],
+    least: int,
+    device: torch.device,
+) -> int:
+    """The memory of the graphs of these sizes. Captures the two largest: all graphs share the largest graph's memory,
+    and beyond that each takes about as much as the second one, but at least `least` bytes."""
+    free = [_free_bytes(device)]
+
+    def note(done: int, total: int) -> None:
+        if done:
+            free.append(_free_bytes(device))
+
+    capture_all(sizes[-2:], CudaCapture(), note)
+    drops = [max(0, more - less) for more, less in pairwise(free)]
+    return free[0] - free[-1] + max(drops[-1], least) * (len(sizes) - len(drops))
 
 
 def _free_bytes(device: torch.device) -> int:

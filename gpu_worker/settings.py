@@ -60,6 +60,12 @@ class WorkerSettings(ServiceSettings, section="worker"):
     graph_max_seqs: int = Field(
         256, ge=0, description="decode steps of up to this many sequences replay CUDA graphs (flashinfer); 0: no graphs"
     )
+    graph_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="steps with prompt chunks of up to this many tokens in all replay CUDA graphs between their "
+        "attention calls (flashinfer; not run on a GPU yet); 0: these steps run eagerly",
+    )
     deterministic: bool = Field(
         False,
         description="a token's probabilities depend only on the tokens before it, bit for bit, and not on the rest of "

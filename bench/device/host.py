@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.device import launching
 from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
-from bench.device.launching import launch_ms
+from bench.device.launching import launch_ms, mixed_launch_ms, mixed_operations
 
 # The interpreter takes a second a row. The bytes are given for ROWS.
 INTERPRETED_ROWS = 32
@@ -45,6 +46,16 @@ def main() -> None:
     launches = launch_ms(ROWS)
     for name, took_ms in launches.items():
         console.print(f"launch() of {ROWS} {name} decodes, kernels stubbed: {took_ms:.2f} ms", highlight=False)
+    mixed = {
+        name: {"operations": operations.total, "launch_ms": round(took_ms, 3)}
+        for (name, operations), took_ms in zip(mixed_operations().items(), mixed_launch_ms().values(), strict=True)
+    }
+    for name, counted in mixed.items():
+        console.print(
+            f"launch() of {launching.DECODES} decodes and a chunk, {launching.ROWS} rows, {launching.LAYERS} layers, "
+            f"{name}: {counted['operations']} operations, {counted['launch_ms']:.2f} ms",
+            highlight=False,
+        )
     report = {
         "rows": ROWS,
         "vocabulary": VOCAB,
@@ -52,6 +63,7 @@ def main() -> None:
         "interpreted_rows": INTERPRETED_ROWS,
         "sampling": rows,
         "launch_ms": {name: round(took_ms, 3) for name, took_ms in launches.items()},
+        "mixed": mixed,
     }
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
 

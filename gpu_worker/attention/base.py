@@ -12,8 +12,9 @@ them:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,7 @@ class AttentionMetadata:
 
     def kv_lens(self, block_size: int) -> Int32s:
         """Tokens in the KV blocks of each sequence, after this step's K and V are written."""
-        return (np.diff(self.kv_indptr) - 1) * block_size + self.last_block_len
+        return (self.kv_indptr[1:] - self.kv_indptr[:-1] - 1) * block_size + self.last_block_len
 
     def by_row(self, block_size: int) -> AttentionMetadata:
         """The same rows, each as its own decode. All KV that a row sees is stored before any row attends."""
@@ -91,3 +92,16 @@ class AttentionBackend(Protocol):
 
         query: [rows, heads, head_dim]. The result is [rows, heads * head_dim].
         """
+
+
+@runtime_checkable
+class SplitAttention(AttentionBackend, Protocol):
+    """An attention backend with the two parts of run(): a captured graph may contain store(), but not attend()."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write key and value [rows, kv_heads, head_dim] to the KV slots of the step."""
+
+    def attend(self, query: Tensor, out: Tensor) -> Callable[[int], None]:
+        """Returns a function that attends for a layer of this step, with the same memory in each layer.
+
+        query, out: [rows, heads, head_dim], of the rows that belong to a sequence."""

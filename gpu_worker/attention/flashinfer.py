@@ -7,7 +7,7 @@ SGLang do):
 - fa2 for both, with tensor cores for decode: it allows any number of query heads per KV head, both share one kernel
   module, and on paged KV it is no slower than fa3;
 - plan() gets host arrays, so it does not wait for the device; only the block ids are already on the device;
-- the wrapper of a graph reads the step's arrays where the inputs have put them, and fast_decode_plan() copies none;
+- the wrapper of a graph reads the step's arrays where the inputs have put them, and _plan_again() copies none;
 - one kernel writes K and V of a step; it gets the pool as blocks of one token, with the KV slots as block ids.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,8 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 # Partial results of sequences with split KV. plan() raises if this is too small.
 WORKSPACE_BYTES = 384 << 20
+# Of the keys, which the values follow, in the arguments of paged_run() (prefill.py of FlashInfer 0.7.2).
+_KEYS_AT = 4
 
 
 # FlashInfer has two kinds of norm kernels, and reads this variable when it is imported. 1: its CUDA kernels, which
@@ -56,7 +59,7 @@ def unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str 
 
 
 class FlashInferAttention:
-    """AttentionBackend. `flashinfer`: the module (passed in, so that tests can read its calls). `windows`: per layer,
+    """SplitAttention. `flashinfer`: the module (passed in, so that tests can read its calls). `windows`: per layer,
     how many tokens a token sees, itself included; 0: all."""
 
     def __init__(
@@ -80,24 +83,29 @@ class FlashInferAttention:
         self._ones.fill_(1)
         self._slots = self._zeros[:0]
         self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._num_decodes = 0
         self._planned = DeviceEvent(device)
         # All wrappers share it, because they run one after the other.
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._wrappers = {window: _Wrappers(flashinfer, pool, window, num_heads, workspace) for window in set(windows)}
-        self._by_layer = [self._wrappers[window] for window in windows]
+        self._windows = windows
 
     def plan(self, metadata: AttentionMetadata) -> None:
         # plan() writes to the wrapper's pinned memory, and the copy of the last step may still be waiting.
         self._planned.wait()
-        self._num_decodes = metadata.num_decodes
         self._slots = metadata.slot_mapping
         for wrappers in self._wrappers.values():
             wrappers.plan(metadata)
         self._planned.record()
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, decodes = len(query), self._num_decodes
+        self.store(layer, key, value)
+        out = torch.empty(len(query), *self._shape, dtype=query.dtype, device=query.device)
+        for wrapper, rows in self._wrappers[self._windows[layer]].parts:
+            wrapper.run(query[rows], self._kv[layer], out=out[rows])
+        return out.flatten(1)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        rows = len(key)
         self._flashinfer.append_paged_kv_cache(
             key,
             value,
@@ -108,17 +116,46 @@ class FlashInferAttention:
             self._row_ids[: rows + 1],
             self._ones[:rows],
         )
-        out = torch.empty(rows, *self._shape, dtype=query.dtype, device=query.device)
-        wrappers = self._by_layer[layer]
-        if decodes:
-            wrappers.decode.run(query[:decodes], self._kv[layer], out=out[:decodes])
-        if decodes < rows:
-            wrappers.prefill.run(query[decodes:], self._kv[layer], out=out[decodes:])
-        return out.flatten(1)
+
+    def attend(self, query: Tensor, out: Tensor) -> Callable[[int], None]:
+        calls = {
+            window: [_RepeatedRun(wrapper, query[rows], out[rows]) for wrapper, rows in wrappers.parts]
+            for window, wrappers in self._wrappers.items()
+        }
+
+        def attend(layer: int) -> None:
+            for call in calls[self._windows[layer]]:
+                call(*self._kv[layer])
+
+        return attend
+
+
+class _RepeatedRun:
+    """run() of a wrapper for layer after layer of a step. Its checks take more time on the host than the launch of the
+    kernel, and only the KV differs between layers. So the first layer calls run(), and the others repeat the call of
+    the kernel that run() makes."""
+
+    def __init__(self, wrapper: Any, query: Tensor, out: Tensor) -> None:
+        self._wrapper, self._query, self._out = wrapper, query, out
+        self._module = wrapper._cached_module
+        self._arguments: list[Any] = []
+
+    def __call__(self, keys: Tensor, values: Tensor) -> None:
+        if not self._arguments:
+            self._wrapper._cached_module = self  # of which run() calls paged_run()
+            try:
+                self._wrapper.run(self._query, (keys, values), out=self._out)
+            finally:
+                self._wrapper._cached_module = self._module
+        self._arguments[_KEYS_AT : _KEYS_AT + 2] = keys, values
+        self._module.paged_run(*self._arguments)
+
+    def paged_run(self, *arguments: Any) -> None:
+        self._arguments = list(arguments)
 
 
 class _Wrappers:
-    """FlashInfer's wrappers for the layers of one window. After plan(), run `decode` and `prefill`."""
+    """FlashInfer's wrappers for the layers of one window. plan() sets `parts`: which wrappers run, on which rows."""
 
     def __init__(self, flashinfer: Any, pool: KvPool, window: int, num_heads: int, workspace: Tensor) -> None:
         self._flashinfer = flashinfer
@@ -132,19 +169,20 @@ class _Wrappers:
             "kv_data_type": dtype,
         }
         self._output = {"o_data_type": dtype}
-        self._eager_decode = self._decode_wrapper()
+        self._decode = self._decode_wrapper()
         self._captured_decode: dict[int, Any] = {}  # by batch size
-        self.decode = self._eager_decode
-        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self.parts: list[tuple[Any, slice]] = []
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
 
     def plan(self, metadata: AttentionMetadata) -> None:
         decodes, tables = metadata.num_decodes, metadata.tables
         assert tables is not None, "the inputs do not stage block ids"
+        self.parts = []
         if metadata.captured:
-            self._plan_graph(metadata, tables)
+            self.parts.append((self._plan_graph(metadata, tables), slice(0, decodes)))
         elif decodes:
-            self.decode = self._eager_decode
-            self.decode.plan(
+            self.parts.append((self._decode, slice(0, decodes)))
+            self._decode.plan(
                 _tensor(metadata.kv_indptr[: decodes + 1]),
                 tables.kv_indices[: int(metadata.kv_indptr[decodes])],
                 _tensor(metadata.last_block_len[:decodes]),
@@ -153,8 +191,9 @@ class _Wrappers:
                 **self._output,
             )
         if decodes < metadata.num_sequences:
+            self.parts.append((self._prefill, slice(decodes, metadata.num_rows)))
             # The block tables of the chunks follow those of the decodes, and kv_indptr continues there.
-            self.prefill.plan(
+            self._prefill.plan(
                 _tensor(metadata.qo_indptr[decodes:] - metadata.qo_indptr[decodes]),
                 _tensor(metadata.kv_indptr[decodes:]),
                 tables.kv_indices[: len(metadata.kv_indices)],
@@ -165,27 +204,57 @@ class _Wrappers:
                 **self._output,
             )
 
-    def _plan_graph(self, metadata: AttentionMetadata, tables: DeviceTables) -> None:
-        """Plan the wrapper of the graph for this number of decodes. Its kernels read `tables` of the capture, so those
-        of later steps must be at the same addresses."""
-        size = metadata.num_decodes
-        indptr, last = _tensor(metadata.kv_indptr), _tensor(metadata.last_block_len)
-        known = self._captured_decode.get(size)
+    def _plan_graph(self, metadata: AttentionMetadata, tables: DeviceTables) -> Any:
+        """Plan and return the wrapper of the graph for this number of decodes. Its kernels read `tables` of the
+        capture, so those of later steps must be at the same addresses."""
+        known = self._captured_decode.get(metadata.num_decodes)
         if known is None:
-            known = self._captured_decode[size] = self._decode_wrapper(
+            known = self._captured_decode[metadata.num_decodes] = self._decode_wrapper(
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=tables.kv_indptr,
                 paged_kv_indices_buffer=tables.kv_indices,
                 paged_kv_last_page_len_buffer=tables.last_block_len,
             )
-            indices = tables.kv_indices[: len(metadata.kv_indices)]
-            known.plan(indptr, indices, last, *self._dims, **self._options, **self._output)
+            known.plan(
+                _tensor(metadata.kv_indptr),
+                tables.kv_indices[: len(metadata.kv_indices)],
+                _tensor(metadata.last_block_len),
+                *self._dims,
+                **self._options,
+                **self._output,
+            )
         else:
-            self._flashinfer.decode.fast_decode_plan(
-                known, indptr, tables.kv_indices[: len(metadata.kv_indices)], last, *self._dims, **self._options,
-                global_override_indptr_cpu=indptr,
-            )  # fmt: skip
-        self.decode = known
+            self._plan_again(known, metadata)
+        return known
+
+    def _plan_again(self, wrapper: Any, metadata: AttentionMetadata) -> None:
+        """Plan other lengths for as many decodes. Calls only the planner, as vLLM's fast_plan_decode does: the rest of
+        plan() checks and copies what a graph does not change, in 0.1 ms. The arguments are those of FlashInfer 0.7.2
+        (fast_decode_plan() in decode.py)."""
+        num_heads, num_kv_heads, head_dim, block_size = self._dims
+        rows = metadata.num_decodes
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+            torch.from_numpy(metadata.qo_indptr),
+            torch.from_numpy(metadata.kv_indptr),
+            torch.from_numpy(metadata.kv_lens(block_size)),
+            rows,
+            rows,  # sequences
+            num_heads,
+            num_kv_heads,
+            block_size,
+            True,  # in a graph
+            head_dim,
+            head_dim,
+            False,  # causal
+            self._options["window_left"],
+            -1,  # no fixed size of a split
+            False,  # may split KV
+            0,  # no CTAs beside others
+            0,  # no uniform number of rows
+        )
 
     def _decode_wrapper(self, **buffers: Any) -> Any:
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(

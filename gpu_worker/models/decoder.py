@@ -34,21 +34,16 @@ class Decoder:
     def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Hidden states [wanted rows, hidden size], for logits() or final(). Attention must be planned for all rows.
 
-        tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all. After its attention, the last
-        layer computes only these rows, because nothing reads the other rows of that layer.
+        tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all.
         """
         angles = self._ops.angles(positions)
-        hidden = self._weights.embedding.index_select(0, tokens)
-        last = len(self._weights.layers) - 1
-        for index, layer in enumerate(self._weights.layers):
-            mixed = self._attend(index, layer, hidden, angles)
-            if index == last and wanted is not None:
-                hidden, mixed = hidden.index_select(0, wanted), mixed.index_select(0, wanted)
-                if not len(wanted):
-                    break
-            hidden = self._add_attention(layer, hidden, mixed)
-            hidden = self._mlp(layer, hidden)
-        return hidden
+        hidden = self.embed(tokens)
+        last = self._config.num_layers - 1
+        for index in range(last):
+            mixed = self._attention.run(index, *self.begin_layer(index, hidden, angles))
+            hidden = self.finish_layer(index, hidden, mixed)
+        mixed = self._attention.run(last, *self.begin_layer(last, hidden, angles))
+        return self.finish_last_layer(hidden, mixed, wanted)
 
     def final(self, hidden: Tensor) -> Tensor:
         """The rows from forward() after the final norm, [rows, hidden size]: transformers' last hidden states."""
@@ -58,16 +53,46 @@ class Decoder:
         """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
-    def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, angles: Any) -> Tensor:
-        """What attention mixes for each row, [rows, heads * head_dim]. Writes the rows' keys and values to the pool."""
-        config = self._config
+    @property
+    def config(self) -> DecoderConfig:
+        return self._config
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The input of the first layer, [rows, hidden size]. tokens: int64 [rows]."""
+        return self._weights.embedding.index_select(0, tokens)
+
+    def angles(self, positions: Tensor) -> Any:
+        """What begin_layer() needs of the positions, int64 [rows]."""
+        return self._ops.angles(positions)
+
+    def begin_layer(
+        self, index: int, hidden: Tensor, angles: Any, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer up to its attention: queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim].
+
+        out: [rows, (heads + 2 * kv_heads) * head_dim], for the projection that the results may be views of."""
+        config, layer = self._config, self._weights.layers[index]
         normed = self._ops.norm(hidden, layer.input_norm)
-        projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias)
+        projected = self._matmul.of(normed, layer.qkv, layer.qkv_bias, out=out)
         # The heads of a row: queries, keys, values.
         values_at = config.num_heads + config.num_kv_heads
         heads = projected.view(-1, values_at + config.num_kv_heads, config.head_dim)
         queries, keys = self._ops.rotary(heads, angles, layer.query_norm, layer.key_norm)
-        return self._attention.run(index, queries, keys, heads[:, values_at:])
+        return queries, keys, heads[:, values_at:]
+
+    def finish_layer(self, index: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """A layer after its attention. May overwrite `hidden` and return it.
+
+        mixed: the result of attention, [rows, heads * head_dim]."""
+        layer = self._weights.layers[index]
+        hidden = self._add_attention(layer, hidden, mixed)
+        return self._mlp(layer, hidden)
+
+    def finish_last_layer(self, hidden: Tensor, mixed: Tensor, wanted: Tensor | None) -> Tensor:
+        """The last layer after its attention, for the wanted rows alone, because nothing reads the other rows."""
+        if wanted is not None:
+            hidden, mixed = hidden.index_select(0, wanted), mixed.index_select(0, wanted)
+        return self.finish_layer(self._config.num_layers - 1, hidden, mixed) if len(hidden) else hidden
 
     def _add_attention(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> Tensor:
         """hidden + the attention's output. May overwrite `hidden`."""

@@ -50,10 +50,12 @@ class SamplingRows:
     def draws(self) -> npt.NDArray[np.int32] | None:
         """The parameters for sample_rows() in fused.py, if it alone can sample the tokens; else None."""
         columns = self.columns
-        if len(self.banned_rows) or len(self.scored) or need_other_filters(columns).any():
+        if len(self.banned_rows) or len(self.scored):
             return None
-        if not columns["temperature"].any():  # greedy
+        if not columns["temperature"].any():  # greedy: no filter matters
             return np.zeros((len(self.seed), NUM_PARAMETERS), np.int32)
+        if need_other_filters(columns).any():
+            return None
         return parameters_of(columns, draw_keys(self.seed, self.position))
 
 

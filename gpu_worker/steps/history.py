@@ -65,7 +65,9 @@ class TokenHistory:
         is_current = (self.epochs[sampled.slots] == sampled.epochs) & (
             self.num_known[sampled.slots] == sampled.positions
         )
-        slots, positions, tokens = sampled.slots[is_current], sampled.positions[is_current], tokens[is_current]
+        slots, positions = sampled.slots, sampled.positions
+        if not is_current.all():
+            slots, positions, tokens = slots[is_current], positions[is_current], tokens[is_current]
         self.tokens[slots, positions] = tokens
         self.num_known[slots] = np.where(tokens < 0, 0, positions + 1)
 

@@ -68,6 +68,18 @@ class HostInputs:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceViews:
+    """The arrays of a step in the device's block."""
+
+    decode_slots: Tensor
+    prefill_tokens: Tensor
+    positions: Tensor
+    draws: Tensor | None
+    slot_mapping: Tensor
+    tables: DeviceTables
+
+
 class PinnedInputs:
     """For a GPU: all arrays end to end in pinned memory, with one copy to the device.
 
@@ -80,7 +92,8 @@ class PinnedInputs:
         int32 | qo_indptr |                              attention.plan copies it itself
 
     In every step of a graph of n decodes, the arrays of the first two lines begin at the same addresses, because a
-    captured graph reads them there."""
+    captured graph reads them there. So the views of the capture serve all its steps, and save 20 small calls of torch.
+    The last two lines are left out there: every row samples, and the planner reads qo_indptr at once."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: the limit for one sequence's block table."""
@@ -90,9 +103,11 @@ class PinnedInputs:
         kept = seqs + 2
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._views = [host.numpy() for host in self._hosts]
+        self._int64s = [host.numpy() for host in self._hosts]
+        self._int32s = [words.view(np.int32) for words in self._int64s]
         self._fences = [DeviceEvent(device) for _ in range(2)]
         self._block = torch.zeros(sent, dtype=torch.int64, device=device)
+        self._captured: dict[int, _DeviceViews] = {}  # by the number of decodes of a graph
         self._turn = 0
         self._used = 0  # words
 
@@ -103,58 +118,75 @@ class PinnedInputs:
         decode_slots = self._put(arrays.decode_slots)
         prefill_tokens = self._put(arrays.prefill_tokens)
         positions = self._put(arrays.positions)
-        draws = None
-        if arrays.draws is not None:
-            draws = self._put(arrays.draws.view(np.int64).ravel()).view(torch.int32).view(arrays.draws.shape)
-        _, slot_mapping = self._put_int32(arrays.slot_mapping)
-        kv_indptr, device_kv_indptr = self._put_int32(arrays.kv_indptr)
-        last_block_len, device_last_block_len = self._put_int32(arrays.last_block_len)
-        tables_end = self._block[self._used :].view(torch.int32)
-        kv_indices, _ = self._put_int32(arrays.kv_indices)
-        sampling_rows = None if arrays.sampling_rows is None else self._put(arrays.sampling_rows)
-        sampled_slots = self._put(arrays.sampled_slots)
-        sent = self._used
+        draws = None if arrays.draws is None else self._put(arrays.draws.view(np.int64).ravel())
+        slot_mapping, _ = self._put_int32(arrays.slot_mapping)
+        kv_indptr, host_kv_indptr = self._put_int32(arrays.kv_indptr)
+        last_block_len, host_last_block_len = self._put_int32(arrays.last_block_len)
+        kv_indices, host_kv_indices = self._put_int32(arrays.kv_indices)
+        views = self._captured.get(arrays.num_decodes) if captured else None
+        if views is None:
+            views = _DeviceViews(
+                self._block[decode_slots],
+                self._block[prefill_tokens],
+                self._block[positions],
+                None if draws is None else self._block[draws].view(torch.int32).view(-1, NUM_PARAMETERS),
+                self._device_int32(slot_mapping, arrays.slot_mapping),
+                DeviceTables(
+                    self._device_int32(kv_indptr, arrays.kv_indptr),
+                    self._device_int32(last_block_len, arrays.last_block_len),
+                    self._block[kv_indices.start :].view(torch.int32),
+                ),
+            )
+        if captured:
+            self._captured[arrays.num_decodes] = views
+            sampling_rows, sampled_slots = None, views.decode_slots[: len(arrays.sampled_slots)]
+            qo_indptr, sent = arrays.qo_indptr, self._used
+        else:
+            sampling_rows = None if arrays.sampling_rows is None else self._block[self._put(arrays.sampling_rows)]
+            sampled_slots, sent = self._block[self._put(arrays.sampled_slots)], self._used
+            _, qo_indptr = self._put_int32(arrays.qo_indptr)
         self._block[:sent].copy_(self._hosts[self._turn][:sent], non_blocking=True)
+        metadata = AttentionMetadata(
+            num_decodes=arrays.num_decodes,
+            qo_indptr=qo_indptr,
+            kv_indptr=host_kv_indptr,
+            kv_indices=host_kv_indices,
+            last_block_len=host_last_block_len,
+            slot_mapping=views.slot_mapping,
+            captured=captured,
+            tables=views.tables,
+        )
         return StepInput(
-            decode_slots,
-            prefill_tokens if len(arrays.prefill_tokens) else None,
-            positions,
+            views.decode_slots,
+            views.prefill_tokens if len(arrays.prefill_tokens) else None,
+            views.positions,
             sampling_rows,
             sampled_slots,
-            AttentionMetadata(
-                num_decodes=arrays.num_decodes,
-                qo_indptr=self._keep(arrays.qo_indptr),
-                kv_indptr=kv_indptr,
-                kv_indices=kv_indices,
-                last_block_len=last_block_len,
-                slot_mapping=slot_mapping,
-                captured=captured,
-                tables=DeviceTables(device_kv_indptr, device_last_block_len, tables_end),
-            ),
-            draws,
+            metadata,
+            views.draws,
         )
 
     def sent(self) -> None:
         self._fences[self._turn].record()
 
-    def _put(self, array: npt.NDArray[np.integer]) -> Tensor:
-        """The view of the array on the device. The view is valid after the copy."""
-        start, self._used = self._used, self._used + len(array)
-        self._views[self._turn][start : self._used] = array
-        return self._block[start : self._used]
-
-    def _put_int32(self, array: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], Tensor]:
-        """As int32: the array's copy in pinned memory, and the view on the device."""
-        start = self._used
-        host = self._keep(array)
-        return host, self._block[start : self._used].view(torch.int32)[: len(array)]
-
-    def _keep(self, array: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-        """The array's copy in pinned memory as int32, aligned to a word."""
-        start, self._used = self._used, self._used + _words(len(array))
-        place = self._views[self._turn][start : self._used].view(np.int32)[: len(array)]
-        place[:] = array
+    def _put(self, array: npt.NDArray[np.integer]) -> slice:
+        """Write the array to pinned memory as int64. Returns its place in words."""
+        place = slice(self._used, self._used + len(array))
+        self._int64s[self._turn][place] = array
+        self._used = place.stop
         return place
+
+    def _put_int32(self, array: npt.NDArray[np.integer]) -> tuple[slice, npt.NDArray[np.int32]]:
+        """The same as int32, aligned to a word. Also returns the copy in pinned memory."""
+        start = self._used
+        self._used = start + _words(len(array))
+        host = self._int32s[self._turn][2 * start : 2 * start + len(array)]
+        host[:] = array
+        return slice(start, self._used), host
+
+    def _device_int32(self, place: slice, array: npt.NDArray[np.integer]) -> Tensor:
+        """The view of an array of _put_int32() on the device."""
+        return self._block[place].view(torch.int32)[: len(array)]
 
 
 def _words(count: int) -> int:

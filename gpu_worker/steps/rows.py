@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ Pairs = tuple[Int32s, Int32s]
 NO_INTS: Int32s = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepRows:
     """The sequences of a step: decodes in slot order, then prefills, then draft rows, both in plan order."""
 
@@ -32,9 +33,14 @@ class StepRows:
     num_drafted: int = 0  # sequences with draft rows: the last ones. Each of their rows samples
     draft_tokens: Int32s = field(default_factory=lambda: NO_INTS)  # of all of them, one sequence after the other
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int(self.counts.sum())
+
+    @cached_property
+    def sampled_slots(self) -> Int32s:
+        """The slots that sample, in row order, without draft rows."""
+        return self.slots[self.samples]
 
     @property
     def drafted(self) -> slice:

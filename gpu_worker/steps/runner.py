@@ -13,7 +13,7 @@ import torch
 from llguidance import LLTokenizer
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import AttentionBackend, SplitAttention
 from gpu_worker.device import DeviceEvent
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.kv.pool import KvPool
@@ -22,12 +22,13 @@ from gpu_worker.sampling.compiled import PreparedGrammars
 from gpu_worker.sampling.fused import NUM_PARAMETERS, sample_rows
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
-from gpu_worker.sampling.prompt_scores import PromptRows, PromptScores, rows_at_once, score_prompts
+from gpu_worker.sampling.prompt_scores import rows_at_once, score_prompts
 from gpu_worker.sampling.sampler import Sampled, sample
 from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
+from gpu_worker.steps.pieces import PieceGraphs
 from gpu_worker.steps.pooling import Pooled, Pooler
 from gpu_worker.steps.results import Drawn, StepOutputs, VerifiedDrafts, fetch_drawn
 from gpu_worker.steps.rows import StepRows
@@ -112,6 +113,7 @@ class ModelRunner:
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         # By slot: the last sampled token, the input of the slot's next step. Behind them a spare slot, for padding.
         self._last_tokens = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._clock = _Clock()
@@ -214,6 +216,16 @@ class ModelRunner:
         self._graphs = graphs
 
     @torch.inference_mode()
+    def capture_pieces(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
+        """Capture the pieces of steps with these numbers of rows (pieces.py). A later step with chunks uses the
+        smallest size with enough rows. Call this before the first step."""
+        assert isinstance(self._attention, SplitAttention)
+        pieces = PieceGraphs(sizes, self._decoder, self._attention, self._pool.storage.dtype, self._device)
+        empty = dummy_decodes(0, self._spare_slot)
+        pieces.capture(lambda size: self._prepare(empty.with_padding_rows(size), False), capture, progress)
+        self._pieces = pieces
+
+    @torch.inference_mode()
     def try_largest_step(self) -> None:
         """Run the largest step, to measure its memory. It writes to the dummy block."""
         self._compute(self._prepare(largest_step(self.limits), captured=False))
@@ -273,8 +285,9 @@ class ModelRunner:
         graph = self._graphs.size_for(arrays) if self._graphs else None
         if self._graphs and graph is not None:
             return StepOutputs(self._replay(rows, arrays, self._graphs, graph))
-        step = self._prepare(arrays, captured=False)
-        hidden = self._hidden(step)
+        size = self._pieces.size_for(arrays.num_rows) if self._pieces else None
+        step = self._prepare(arrays if size is None else arrays.with_padding_rows(size), captured=False)
+        hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)
         num_logits = num_samples + rows.num_draft_rows
         drawn = drafts = None
@@ -285,12 +298,14 @@ class ModelRunner:
             drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
             if rows.num_drafted:
                 drafts = self._verify(rows, chain([logits[num_samples:]], map(self._decoder.logits, more)))
-        scores = None if prompts is None else self._score(prompts, hidden[num_logits:])
+        scores = None
+        if prompts is not None:
+            scores = score_prompts(hidden[num_logits:], self._decoder.logits, self.limits.vocab_size, prompts.chunks)
         return StepOutputs(drawn, scores, drafts=drafts)
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         is_plain = self._logits_processors.of(slots) is None and not self._grammars.of(slots)
         parameters = self._slots.sampling_rows(rows) if self._fused_sampling and is_plain else None
         draws = None if parameters is None else parameters.draws()
@@ -324,16 +339,14 @@ class ModelRunner:
 
     def _pool_rows(self, rows: StepRows, pooler: Pooler) -> Pooled | None:
         step = self._prepare(step_arrays(rows, self._slots), captured=False)
-        hidden = self._all_hidden(step) if pooler.needs_all_rows else self._hidden(step)
+        wanted = None if pooler.needs_all_rows else step.sampling_rows
+        hidden = self._decoder.forward(self._tokens(step), step.positions, wanted)
         return pooler.pool(rows, self._slots.num_tokens, self._decoder.final(hidden)) if len(hidden) else None
-
-    def _score(self, prompts: PromptRows, hidden: Tensor) -> PromptScores:
-        return score_prompts(hidden, self._decoder.logits, self.limits.vocab_size, prompts.chunks)
 
     def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
         """logits: [rows that sample, vocab]."""
         parameters = self._slots.sampling_rows(rows)
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
         sampled = sample(logits, parameters, processors, mask, self._fused_sampling)
         if processors is not None:
@@ -368,19 +381,18 @@ class ModelRunner:
     def _compute(self, step: StepInput, out: Tensor | None = None) -> Tensor:
         """Logits of the rows that need logits; of an embedding model: hidden states of all rows."""
         if self._pooler is not None:
-            return self._decoder.final(self._all_hidden(step)).float()
+            return self._decoder.final(self._decoder.forward(self._tokens(step), step.positions)).float()
         return self._decoder.logits(self._hidden(step), out)
 
-    def _hidden(self, step: StepInput) -> Tensor:
-        """Hidden states of the rows that need logits."""
-        return self._all_hidden(step, step.sampling_rows)
+    def _hidden(self, step: StepInput, size: int | None = None) -> Tensor:
+        """Hidden states of the rows that need logits. size: the step is padded to it, for captured pieces."""
+        if self._pieces is None or size is None:
+            return self._decoder.forward(self._tokens(step), step.positions, step.sampling_rows)
+        return self._pieces.forward(size, self._tokens(step), step.attention.num_rows, step.sampling_rows)
 
-    def _all_hidden(self, step: StepInput, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states of all rows, or of the wanted ones."""
+    def _tokens(self, step: StepInput) -> Tensor:
         tokens = self._last_tokens.index_select(0, step.decode_slots)
-        if step.prefill_tokens is not None:
-            tokens = torch.cat((tokens, step.prefill_tokens))
-        return self._decoder.forward(tokens, step.positions, wanted)
+        return tokens if step.prefill_tokens is None else torch.cat((tokens, step.prefill_tokens))
 
 
 def _now_us() -> int:

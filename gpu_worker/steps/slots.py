@@ -101,7 +101,7 @@ class SlotBuffers:
         if plan.step != self._last_step + 1:
             raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
         self._last_step = plan.step
-        self._granted = [NO_INTS]
+        self._granted = []
         moves = self._moves(plan)
         if plan.free_slots:
             self._free(unpack(plan.free_slots, "free_slots"))
@@ -215,15 +215,12 @@ class SlotBuffers:
             raise ProtocolViolation(f"{len(slots)} grow_slots and {len(blocks)} grow_blocks")
         self._check_occupied(slots, "grow_slots")
         self._check_blocks(blocks)
-        # A slot may occur several times. Then its blocks take successive places in its block table.
-        order = np.argsort(slots, kind="stable")
-        ordered = slots[order]
-        fresh = np.flatnonzero(np.diff(ordered, prepend=-1))
-        nth = np.arange(len(ordered)) - np.repeat(fresh, np.diff(fresh, append=len(ordered)))
-        places = self.num_blocks[ordered] + nth
+        places = self.num_blocks[slots]
+        if len(set(slots.tolist())) < len(slots):
+            places += _earlier(slots)  # the blocks of a slot that occurs several times take successive places
         if places.max() >= self.block_table.shape[1]:
-            raise ProtocolViolation(f"slot {ordered[places.argmax()]}: its block table grows past the longest sequence")
-        self.block_table[ordered, places] = blocks[order]
+            raise ProtocolViolation(f"slot {slots[places.argmax()]}: its block table grows past the longest sequence")
+        self.block_table[slots, places] = blocks
         np.add.at(self.num_blocks, slots, 1)
         self._granted.append(blocks)
 
@@ -238,8 +235,10 @@ class SlotBuffers:
         if len(prefills):
             self._check_prefills(prefills, prefill_tokens)
         drafting, draft_counts, draft_tokens = drafted
-        slots = np.concatenate((decodes, prefills, drafting))
-        counts = np.concatenate((np.ones(len(decodes), np.int32), prefill_tokens, draft_counts + 1))
+        slots, counts = decodes, np.ones(len(decodes), np.int32)
+        if len(prefills) or len(drafting):
+            slots = np.concatenate((decodes, prefills, drafting))
+            counts = np.concatenate((counts, prefill_tokens, draft_counts + 1))
         starts = self.num_computed[slots]
         ends = starts + counts
         if counts.sum() > self.limits.max_batched_tokens:
@@ -255,7 +254,7 @@ class SlotBuffers:
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
         samples = ends == self.num_tokens[slots]
         samples[len(slots) - len(drafting) :] = False
-        granted = np.concatenate(self._granted)
+        granted = np.concatenate(self._granted) if self._granted else NO_INTS
         return StepRows(slots, len(decodes), starts, counts, samples, granted, *moves, len(drafting), draft_tokens)
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
@@ -302,7 +301,7 @@ class SlotBuffers:
         count before advance()."""
         slots = rows.slots[: rows.drafted.start]
         self.num_computed[slots] += rows.counts[: rows.drafted.start]
-        sampled = rows.slots[rows.samples]
+        sampled = rows.sampled_slots
         self.num_tokens[sampled] += 1
         for slot in sampled[rows.num_decodes :].tolist():
             self.decoding[slot] = True
@@ -317,7 +316,7 @@ class SlotBuffers:
 
     def sampling(self, rows: StepRows) -> SampledSlots:
         """The slots that sample in the step, for `history`. Call before commit()."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         return self.history.sampling(slots, self.num_tokens[slots])
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
@@ -356,7 +355,7 @@ class SlotBuffers:
 
     def sampling_rows(self, rows: StepRows) -> SamplingRows:
         """Parameters of the sampling rows, in row order, without draft rows. Call before commit()."""
-        slots = rows.slots[rows.samples]
+        slots = rows.sampled_slots
         return self.sampling_at(slots, self.num_tokens[slots].astype(np.int64))
 
     def sampling_at(self, slots: Int32s, positions: Int64s) -> SamplingRows:
@@ -412,6 +411,15 @@ def _pairs(what: str, packed_from: bytes, packed_to: bytes, check_from: BlockChe
     check_from(sources)
     check_to(targets)
     return sources, targets
+
+
+def _earlier(slots: Int32s) -> Int64s:
+    """How often each slot occurs before its place in the array."""
+    order = np.argsort(slots, kind="stable")
+    first = np.searchsorted(slots[order], slots[order])
+    counts = np.empty(len(slots), np.int64)
+    counts[order] = np.arange(len(slots)) - first
+    return counts
 
 
 def unpack(packed: bytes, what: str) -> Int32s:

@@ -53,11 +53,12 @@ def _at_once(kernel: Kernel) -> Kernel:
 
 @contextmanager
 def reference_kernels(
-    launch: Callable[[Kernel], Kernel] = _at_once, make_attention: Callable[..., Fa2] | None = None
+    launch: Callable[[Kernel], Kernel] = _at_once, make_attention: Callable[..., Fa2] | None = None, on_cpu: bool = True
 ) -> Iterator[Any]:
     """The module `flashinfer`. While the context lasts, the reference replaces its kernels.
 
-    launch: wraps a kernel; callers call the wrapper. make_attention: makes the attention of each set of options."""
+    launch: wraps a kernel; callers call the wrapper. make_attention: makes the attention of each set of options.
+    on_cpu: torch has no pinned memory and no CUDA device."""
     flashinfer = import_flashinfer()
     real_empty = torch.empty
     make_attention = functools.cache(make_attention or Fa2)
@@ -70,7 +71,7 @@ def reference_kernels(
         return make_attention(*options)
 
     with pytest.MonkeyPatch.context() as patch:
-        if launch is _at_once:
+        if on_cpu:
             patch.setattr(torch, "empty", empty)
             patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         for module in (flashinfer.prefill, flashinfer.decode):

@@ -45,13 +45,15 @@ def twin(
     graph_sizes: tuple[int, ...] = (),
     capture: Capture = run_again,
     fused_sampling: bool = False,
+    piece_sizes: tuple[int, ...] = (),
+    max_batched_tokens: int = 1024,
 ) -> ModelRunner:
     assert not (fused_sampling and capture is run_again), "run_again draws into memory that the runner does not read"
     model = load_model(str(checkpoint), dtype=dtype, device=CPU)
     config = model.config
     limits = SlotLimits(
         max_num_seqs=max_num_seqs,
-        max_batched_tokens=1024,
+        max_batched_tokens=max_batched_tokens,
         max_model_len=config.max_positions,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -63,7 +65,9 @@ def twin(
     )
     pool.storage[:, :, 1:] = torch.nan  # no kernel may read memory that was not written
     table_blocks = -(-config.max_positions // block_size)
-    attention = FlashInferAttention(flashinfer, pool, config.windows, config.num_heads, 1024, workspace_bytes=1024)
+    attention = FlashInferAttention(
+        flashinfer, pool, config.windows, config.num_heads, max_batched_tokens, workspace_bytes=1024
+    )
     ops = FlashInferOps(flashinfer, config, config.max_positions, CPU)
     decoder = Decoder(config, model.weights, attention, ops, PlainMatmul())
     pooler = None
@@ -73,4 +77,6 @@ def twin(
     runner = ModelRunner(decoder, attention, pool, limits, inputs, CPU, pooler=pooler, fused_sampling=fused_sampling)
     if graph_sizes:
         runner.capture_graphs(list(graph_sizes), capture)
+    if piece_sizes:
+        runner.capture_pieces(list(piece_sizes), capture)
     return runner

@@ -20,6 +20,7 @@ from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.flashinfer_ops import FlashInferOps
 from gpu_worker.models.ops import TorchOps
 from gpu_worker.steps.graphs import Replay
+from gpu_worker.steps.step_arrays import StepArrays
 from tests.support import embedding_checkpoints
 from tests.support.attention import metadata_of
 from tests.support.flashinfer_kernels import reference_kernels
@@ -102,6 +103,47 @@ def test_a_model_is_as_in_transformers_with_graphs(
     assert [s.output for s in late] == [checkpoint.greedy(PROMPTS[i], NEW_TOKENS) for i in (2, 3)]
 
 
+@pytest.mark.parametrize("family", ["llama3-rope", "mistral", "qwen2", "qwen3"])
+def test_a_model_is_as_in_transformers_with_captured_pieces(
+    family: str, flashinfer: Any, reference: Callable[[str], Reference]
+) -> None:
+    """Steps are padded by 0 to 47 rows, or have more rows than the largest piece."""
+    checkpoint = reference(family)
+    capture = CountingCapture()
+    driver = Driver(twin(flashinfer, checkpoint.folder, piece_sizes=(16, 64), capture=capture), 50)
+    sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    driver.run()
+    assert capture.replays >= 2 * 10
+    assert [s.output for s in sequences] == [checkpoint.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_padding_rows_change_nothing(
+    flashinfer: Any, reference: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other padding rows give the same tokens and the same KV, bit for bit. The dummy block gets all of their KV."""
+    folder = reference("llama3-rope").folder
+    padded = StepArrays.with_padding_rows
+
+    def other_rows(arrays: StepArrays, size: int) -> StepArrays:
+        rows, made = arrays.num_rows, padded(arrays, size)
+        made.prefill_tokens[rows - arrays.num_decodes :] = 7
+        made.positions[rows:] = 3
+        return made
+
+    runs = []
+    for rows in (padded, other_rows):
+        monkeypatch.setattr(StepArrays, "with_padding_rows", rows)
+        runner = twin(flashinfer, folder, piece_sizes=(64,))
+        driver = Driver(runner, 50)
+        sequences = [driver.add(prompt, NEW_TOKENS) for prompt in PROMPTS]
+        driver.run()
+        runs.append(([s.output for s in sequences], runner._pool.storage))
+    (tokens, kv), (others, other_kv) = runs
+    assert tokens == others
+    torch.testing.assert_close(kv[:, :, 1:], other_kv[:, :, 1:], rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(kv[:, :, 0], other_kv[:, :, 0])
+
+
 def test_the_kernels_get_bf16(flashinfer: Any, reference: Callable[[str], Reference]) -> None:
     """Every kernel asserts its types. Only a GPU can show that the output is close to fp32's (tests/gpu)."""
     driver = Driver(twin(flashinfer, reference("qwen3").folder, dtype="bfloat16", graph_sizes=(8,)), 64)
@@ -165,7 +207,7 @@ def test_a_captured_step_reads_fixed_addresses(flashinfer: Any) -> None:
     seen = []
     for extents in ([(9, 1), (3, 1)], [(0, 1), (0, 1)]):
         attention.plan(metadata_of(2, extents, [[1, 2, 3], [4, 5]], 4, captured=True))
-        wrapper = attention._by_layer[0].decode
+        ((wrapper, _),) = attention._wrappers[0].parts
         assert wrapper.is_cuda_graph_enabled
         seen.append(
             [

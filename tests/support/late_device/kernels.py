@@ -29,7 +29,7 @@ def late_kernels(device: LateDevice, make_attention: MakeAttention | None = None
         return lambda *args: tensors.queue(device, kernel, args)
 
     with (
-        flashinfer_kernels.reference_kernels(late, partial(make_attention, device)) as flashinfer,
+        flashinfer_kernels.reference_kernels(late, partial(make_attention, device), on_cpu=False) as flashinfer,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(flashinfer.utils, "_cache_buf", {})  # tensors of an earlier device

@@ -149,6 +149,10 @@ class TrialRunner:
     def try_largest_step(self) -> None:
         self._device.take_for_a_moment(300)
 
+    def capture_pieces(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
+        self._free[0] -= 100  # what passes between the pieces
+        self.capture_graphs(sizes, capture, progress)
+
     def capture_graphs(self, sizes: list[int], capture: object, progress: Callable[[int, int], None]) -> None:
         for done, size in enumerate(sorted(sizes, reverse=True)):
             progress(done, len(sizes))
@@ -173,6 +177,16 @@ def test_the_memory_of_steps_is_measured_by_a_trial(
     sampling = 10 * (memory.SAMPLER_BYTES_PER_LOGIT * 1000 + memory.SAMPLER_BYTES_PER_ROW)
     counts = 10 * memory.COUNTS_BYTES_PER_LOGIT * 1000
     assert needed == ((400 + 300 + graphs_mib) << 20) + sampling + counts
+
+
+def test_the_memory_of_captured_pieces_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TrialDevice(monkeypatch)
+    alone = memory.bytes_for_steps(trial(device), [], torch.device("cpu"))
+    needed = memory.bytes_for_steps(trial(device), [], torch.device("cpu"), [16, 32, 48], 2)
+    assert needed - alone == (100 + 50 + 2 * 27) << 20
+    monkeypatch.setattr(TrialRunner, "of_each_other_graph", 0)
+    needed = memory.bytes_for_steps(trial(device), [], torch.device("cpu"), [16, 32, 48], 2)
+    assert needed - alone == (150 << 20) + 2 * memory.MIN_PIECE_BYTES
 
 
 def test_an_embedding_model_needs_no_memory_for_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

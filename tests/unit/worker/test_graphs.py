@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.steps.graphs import DecodeGraphs, GraphOutput, Replay, graph_sizes
+from gpu_worker.steps.pieces import piece_sizes
 from gpu_worker.steps.step_arrays import dummy_decodes
 from tests.unit.worker.test_inputs import arrays_of
 
@@ -21,6 +22,23 @@ def test_graph_sizes_end_with_the_largest_batch() -> None:
     assert graph_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
     assert graph_sizes(256) == [1, 2, 4, *range(8, 257, 8)]
     assert graph_sizes(300) == [1, 2, 4, *range(8, 257, 8), 272, 288, 300]
+
+
+def test_piece_sizes_end_with_the_largest_step() -> None:
+    assert piece_sizes(0) == []
+    assert piece_sizes(1) == [1]
+    assert piece_sizes(40) == [16, 32, 40]
+    assert piece_sizes(512) == [*range(16, 256, 16), *range(256, 513, 32)]
+    assert len(piece_sizes(2048)) == 40
+
+
+@given(st.integers(1, 5000), st.data())
+def test_little_of_a_step_in_pieces_is_padding(largest: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, largest))
+    sizes = piece_sizes(largest)
+    size = next(size for size in sizes if size >= count)
+    assert sizes == sorted(set(sizes))
+    assert size - count < max(16, count / 8 + 1)
 
 
 @settings(deadline=None)

@@ -126,17 +126,40 @@ def test_padding_changes_no_row_of_the_step(decodes: list[tuple[int, int]], more
 def test_a_graph_finds_its_inputs_where_they_were_at_its_capture(size: int, decodes: list[tuple[int, int]]) -> None:
     inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
     size = max(size, len(decodes))
-    places = []
-    for arrays in (
-        drawing(dummy_decodes(size, MAX_SEQS)),
-        arrays_of([], [(5, 9), (0, 3)], 0),
-        drawing(arrays_of(decodes, [], 1)).padded(size, MAX_SEQS),
+    first = inputs.send(drawing(dummy_decodes(size, MAX_SEQS)), captured=True)
+    inputs.send(arrays_of([], [(5, 9), (0, 3)], 0))
+    arrays = drawing(arrays_of(decodes, [], 1)).padded(size, MAX_SEQS)
+    inputs.send(arrays, captured=True)
+    tables = first.attention.tables
+    assert tables is not None
+    assert first.draws is not None
+    for name, there in (
+        ("decode_slots", first.decode_slots),
+        ("positions", first.positions),
+        ("draws", first.draws),
+        ("slot_mapping", first.attention.slot_mapping),
+        ("kv_indptr", tables.kv_indptr),
+        ("last_block_len", tables.last_block_len),
+        ("kv_indices", tables.kv_indices[: len(arrays.kv_indices)]),
     ):
-        step = inputs.send(arrays, captured=True)
-        attention = step.attention
-        assert attention.tables is not None
-        if step.draws is not None:
-            assert step.draws.shape == (size, NUM_PARAMETERS)
-        tables = attention.tables.kv_indptr, attention.tables.last_block_len, attention.tables.kv_indices
-        places.append([x.data_ptr() for x in (step.decode_slots, step.positions, attention.slot_mapping, *tables)])
-    assert places[0] == places[2] != places[1]
+        assert np.array_equal(there.numpy(), getattr(arrays, name)), name
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(decode, max_size=5), st.lists(chunk, max_size=3)), min_size=1, max_size=3))
+def test_pieces_find_their_inputs_where_they_were_at_their_capture(
+    steps: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
+) -> None:
+    """Whatever part of the rows is decodes."""
+    inputs = PinnedInputs(LIMITS, TABLE_BLOCKS, CPU)
+    first = inputs.send(dummy_decodes(0, MAX_SEQS).with_padding_rows(MAX_ROWS))
+    for decodes, chunks in steps:
+        if decodes or chunks:
+            arrays = arrays_of(decodes, chunks, 1)
+            padded = arrays.with_padding_rows(MAX_ROWS)
+            sent = inputs.send(padded)
+            assert sent.attention.num_rows == arrays.num_rows
+            assert np.array_equal(first.positions.numpy(), padded.positions)
+            assert np.array_equal(first.attention.slot_mapping.numpy(), padded.slot_mapping)
+            assert np.array_equal(padded.slot_mapping[: arrays.num_rows], arrays.slot_mapping)
+            assert (padded.slot_mapping[arrays.num_rows :] // BLOCK_SIZE == DUMMY_BLOCK).all()

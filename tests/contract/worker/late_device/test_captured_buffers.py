@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -35,11 +36,16 @@ BUFFERS = {
     *(f"_decoder._weights.{name}" for name in ("embedding", "final_norm", "head")),
     *(f"_decoder._weights.layers[*].{name}" for name in _OF_A_LAYER),
 }
+# What passes between captured pieces and attention.
+PASSED = {f"_pieces._passed.{name}" for name in ("hidden", "projected", "mixed")}
 
 
 def graphs_of(runner: ModelRunner) -> list[LateGraph]:
     assert runner.graphs is not None
-    return [replay.__self__ for replay, _ in runner.graphs._replays.values()]  # type: ignore[attr-defined]
+    replays = [replay for replay, _ in runner.graphs._replays.values()]
+    if runner._pieces is not None:
+        replays += chain(*(pieces for pieces, *_ in runner._pieces._replays.values()))
+    return [replay.__self__ for replay in replays]  # type: ignore[attr-defined]
 
 
 def fields(value: Any) -> Iterator[tuple[str, Any]]:
@@ -112,10 +118,13 @@ def replay_all(runner: ModelRunner) -> None:
         graph.replay()
 
 
-def test_every_buffer_that_is_replaced_is_noticed(reference: Callable[[str], Reference]) -> None:
+@pytest.mark.parametrize(("graph_max_tokens", "expected"), [(0, BUFFERS), (32, BUFFERS | PASSED)])
+def test_every_buffer_that_is_replaced_is_noticed(
+    graph_max_tokens: int, expected: set[str], reference: Callable[[str], Reference]
+) -> None:
     folder = reference("mistral").folder
     with late_gpu():
-        runner = gpu_runner(folder)
+        runner = gpu_runner(folder, graph_max_tokens=graph_max_tokens)
         buffers = captured(runner)
         for buffer, name in buffers.items():
             replace(runner, buffer)
@@ -123,4 +132,4 @@ def test_every_buffer_that_is_replaced_is_noticed(reference: Callable[[str], Ref
             with pytest.raises(StaleGraph):
                 replay_all(runner)
             buffer.is_free = False  # as if it had not been replaced
-    assert set(buffers.values()) == BUFFERS
+    assert set(buffers.values()) == expected

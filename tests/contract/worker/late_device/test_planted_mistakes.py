@@ -13,7 +13,7 @@ import pytest
 from bench.device.load import GREEDY
 from demo import CHECKPOINT
 from gpu_worker import device as device_module
-from gpu_worker.attention.flashinfer import FlashInferAttention, _Wrappers
+from gpu_worker.attention.flashinfer import FlashInferAttention, _RepeatedRun, _Wrappers
 from gpu_worker.kv import swap
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.kv.swap import SwapLane
@@ -21,7 +21,9 @@ from gpu_worker.sampling import prompt_scores, sampler
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.steps import runner as runner_module
 from gpu_worker.steps.inputs import PinnedInputs
+from gpu_worker.steps.pieces import PieceGraphs
 from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 from tests.contract.worker.late_device.mistakes import Mistake, fences
@@ -59,6 +61,10 @@ class Bench:
 
     def greedy(self) -> None:
         self._compare("greedy", self.reference("llama3-rope").folder, [GREEDY])
+
+    def pieces(self) -> None:
+        """Steps with chunks in captured pieces. Requests begin beside the decodes of others."""
+        self._compare("pieces", self.reference("llama3-rope").folder, [GREEDY], count=12, graph_max_tokens=32)
 
     def on_torch(self) -> None:
         """Attention on torch, as for a model that FlashInfer cannot serve."""
@@ -118,18 +124,21 @@ class Bench:
             raise AssertionError("the check finds no fault")
 
     def _known(
-        self, name: str, folder: Path, samplings: list[SamplingParams]
+        self, name: str, folder: Path, samplings: list[SamplingParams], count: int = 5
     ) -> tuple[list[StepPlan], list[StepResult]]:
         """Plans, and the CPU's results. These are computed once, without a mistake."""
         if name not in self._expected:
             runner = cpu_runner(folder)
-            plans = make_plans(runner, make_requests(5, longest=20, outputs=10), samplings)
+            plans = make_plans(runner, make_requests(count, longest=20, outputs=10), samplings)
             prepare(runner, _grammars(samplings))
             self._expected[name] = plans, play(runner, plans)
         return self._expected[name]
 
-    def _compare(self, name: str, folder: Path, samplings: list[SamplingParams], **settings: object) -> None:
-        plans, expected = self._known(name, folder, samplings)
+    def _compare(
+        self, name: str, folder: Path, samplings: list[SamplingParams], count: int = 5, **settings: object
+    ) -> None:
+        """count: requests."""
+        plans, expected = self._known(name, folder, samplings, count)
         for seed, eagerness, window in PACES:
             with late_gpu(seed, eagerness):
                 runner = gpu_runner(folder, **settings)
@@ -160,6 +169,8 @@ Planted = tuple[Mistake, Callable[[Bench], None]]
 FENCES: list[Planted] = [
     (Mistake(FlashInferAttention, "plan", "self._planned.wait()"), Bench.greedy),
     (Mistake(FlashInferAttention, "plan", "self._planned.record()"), Bench.greedy),
+    (Mistake(FlashInferAttention, "plan", "self._planned.wait()"), Bench.pieces),
+    (Mistake(FlashInferAttention, "plan", "self._planned.record()"), Bench.pieces),
     (Mistake(PinnedInputs, "send", "self._fences[self._turn].wait()"), Bench.on_torch),
     (Mistake(PinnedInputs, "sent", "self._fences[self._turn].record()"), Bench.on_torch),
     (Mistake(LaunchedStep, "result", "self.done.wait()"), Bench.greedy),
@@ -181,7 +192,7 @@ OTHER_FENCES = {
     "wait: self._event.synchronize()",
     "hold: self._event.wait()",
 }
-PUT_POSITIONS, PUT_SLOTS = "positions = self._put(arrays.positions)", "sampled_slots = self._put(arrays.sampled_slots)"
+PUT_POSITIONS, PUT_TABLES = "positions = self._put(arrays.positions)", "self._put_int32(arrays.kv_indices)"
 # Buffers that a captured graph does not know.
 BUFFERS: list[Planted] = [
     (
@@ -195,12 +206,36 @@ BUFFERS: list[Planted] = [
     ),
     (Mistake(_Wrappers, "_plan_graph", "if known is None:", "if True:"), Bench.greedy),
     (Mistake(_Wrappers, "plan", "if metadata.captured", "if False"), Bench.greedy),
-    (
-        Mistake(_Wrappers, "_plan_graph", "self._flashinfer.decode.fast_decode_plan", "(lambda *_, **__: None)"),
-        Bench.greedy,
-    ),
-    (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_SLOTS}; {PUT_POSITIONS}"), Bench.greedy),
+    (Mistake(_Wrappers, "_plan_graph", "self._plan_again(known, metadata)"), Bench.greedy),
+    (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_TABLES}; {PUT_POSITIONS}"), Bench.greedy),
     (Mistake(ModelRunner, "_padded", "return arrays.padded(size, self._spare_slot)", "return arrays"), Bench.greedy),
+]
+# Of captured pieces.
+PIECES: list[Planted] = [
+    (Mistake(PinnedInputs, "send", PUT_POSITIONS, f"{PUT_TABLES}; {PUT_POSITIONS}"), Bench.pieces),
+    (Mistake(FlashInferAttention, "plan", "metadata.slot_mapping", "metadata.slot_mapping.clone()"), Bench.pieces),
+    *(
+        (Mistake(PieceGraphs, function, line, instead), Bench.pieces)
+        for function, line, instead in (
+            ("forward", "passed.hidden.copy_", "passed.hidden.clone().copy_"),
+            ("forward", "rows = queries[:num_rows]", "rows = queries[:num_rows].clone()"),
+            ("forward", "passed.mixed[:num_rows].view", "passed.mixed[:num_rows].clone().view"),
+            ("forward", "attend(layer)", "pass"),
+            ("forward", "replay()\n", "pass\n"),
+            ("_run", "out=passed.projected", "out=None"),
+            ("_run", "self._attention.store(layer, keys, values)", "pass"),
+            ("_run", "self._attention.store(layer, keys, values)", "self._attention.store(0, keys, values)"),
+            ("_run", "self._decoder.angles(positions)", "self._decoder.angles(positions.clone() * 0)"),
+        )
+    ),
+    *(
+        (Mistake(StepArrays, "with_padding_rows", line, instead), Bench.pieces)
+        for line, instead in (
+            ("positions=_grown(self.positions, more, 0)", "positions=self.positions"),
+            ("self.slot_mapping, more, 0", "self.slot_mapping, more, self.slot_mapping.max(initial=1) - 1"),
+        )
+    ),
+    (Mistake(_RepeatedRun, "__call__", "[_KEYS_AT : _KEYS_AT + 2] = keys, values", "[_KEYS_AT]"), Bench.pieces),
 ]
 WAITS: list[Planted] = [
     (Mistake(device_module, "upload", "host.pin_memory()", "host"), Bench.sampled),
@@ -229,8 +264,8 @@ def names(planted: list[Planted]) -> list[str]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        Bench.greedy, Bench.on_torch, Bench.sampled, Bench.grammars, Bench.kept, Bench.overlap, Bench.swaps,
-        Bench.lost_device,
+        Bench.greedy, Bench.pieces, Bench.on_torch, Bench.sampled, Bench.grammars, Bench.kept, Bench.overlap,
+        Bench.swaps, Bench.lost_device,
     ],
     ids=lambda scenario: scenario.__name__,
 )  # fmt: skip
@@ -246,7 +281,7 @@ def test_every_fence_of_the_worker_is_in_the_list() -> None:
 def check_noticed(mistake: Mistake, scenario: Callable[[Bench], None], bench: Bench) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mistake.plant(patch)
-        with pytest.raises((AssertionError, RuntimeError)):
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
             scenario(bench)
 
 
@@ -257,6 +292,13 @@ def test_a_missing_fence_is_noticed(mistake: Mistake, scenario: Callable[[Bench]
 
 @pytest.mark.parametrize(("mistake", "scenario"), BUFFERS, ids=names(BUFFERS))
 def test_a_buffer_that_a_graph_does_not_know_is_noticed(
+    mistake: Mistake, scenario: Callable[[Bench], None], bench: Bench
+) -> None:
+    check_noticed(mistake, scenario, bench)
+
+
+@pytest.mark.parametrize(("mistake", "scenario"), PIECES, ids=names(PIECES))
+def test_a_mistake_in_captured_pieces_is_noticed(
     mistake: Mistake, scenario: Callable[[Bench], None], bench: Bench
 ) -> None:
     check_noticed(mistake, scenario, bench)
