@@ -93,6 +93,25 @@ def test_the_remaining_output_of_a_sequence_in_prefill() -> None:
     assert seen > 2
 
 
+def test_the_remaining_output_of_a_paused_sequence() -> None:
+    """A pause changes nothing, and the steps of other sequences do not count for it."""
+    system = LocalSystem()
+    system.open("s")
+    system.attach(ToyWorker(block_size=4, num_blocks=64, max_num_seqs=4, max_batched_tokens=16))
+    for handle in (1, 2):
+        system.submit("s", handle, [9] * 4, PARAMS)
+    [worker] = system.scheduler.workers.values()
+    batch = worker.batch
+    while batch.num_decoding < 2 or batch.prefills:
+        system.move(*system.moves()[0])
+    slots = list(batch.running)
+    left = batch.remaining_new_tokens().tolist()
+    batch.choose_decodes(slots[1:])
+    assert batch.remaining_new_tokens().tolist() == left
+    batch.decode_step += 1
+    assert batch.remaining_new_tokens().tolist() == [left[0], left[1] - 1]
+
+
 @pytest.mark.parametrize(
     ("computed", "member", "suits"), [(True, False, True), (False, False, False), (True, True, False)]
 )
