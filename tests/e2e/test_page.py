@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -22,6 +23,8 @@ from tests.support.stack import Stack
 pytestmark = needs_chromium
 UNITS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
 VIEWS = ("live", "request", "playground")
+# Output tokens of a request that still runs when the page has drawn it, on a fast machine too.
+LONG = 1900
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def test_numbers_on_the_page_are_those_of_the_metrics(stack: Stack, browser: Bro
     with open_page(browser, stack.url) as page:
         expect(page.locator("[data-state=good]")).to_have_text("● live")
         before = page.locator("[data-name=tokens_per_s] .chart-note").inner_text()
-        working = [threading.Thread(target=complete, args=(stack.url, f"paged-{n}", 300)) for n in range(3)]
+        working = [threading.Thread(target=complete, args=(stack.url, f"paged-{n}", LONG)) for n in range(3)]
         for thread in working:
             thread.start()
         until(lambda: shown(page, "running") == "3", page)
@@ -102,6 +105,29 @@ def test_numbers_on_the_page_are_those_of_the_metrics(stack: Stack, browser: Bro
         assert int(number(shown(page, "blocks"))) == load["num_used_blocks"]
         hits = f"{load['prefix_hit_tokens']:,} of {load['prefix_query_tokens']:,} since the start"
         expect(page.locator("[data-name=prefix] .chart-note")).to_have_text(hits)
+
+
+def test_a_busy_server_is_drawn_with_every_second_snapshot_and_a_change_at_once(stack: Stack, browser: Browser) -> None:
+    """All snapshots arrive in one moment. The last one is drawn because the stream ends."""
+    first = snapshot(stack.url)
+    shots = list[dict[str, Any]]()
+    for running in (0, 11, 12, 13, 14):
+        shot = json.loads(json.dumps(first)) | {"at_s": first["at_s"] + running}
+        shot["scheduler"]["load"]["num_running"] = running
+        shot["scheduler"]["policies"]["preset"] = "sglang" if running > 12 else "paceline"
+        shots.append(shot)
+    body = "".join(f"data: {json.dumps(shot)}\n\n" for shot in shots)
+    watch = """() => { window.drawn = []; new MutationObserver(() => {
+        const text = document.querySelector('[data-name="running"] strong')?.innerText;
+        if (text && window.drawn.at(-1) !== text) window.drawn.push(text);
+    }).observe(document, {subtree: true, childList: true, characterData: true}); }"""
+    with open_page(browser, "about:blank") as page:
+        page.add_init_script(f"({watch})()")
+        page.route("**/v1/live?stream=true", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        page.goto(stack.url)
+        until(lambda: shown(page, "running") == "14", page)
+        assert "12" not in page.evaluate("drawn")
+        assert "13" in page.evaluate("drawn")
 
 
 def test_a_request_is_reached_from_the_list_by_the_keyboard(stack: Stack, browser: Browser) -> None:
@@ -284,7 +310,7 @@ def test_the_page_asks_for_a_key_below_a_prefix(stack: Stack, browser: Browser, 
 def test_the_page_says_that_the_scheduler_is_gone_and_streams_go_on(own_stack: Stack, browser: Browser) -> None:
     stack = own_stack.up()
     answers = list[httpx.Response]()
-    working = threading.Thread(target=lambda: answers.append(complete(stack.url, "survivor", 600)))
+    working = threading.Thread(target=lambda: answers.append(complete(stack.url, "survivor", LONG)))
     with open_page(browser, stack.url, refusals=True) as page:
         expect(page.locator("[data-state=good]")).to_be_visible()
         working.start()
@@ -296,7 +322,7 @@ def test_the_page_says_that_the_scheduler_is_gone_and_streams_go_on(own_stack: S
         stack.start("scheduler")
         expect(page.locator("[data-state=good]")).to_be_visible()
         working.join()
-        assert answers[0].json()["usage"]["completion_tokens"] == 600
+        assert answers[0].json()["usage"]["completion_tokens"] == LONG
         page.goto(f"{stack.url}/#/request/survivor")
         expect(page.locator(".life .tag").first).to_have_text("ended: length")
         stack.kill("gateway")

@@ -10,6 +10,8 @@ import { eventsOf } from "./sse.ts";
 const SILENCE_MS = 5000;
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 5000;
+/** Drawing is most of what an open page costs its machine. While requests run, only every second snapshot is drawn. */
+const DRAW_EVERY_MS = 1500;
 
 export interface LiveState {
   snapshot: LiveSnapshot | null;
@@ -36,6 +38,7 @@ class LiveSource {
   private readonly listeners = new Set<(state: LiveState) => void>();
   private running: AbortController | null = null;
   private latestAt = 0;
+  private drawnAt = -Infinity;
 
   constructor() {
     document.addEventListener("visibilitychange", () => this.update());
@@ -68,6 +71,11 @@ class LiveSource {
 
   private set(change: Partial<LiveState>): void {
     this.state = { ...this.state, ...change };
+    this.draw();
+  }
+
+  private draw(): void {
+    this.drawnAt = performance.now();
     for (const listener of this.listeners) listener(this.state);
   }
 
@@ -113,17 +121,24 @@ class LiveSource {
   }
 
   private take(snapshot: LiveSnapshot): void {
-    const before = this.state.snapshot;
+    const { snapshot: before, problem, silentSince } = this.state;
     this.latestAt = performance.now();
-    this.set({
+    const history = extended(this.state.history, before, snapshot);
+    this.state = {
       snapshot,
       lastWhole: snapshot.scheduler ? snapshot : this.state.lastWhole,
-      history: extended(this.state.history, before, snapshot),
+      history,
       problem: null,
       silentSince: null,
       withoutSchedulerSince: snapshot.scheduler ? null : (this.state.withoutSchedulerSince ?? performance.now()),
-    });
+    };
+    const isNews = problem !== null || silentSince !== null || history.marks.at(-1)?.atS === snapshot.at_s;
+    if (isNews || !isBusy(before) || !isBusy(snapshot) || this.latestAt - this.drawnAt > DRAW_EVERY_MS) this.draw();
   }
+}
+
+function isBusy(snapshot: LiveSnapshot | null): boolean {
+  return Boolean(snapshot?.scheduler?.load.num_running);
 }
 
 let source: LiveSource | undefined;
