@@ -1,4 +1,6 @@
-"""How many KV blocks fit on a GPU: the memory that is left after everything else has run once."""
+"""How many KV blocks fit on a GPU: the allowed share of its memory, less weights, steps, graphs and sampling.
+
+The largest step and the two largest graphs of each kind are measured; the other graphs and sampling are calculated."""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_on
 from gpu_worker.steps.graphs import Capture, CaptureProgress, CudaCapture
 from gpu_worker.steps.runner import ModelRunner
 
-# The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit:
-# float32 copies (logits, filtered values, weights) and their bits, both halves of the bits as int64, one half twice,
-# and the weights as float64, twice. Per row: three float64 sums and a bool for each of 2**16 values of half a float32.
+# The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit: six
+# arrays of 4 bytes (logits, filtered values and weights as float32, and their bits), and five of 8 bytes (upper and
+# lower half of the bits, a copy of one half, and two of the weights). Per row: three float64 sums and a bool for each
+# of 2**16 values of half a float32.
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 
@@ -56,7 +59,7 @@ def bytes_for_steps(
     num_layers: int = 0,
 ) -> int:
     """The memory of the largest step, the graphs and sampling. `make_runner` makes a runner with the smallest pool.
-    num_layers: the captured pieces of each of `piece_sizes`."""
+    num_layers: how many pieces are captured for each of `piece_sizes`, one per layer."""
     before = _free_bytes(device)
     runner = make_runner()
     runner.try_largest_step()

@@ -1,7 +1,7 @@
 """The whole control plane in one process: real cores, any worker, queues for links, and a virtual clock.
 
-Messages of a link stay in order. The caller (or a seed) chooses which link moves next, so every interleaving that the
-network allows can be played, with faults.
+Messages of a link stay in order. The caller chooses which link to the cache or to a worker moves next, so every order
+of these links' messages can be played, with faults. Messages of a session arrive at once.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def weight_bytes_per_step(config: DecoderConfig, element_bytes: int) -> int:
 
 
 def decode_bytes(config: DecoderConfig, element_bytes: int, batch: int, context_tokens: int) -> int:
-    """Bytes that a decode step of `batch` sequences with this many tokens each reads."""
+    """Bytes that one decode step reads, for `batch` sequences of `context_tokens` tokens each."""
     kv_bytes = batch * context_tokens * config.kv_elements_per_token * element_bytes
     return weight_bytes_per_step(config, element_bytes) + kv_bytes
 

@@ -26,7 +26,8 @@ class Left:
     """What is left of a step's budgets for prompts. They are charged in whole units: blocks, or tokens.
 
     With chunks, a prompt may begin while both budgets have tokens left, and gets at most `chunk_tokens` tokens. Without
-    chunks, every prompt but the first must fit `prefill_tokens`, and each must fit the step's budget.
+    chunks, every prompt but the first must be smaller than `prefill_tokens`, and each must fit the step's budget. A
+    prompt that fits no step is cut.
     """
 
     def __init__(self, step: Step, prefill_tokens: float, unit: int) -> None:
@@ -102,7 +103,7 @@ class PrefillFirst(BatchPolicy):
         for request in itertools.islice(step.waiting(), step.num_swapped):
             tokens = step.uncached_tokens(request)
             if tokens > step.budget_tokens:
-                step.reject(request, Verdict.STOP, "budget", f"{step.max_batched_tokens} tokens are spent")
+                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {step.budget_tokens} are left")
                 return
             if step.admit(request, tokens) is Verdict.STOP:
                 return
@@ -145,7 +146,8 @@ class PrefillFirst(BatchPolicy):
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
             within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
             fits = tokens <= step.budget_tokens and within
-            # `closes_when_full`: a lack of slots or blocks closes the batch, also for a request beyond the budget.
+            # With `closes_when_full`, a request that exceeds the budget is tried for a slot and blocks, too, because a
+            # lack of them closes the batch.
             if fits or self.closes_when_full:
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:
@@ -153,7 +155,7 @@ class PrefillFirst(BatchPolicy):
                 if verdict is Verdict.SKIP:
                     continue
             if not fits:
-                step.reject(request, Verdict.STOP, "budget", f"{tokens} tokens, {left} are left")
+                step.reject(request, Verdict.STOP, "budget", f"{left.in_units(tokens)} tokens, {left} are left")
                 return False
             step.place(request, tokens)
             left.spend(tokens)

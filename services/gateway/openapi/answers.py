@@ -14,7 +14,8 @@ class _Answer(BaseModel):
 
 
 class ErrorDetails(_Answer):
-    """`type`: vLLM's name. `code`: the HTTP status, or context_length_exceeded. `reason`: a stable name."""
+    """`type`: vLLM's name of the error, or Paceline's if vLLM has none. `code`: the HTTP status, or
+    context_length_exceeded. `reason`: a stable name."""
 
     message: str
     type: str
@@ -46,7 +47,8 @@ class TokenUsage(_Answer):
 
 
 class Timings(_Answer):
-    """Where the time went, with llama.cpp's names. Times are in milliseconds, and null if no service knows them."""
+    """Where the time went. llama.cpp has the fields up to `predicted_per_second`. Times are in milliseconds, and null
+    if no service knows them."""
 
     cache_n: int
     prompt_n: int

@@ -59,7 +59,8 @@ def test_output_after_a_prefix_hit_equals_transformers(
 
 
 def test_slots_and_blocks_are_used_again(reference: References, build: Build) -> None:
-    """Three waves use three slots. One plan frees a slot and fills it again. The pool just holds one wave."""
+    """Three waves use three slots. One plan frees a slot and fills it again. The pool holds one wave,
+    but not two."""
     checkpoint = reference("llama-tied")
     driver = Driver(build(checkpoint.folder, block_size=8, max_num_seqs=3, num_blocks=34).runner, 64)
     for wave in ([3, 4, 1], [5, 0, 2], [4, 3, 2]):
