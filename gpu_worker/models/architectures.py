@@ -33,16 +33,18 @@ def same_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def windows_by_layer(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers differ, by `layer_types` or from `max_window_layers` on. Without `use_sliding_window` no layer has a
-    window. Raises ModelError for other layer types."""
+    """`layer_types` says which layers have a window. Without it, those from index `max_window_layers` on have one.
+    Without `use_sliding_window` no layer has a window. Raises ModelError for another type or number of layers."""
     if not raw.get("use_sliding_window", False):
         return no_windows(raw, num_layers)
     layer_types = raw.get("layer_types")
     if layer_types is None:
         full_layers = int(raw.get("max_window_layers", DEFAULT_FULL_LAYERS))
         layer_types = ["sliding_attention" if i >= full_layers else "full_attention" for i in range(num_layers)]
-    if len(layer_types) != num_layers or set(layer_types) - {"sliding_attention", "full_attention"}:
-        raise ModelError(f"layer_types {sorted(set(layer_types))} for {num_layers} layers are not supported")
+    if len(layer_types) != num_layers:
+        raise ModelError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+    if unknown := set(layer_types) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"layer_types {sorted(unknown)} are not supported")
     return tuple(_window_tokens(raw) if kind == "sliding_attention" else 0 for kind in layer_types)
 
 
@@ -83,8 +85,8 @@ ARCHITECTURES = {
 
 
 def architecture_of(raw: Mapping[str, Any]) -> Architecture:
-    """The entry for a config.json. Without a head, the same layers are called LlamaModel, MistralModel and so on: they
-    serve embeddings only. Raises ModelError if there is no entry."""
+    """The entry for a config.json. A model without a language-model head is named LlamaModel, MistralModel and so on.
+    It has the same layers, and serves embeddings only. Raises ModelError if there is no entry."""
     names = raw.get("architectures") or []
     name = names[0] if names else f"none (model_type {raw.get('model_type')!r})"
     if name in ARCHITECTURES:

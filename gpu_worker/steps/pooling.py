@@ -1,7 +1,7 @@
 """Pools the final hidden states of inputs to vectors, in the step that computes an input's last token.
 
-`last` needs the hidden state of that token alone, so an input may begin with cached KV, and its chunks leave nothing
-behind. `mean` needs the hidden states of all tokens: the sums of the chunks so far stay on the device, by slot. The
+`last` needs the hidden state of that token alone, so an input may begin with cached KV, and nothing is kept between its
+chunks. `mean` needs the hidden states of all tokens: the sums of the chunks so far stay on the device, by slot. The
 scheduler reuses no KV for such an input, so that its first chunk in a slot begins at position 0, also after a
 preemption. That chunk clears the slot's sum.
 """
@@ -57,7 +57,8 @@ class Pooler:
         return self._sums is not None
 
     def pool(self, rows: StepRows, num_tokens: Int32s, hidden: Tensor) -> Pooled | None:
-        """The vectors of the inputs with a row in rows.samples; None if there are none. Does not wait for the device.
+        """The vectors of the inputs that this step completes (rows.samples); None if there are none. Does not wait for
+        the device.
 
         num_tokens: by slot. hidden: [rows, hidden size], after the final norm; without needs_all_rows, the last row of
         each input that this step completes. Raises ProtocolViolation for a row that cannot be pooled."""
@@ -75,7 +76,7 @@ class Pooler:
         """Add the rows to the sums of their slots. Returns the means of the inputs that the step completes."""
         if len(first := rows.slots[rows.starts == 0]):
             sums.index_fill_(0, upload(first, self._device), 0.0)
-        # Row after row on a CPU: the sum does not depend on where chunks end.
+        # A CPU adds the rows in their order, so the rounded sum does not depend on where chunks end.
         sums.index_add_(0, upload(np.repeat(rows.slots, rows.counts), self._device), hidden.float())
         slots = rows.slots[rows.samples]
         counts = upload(num_tokens[slots], self._device).unsqueeze(-1)

@@ -4,7 +4,7 @@
 
 Each client has a script here, and its pinned requirements in requirements/ (or in tests/peer, where other tests use the
 same environment). The first run installs them (minutes). A client that cannot be installed is in the table, too.
-Prints the table, and writes it to bench/results/clients.md if all clients were run.
+Prints the table. Without names in ARGS, also writes it to bench/results/clients.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _ERROR_CHARS = 80
 class Client:
     """`key` names its script (ask_KEY) and its requirements; `title` is its name in the table.
 
-    `peer` names the environment of tests/peer/env.sh that has the client, and `package` the client in its requirements.
+    `peer` names the environment of tests/peer/env.sh that has the client. `package` names the client in
+    that environment's requirements.
     `runtime`: smg stands between the client and the gateway. smg treats the gateway as an engine of this runtime.
     """
 
@@ -94,7 +95,7 @@ class Outcome:
     client: Client
     worked: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # the error by check
-    trouble: str = ""  # why no check ran
+    trouble: str = ""  # why there is no result of a check
 
     @property
     def all_worked(self) -> bool:
@@ -132,7 +133,7 @@ def install(client: Client) -> list[str]:
 
 
 def install_peer(client: Client) -> str:
-    """The Python of the client's environment in tests/peer."""
+    """The Python of the client's environment, which tests/peer/env.sh makes if it is missing or old."""
     return _call([str(PEERS / "env.sh"), client.peer], ROOT).strip()
 
 
@@ -160,7 +161,9 @@ def ask(client: Client, stack: Stack, log: Path) -> Outcome:
     except CannotInstall as error:
         outcome.trouble = f"cannot be installed: {error}"
     except AssertionError as error:
-        outcome.trouble = f"smg does not take the gateway: {(str(error).splitlines() or ['no log'])[-1]}"[:200]
+        outcome.trouble = f"smg did not start, or refuses the gateway: {(str(error).splitlines() or ['no log'])[-1]}"[
+            :200
+        ]
     else:
         try:
             return check(client, command, stack, log, smg.url)
@@ -172,7 +175,7 @@ def ask(client: Client, stack: Stack, log: Path) -> Outcome:
 def check(client: Client, command: Sequence[str], stack: Stack, log: Path, smg_url: str = "") -> Outcome:
     """Run the client's script with this command. Its output goes to the log."""
     outcome = Outcome(client)
-    # Nothing of this project is in the client's environment.
+    # So that the client's Python does not find this project's packages.
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     told = {
         "PACELINE_URL": stack.url,
@@ -186,7 +189,8 @@ def check(client: Client, command: Sequence[str], stack: Stack, log: Path, smg_u
         done = subprocess.run(
             command, env={**own, **told}, capture_output=True, text=True, timeout=CHECKS_S, check=False
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        log.write_bytes((error.stdout or b"") + (error.stderr or b""))
         outcome.trouble = f"did not end within {CHECKS_S} s"
         return outcome
     log.write_text(done.stdout + done.stderr)
@@ -215,7 +219,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> int:
-    """Returns 1 if a check failed, or a client could not be asked."""
+    """Returns 1 if a check failed, or a client has no results."""
     keys = dict.fromkeys(client.key for client in CLIENTS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"some of: {', '.join(keys)} (default: all)")

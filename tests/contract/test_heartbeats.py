@@ -109,7 +109,7 @@ async def test_the_cache_asks_nothing_of_a_scheduler_that_knows_no_heartbeats(ca
     assert (await call.read()).exchange == 1
     await asyncio.sleep(LONG_S)
     await call.write(cache_pb2.CacheServiceLinkRequest(epoch=3, exchange=2))
-    assert (await call.read()).exchange == 2, "the next message is no heartbeat"
+    assert (await call.read()).exchange == 2, "a heartbeat came before it"
     call.cancel()
 
 
@@ -146,7 +146,7 @@ async def test_the_scheduler_asks_nothing_of_a_gateway_that_knows_no_heartbeats(
     await asyncio.sleep(LONG_S)
     submission = inference_pb2.Submission(handle=1)  # without any other field, so the scheduler refuses it
     await call.write(inference_pb2.SessionRequest(submissions=[submission]))
-    assert (await after_status(call)).endings[0].handle == 1, "the next message is no heartbeat"
+    assert (await after_status(call)).endings[0].handle == 1, "a heartbeat came before it"
     call.cancel()
 
 
@@ -255,7 +255,8 @@ async def test_the_scheduler_leaves_a_cache_that_is_silent() -> None:
 async def test_the_scheduler_knows_how_it_lost_a_worker(
     scheduler: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch, end: str, loss: Loss
 ) -> None:
-    """The kind of loss decides which requests it suspects when the worker is back."""
+    """The kind of loss decides whether the scheduler clears the worker's requests of suspicion when the worker is
+    back."""
     lost: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
     worker_lost = SchedulerCore.worker_lost
 

@@ -1,7 +1,8 @@
 """The records of a trace, and the clocks of the services that they came from.
 
-All times are put onto the gateway's clock: the scheduler's by the questions that the gateway asks it, a worker's by
-plans and results, the cache's by exchanges. A restarted scheduler counts as another one.
+Records keep the times of their own service. How far its clock is ahead of the gateway's is estimated from round trips:
+the gateway's calls for the scheduler; plans and results for a worker, exchanges for the cache, both relative to the
+scheduler. A restarted scheduler counts as another one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Record = dict[str, Any]
 
 @dataclass(slots=True)
 class SchedulerRecords:
-    """The records of one scheduler process, with the clocks of its cache and workers. A clock is None if its offset is
-    not known."""
+    """The records of one scheduler process, with the clocks of its cache and workers. The clock of a
+    cache or a worker is None if its offset is not known."""
 
     epoch: int
     clock: ClockOffset
@@ -40,7 +41,7 @@ class Trace:
 
 
 def read_records(records: list[Record]) -> Trace:
-    """Put the gateway's records together."""
+    """The trace of all records that the gateway has sent, by scheduler process."""
     by_epoch: dict[int, list[Record]] = {}
     for record in records:
         if (part := record["scheduler"]) is not None:

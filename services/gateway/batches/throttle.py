@@ -13,8 +13,8 @@ _SHORT_BYTES = 2048  # added to the bytes of each line, because a short line tak
 
 
 class Throttle:
-    """Additive increase, multiplicative decrease, as TCP does it (RFC 5681): a refusal halves the number of lines in
-    flight and pauses new ones, and each `limit` successes raise it by one, up to `most`.
+    """`limit` is how many lines may be in flight. It has additive increase and multiplicative decrease, as in TCP
+    (RFC 5681): a refusal halves `limit` and pauses new lines; `limit` served lines raise it by one, up to `most`.
 
     So a batch that meets a quota or a full server takes what others leave, and does not retry all the time.
     """

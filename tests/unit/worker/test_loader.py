@@ -134,6 +134,12 @@ def test_sliding_windows_are_read_from_the_config() -> None:
     assert windows("Qwen2ForCausalLM", sliding_window=7) == (0, 0)
     assert windows("Qwen2ForCausalLM", sliding_window=7, use_sliding_window=True, max_window_layers=1) == (0, 7)
     assert windows("LlamaForCausalLM", sliding_window=7) == (0, 0)
+    types = ["sliding_attention", "full_attention"]
+    assert windows("Qwen3ForCausalLM", sliding_window=7, use_sliding_window=True, layer_types=types) == (7, 0)
+    with pytest.raises(ModelError, match="layer_types has 1 entries for 2 layers"):
+        windows("Qwen3ForCausalLM", use_sliding_window=True, layer_types=types[:1])
+    with pytest.raises(ModelError, match=r"layer_types \['linear'\] are not supported"):
+        windows("Qwen3ForCausalLM", use_sliding_window=True, layer_types=["linear", "full_attention"])
 
 
 @pytest.fixture

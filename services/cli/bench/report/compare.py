@@ -77,7 +77,7 @@ FIGURES = (
 
 
 def differences(a: BenchReport, b: BenchReport) -> list[str]:
-    """What differs besides the server. With a difference, the ratios do not compare the servers alone."""
+    """Which of model, endpoint, workload and SLO differ. With one, the ratios do not compare the servers alone."""
     return [
         f"the {name} differs: {getattr(a, name) or 'none'} | {getattr(b, name) or 'none'}"
         for name in ("model", "endpoint", "workload", "slo")
