@@ -94,6 +94,7 @@ def build_worker(
     fused_sampling = device.type == "cuda" and _can_fuse_sampling(model, device)
     make = _RunnerMaker(settings, model, device, max_model_len, flashinfer, _grammar_tokenizer(model), fused_sampling)
     runner = make.runner(settings.num_blocks or make.num_blocks(), _num_host_blocks(settings, model))
+    make.log_piece_limits()
     if make.graph_sizes or make.piece_sizes:
         capture = CudaCapture()
         if make.graph_sizes:
@@ -170,6 +171,17 @@ class _RunnerMaker:
         if self.flashinfer is None or self.model.embedding is not None:
             return []
         return piece_sizes(min(self.settings.graph_max_tokens, self.max_batched_tokens))
+
+    def log_piece_limits(self) -> None:
+        """Log that graph_max_tokens has no effect, or less than it says."""
+        asked, most = self.settings.graph_max_tokens, self.max_batched_tokens
+        if asked and not self.piece_sizes:
+            reason = "an embedding model has no graphs"
+            if self.flashinfer is None:
+                reason = "the layers do not run on flashinfer"
+            log.warning("graph_max_tokens is ignored", model=self.model.name, reason=reason)
+        elif asked > most:
+            log.warning("graph_max_tokens is limited to max_batched_tokens", asked=asked, max_batched_tokens=most)
 
     def num_blocks(self) -> int:
         """As many as fit `gpu_memory_utilization` (on a CPU: `kv_cache_gib`), but not more than all slots can use."""

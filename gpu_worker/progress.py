@@ -68,7 +68,8 @@ def _line_report(what: str, show: Callable[[int], str]) -> Report:
     def report(done: int, total: int) -> None:
         nonlocal began, last_s, last_percent
         now_s = time.monotonic()
-        began = now_s if began is None else began
+        if began is None or done == 0:  # piece graphs are captured after whole graphs, with the same callback
+            began, last_percent = now_s, 0
         percent = 100 * done // max(total, 1)
         is_due = percent // 10 > last_percent // 10 or (percent > last_percent and now_s - last_s > _LINE_EVERY_S)
         if is_due and now_s - began > _QUIET_S:

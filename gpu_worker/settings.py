@@ -63,8 +63,9 @@ class WorkerSettings(ServiceSettings, section="worker"):
     graph_max_tokens: int = Field(
         0,
         ge=0,
-        description="steps with prompt chunks of up to this many tokens in all replay CUDA graphs between their "
-        "attention calls (flashinfer; not run on a GPU yet); 0: these steps run eagerly",
+        description="steps with prompt chunks, and decode steps of more sequences than graph_max_seqs, of up to this "
+        "many tokens in all replay CUDA graphs between their attention calls (flashinfer; not for embedding models; at "
+        "most max_batched_tokens; not run on a GPU yet); 0: these steps run eagerly",
     )
     deterministic: bool = Field(
         False,

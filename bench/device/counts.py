@@ -32,7 +32,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "top-p 0.95": {"top_p": 0.95},
     "top-p 0.5": {"top_p": 0.5},
     "top-p 0.1, temperature 2": {"top_p": 0.1, "temperature": 2.0},
+    "top-p 0.3, temperature 10": {"top_p": 0.3, "temperature": 10.0},
     "top-k and top-p": {"top_k": 50, "top_p": 0.95},
+    "top-k 5,000": {"top_k": 5_000},
+    "top-k 5,000, top-p 0.95": {"top_k": 5_000, "top_p": 0.95},
+    "top-k 5,000, top-p 0.5": {"top_k": 5_000, "top_p": 0.5},
     "min-p": {"min_p": 0.05},
     "log probabilities": {"temperature": 0.0, "scored": True},
 }

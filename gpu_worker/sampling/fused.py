@@ -152,10 +152,10 @@ def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | N
 
 # Rows that take the usual ways through the kernels.
 _TRIAL: Mapping[str, Column] = {
-    "temperature": np.array([0, 1, 0.7, 1, 1.5, 1, 1], np.float32),
-    "min_p": np.array([0, 0, 0.05, 0, 0, 0, 0], np.float32),
-    "top_p": np.array([1, 1, 1, 0.95, 0.2, 0.9, 1], np.float32),
-    "top_k": np.array([0, 0, 0, 0, 0, 50, 20]),
+    "temperature": np.array([0, 1, 0.7, 1, 1.5, 1, 1, 1], np.float32),
+    "min_p": np.array([0, 0, 0.05, 0, 0, 0, 0, 0], np.float32),
+    "top_p": np.array([1, 1, 1, 0.95, 0.2, 0.9, 1, 0.9], np.float32),
+    "top_k": np.array([0, 0, 0, 0, 0, 50, 20, 5_000]),
 }
 
 

@@ -8,13 +8,15 @@ No kernel sorts the vocabulary:
 - Top-k first finds a bound: the k-th largest of the lanes' maxima (lane i has the i-th value of each tile). The k
   largest logits are not below it, and few other logits are above it. These candidates are copied to `scratch`, and
   everything else examines only them.
-- Top-p does not find its threshold either. It draws a token, and sums the weights of all tokens that are more likely
-  than this token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is among
-  the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger set is
-  also the best of any smaller set that contains it: the result is the token that a draw from the kept set would give.
-  A draw is accepted with a probability of at least top_p. (FlashInfer rejects draws in the same way, but draws again.)
-  A small top_p would reject many draws. So the kernel first copies candidates, as for top-k, and draws from these if
-  they suffice.
+- Top-p does not find its threshold among candidates. It draws a token, and sums the weights of all tokens that are more
+  likely than this token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is
+  among the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger
+  set is also the best of any smaller set that contains it: the result is the token that a draw from the kept set would
+  give. (FlashInfer rejects draws in the same way, but draws again.)
+- A small top_p without top-k takes its candidates in the same way. They serve only if they have more than top_p.
+- In all other cases, histograms name the tokens around both limits (fused_limits.py). These are the candidates, and the
+  more likely tokens are kept for sure. If they do not fit into scratch memory (thousands of equal logits), the k-th
+  largest logit is found digit by digit, in four passes over the logits, and top-p rejects draws from the whole row.
 
 Sums are of whole numbers, as in filters.py, so they do not depend on the order, which differs between types of logits.
 """
@@ -23,6 +25,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from gpu_worker.sampling.fused_limits import copy_around_limits
+from gpu_worker.sampling.fused_values import NO_TOKEN, clock, kth_largest, tile, wanted_sum, weights_of
 
 # Values that a program examines at once.
 TILE = 4096
@@ -33,14 +38,7 @@ MAX_CANDIDATES = 8192
 _SMALL_SHARE: tl.constexpr = tl.constexpr(0.75)
 # The scale of exp(z) in sums for log probabilities: 2**44 times 2**17 tokens fits into int64.
 _SCORE_SCALE: tl.constexpr = tl.constexpr(2.0**44)
-_NO_WEIGHT: tl.constexpr = tl.constexpr(-60.0)
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# ln 2 in two parts. The first has few bits, so that its product with a whole number is exact.
-_LN2_HIGH: tl.constexpr = tl.constexpr(0.693359375)
-_LN2_LOW: tl.constexpr = tl.constexpr(-2.12194440e-4)
-_BELOW_ONE: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
-_NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["parameters"])
@@ -64,15 +62,18 @@ def sample_rows(
     first_key = tl.load(own + 4).to(tl.uint32, bitcast=True)
     second_key = tl.load(own + 5).to(tl.uint32, bitcast=True)
 
-    best, best_ids, broken = _lane_maxima(source, vocab, TILE)
+    best, best_ids, lowest, broken = _lane_maxima(source, vocab, TILE)
     largest = tl.max(best, 0)
-    token = tl.min(tl.where(best == largest, best_ids, _NO_TOKEN), 0)
+    token = tl.min(tl.where(best == largest, best_ids, NO_TOKEN), 0)
     fails = (broken > 0) | (tl.abs(largest) == float("inf"))
     if (temperature > 0) & (fails == 0):
         limit = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
         is_limited = limit < vocab
         count = CAPACITY + 1
         wanted = tl.full((), 0.0, tl.float64)
+        is_whole = is_limited
+        # Of the tokens that are kept for sure, and are not copied: the weight, and the draw.
+        sure, sure_noisy, sure_token = tl.full((), 0, tl.int64), float("-inf"), NO_TOKEN
         if (is_limited & (limit <= 3 * TILE // 4)) | ((is_limited == 0) & (share < _SMALL_SHARE)):
             num_best = tl.minimum(limit, TILE // 4)
             if is_limited:
@@ -80,23 +81,33 @@ def sample_rows(
             count, total, copied = _copy_candidates(
                 source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, TILE, CAPACITY
             )
-            wanted = _wanted(total, share)
+            wanted = wanted_sum(total, share)
             if (is_limited == 0) & (copied.to(tl.float64) < wanted):  # top-p keeps more than the candidates
                 count = CAPACITY + 1
-        if count <= CAPACITY:
-            if is_limited & (share < 1):
-                kth = _kth_largest(values, ids, count, 0.0, 1.0, tl.minimum(limit, count), TILE, True)
+            if is_limited & (share < 1) & (count <= CAPACITY):
+                kth = kth_largest(values, ids, count, 0.0, 1.0, tl.minimum(limit, count), TILE, True)
                 floor = tl.maximum(floor, kth)
-            token = _draw(
-                values, ids, count, 0.0, 1.0, floor, share, limit, wanted, is_limited, vocab, first_key, second_key,
+        if (count > CAPACITY) & (is_limited | (share < 1)):
+            count, floor, wanted, sure, sure_noisy, sure_token = copy_around_limits(
+                source, largest, lowest, temperature, floor, share, limit, is_limited, first_key, second_key, scale,
+                values, ids, vocab, TILE, CAPACITY,
+            )  # fmt: skip
+            is_whole = False
+            if count <= CAPACITY:
+                limit = vocab
+        if count <= CAPACITY:
+            token, noisy = _draw(
+                values, ids, count, 0.0, 1.0, floor, share, limit, wanted, is_whole, sure, vocab, first_key, second_key,
                 scale, TILE, True,
             )  # fmt: skip
+            is_sure = (sure_noisy > noisy) | ((sure_noisy == noisy) & (sure_token < token))
+            token = tl.where(is_sure, sure_token, token)
         else:
             if is_limited & (share < 1):
-                kth = _kth_largest(source, ids, vocab, largest, temperature, limit, TILE, False)
+                kth = kth_largest(source, ids, vocab, largest, temperature, limit, TILE, False)
                 floor = tl.maximum(floor, kth)
-            token = _draw(
-                source, ids, vocab, largest, temperature, floor, share, limit, wanted, True, vocab, first_key,
+            token, _noisy = _draw(
+                source, ids, vocab, largest, temperature, floor, share, limit, wanted, True, 0, vocab, first_key,
                 second_key, scale, TILE, False,
             )  # fmt: skip
     tl.store(tokens + row, tl.where(fails, 0, token).to(tl.int64))
@@ -116,7 +127,7 @@ def score_rows(
     place = tl.program_id(0).to(tl.int64)
     source = logits + tl.load(rows + place) * row_stride
     values, ids = scratch_values + place * CAPACITY, scratch_ids + place * CAPACITY
-    best, _best_ids, broken = _lane_maxima(source, vocab, TILE)
+    best, _best_ids, _lowest, broken = _lane_maxima(source, vocab, TILE)
     largest = tl.max(best, 0)
     limit = tl.minimum(tl.maximum(num_top, 1), 3 * TILE // 4)
     count, total, _copied = _copy_candidates(
@@ -146,10 +157,12 @@ def score_rows(
 
 @triton.jit
 def _lane_maxima(source, vocab, TILE: tl.constexpr):
-    """For each lane its largest logit and the first token that has it; and whether the row contains a NaN."""
+    """For each lane its largest logit and the first token that has it; the row's smallest finite logit; and whether the
+    row contains a NaN."""
     lanes = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     best_ids = lanes
+    lowest = tl.full((TILE,), float("inf"), tl.float32)
     broken = tl.zeros((TILE,), tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + lanes
@@ -158,19 +171,8 @@ def _lane_maxima(source, vocab, TILE: tl.constexpr):
         larger = x > best
         best = tl.where(larger, x, best)
         best_ids = tl.where(larger, ids, best_ids)
-    return best, best_ids, tl.sum(broken, 0)
-
-
-@triton.jit
-def _tile(source, ids, start, count, largest, temperature, TILE: tl.constexpr, COPIED: tl.constexpr):
-    """z and token of TILE values, -inf behind the last. COPIED: the source is scratch memory, which contains z."""
-    lanes = start + tl.arange(0, TILE)
-    inside = lanes < count
-    x = tl.load(source + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-    if COPIED:
-        return x, tl.load(ids + lanes, mask=inside, other=0)
-    else:  # noqa: RET505  (one of the two is compiled)
-        return tl.div_rn(x - largest, temperature), lanes
+        lowest = tl.where((x < lowest) & (x > float("-inf")), x, lowest)
+    return best, best_ids, tl.min(lowest, 0), tl.sum(broken, 0)
 
 
 @triton.jit
@@ -185,14 +187,14 @@ def _copy_candidates(
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
     tl.debug_barrier()
-    bound = _kth_largest(values, ids, TILE, 0.0, 1.0, limit, TILE, True)
+    bound = kth_largest(values, ids, TILE, 0.0, 1.0, limit, TILE, True)
     tl.debug_barrier()
     count = 0
     total = tl.zeros((TILE,), tl.int64)
     copied = tl.zeros((TILE,), tl.int64)
     for start in range(0, vocab, TILE):
-        z, tokens = _tile(source, ids, start, vocab, largest, temperature, TILE, False)
-        weights = tl.where(z >= floor, _weights(z, scale), 0)
+        z, tokens = tile(source, ids, start, vocab, largest, temperature, TILE, False)
+        weights = tl.where(z >= floor, weights_of(z, scale), 0)
         total += weights
         taken = (z >= bound) & (z > float("-inf"))
         copied += tl.where(taken, weights, 0)
@@ -206,48 +208,30 @@ def _copy_candidates(
 
 
 @triton.jit
-def _kth_largest(source, ids, count, largest, temperature, k, TILE: tl.constexpr, COPIED: tl.constexpr):
-    """The k-th largest z, by bisecting the whole numbers that have the order of the floats."""
-    low, high = tl.full((), -(2**31), tl.int64), tl.full((), 0, tl.int64)
-    for _ in range(0, 32):
-        middle = low + (high - low + 1) // 2
-        reached = tl.zeros((TILE,), tl.int32)
-        for start in range(0, count, TILE):
-            z, _tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
-            bits = (z + 0.0).to(tl.int32, bitcast=True)
-            keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-            inside = start + tl.arange(0, TILE) < count
-            reached += ((keys.to(tl.int64) >= middle) & inside).to(tl.int32)
-        enough = tl.sum(reached, 0) >= k
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    key = low.to(tl.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _draw(
-    source, ids, count, largest, temperature, floor, share, limit, wanted, is_whole, vocab, first_key, second_key,
+    source, ids, count, largest, temperature, floor, share, limit, wanted, is_whole, sure, vocab, first_key, second_key,
     scale, TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens. is_whole:
-    `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens up to the sum `wanted`."""
-    total, _count, token, z = _draw_above(
+    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens, and its noisy
+    z. is_whole: `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens up to the sum `wanted`,
+    of which more likely tokens elsewhere have `sure`."""
+    total, _count, token, z, noisy = _draw_above(
         source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
     )
     if (share < 1) | (limit < vocab):
         if is_whole:
-            wanted = _wanted(total, share)
+            wanted = wanted_sum(total, share)
         rejected = 1
         while rejected > 0:
-            weight, number, next_token, next_z = _draw_above(
+            weight, number, next_token, next_z, next_noisy = _draw_above(
                 source, ids, count, largest, temperature, floor, z, first_key, second_key, scale, TILE, COPIED
             )
-            kept = ((share >= 1) | (weight.to(tl.float64) < wanted)) & (number < limit)
+            kept = ((share >= 1) | ((sure + weight).to(tl.float64) < wanted)) & (number < limit)
             rejected = tl.where(kept, 0, 1)
             token = tl.where(kept, token, next_token)
             z = tl.where(kept, z, next_z)
-    return token
+            noisy = tl.where(kept, noisy, next_noisy)
+    return token, noisy
 
 
 @triton.jit
@@ -255,71 +239,40 @@ def _draw_above(
     source, ids, count, largest, temperature, floor, above, first_key, second_key, scale,
     TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens with z >= floor and z > above: the sum of their weights, their number, the drawn token, its z."""
+    """Of the tokens with z >= floor and z > above: the sum of their weights, their number, the drawn token, its z, and
+    its noisy z."""
     weights = tl.zeros((TILE,), tl.int64)
     numbers = tl.zeros((TILE,), tl.int32)
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_ids = tl.full((TILE,), _NO_TOKEN, tl.int32)
+    best_ids = tl.full((TILE,), NO_TOKEN, tl.int32)
     best_z = tl.full((TILE,), float("-inf"), tl.float32)
     for start in range(0, count, TILE):
-        z, tokens = _tile(source, ids, start, count, largest, temperature, TILE, COPIED)
+        z, tokens = tile(source, ids, start, count, largest, temperature, TILE, COPIED)
         taken = (z >= floor) & (z > above)
-        weights += tl.where(taken, _weights(z, scale), 0)
+        weights += tl.where(taken, weights_of(z, scale), 0)
         numbers += taken.to(tl.int32)
-        noisy = tl.where(taken, z - tl.log(_clock(tokens, first_key, second_key)), float("-inf"))
+        noisy = tl.where(taken, z - tl.log(clock(tokens, first_key, second_key)), float("-inf"))
         larger = (noisy > best) | ((noisy == best) & (tokens < best_ids))
         best = tl.where(larger, noisy, best)
         best_ids = tl.where(larger, tokens, best_ids)
         best_z = tl.where(larger, z, best_z)
     winner = tl.max(best, 0)
-    token = tl.min(tl.where(best == winner, best_ids, _NO_TOKEN), 0)
+    token = tl.min(tl.where(best == winner, best_ids, NO_TOKEN), 0)
     z = tl.max(tl.where((best == winner) & (best_ids == token), best_z, float("-inf")), 0)
-    return tl.sum(weights, 0), tl.sum(numbers, 0), token, z
-
-
-@triton.jit
-def _wanted(total, share):
-    """The sum that the weights of top-p's tokens must reach."""
-    return tl.maximum(total.to(tl.float64) * share.to(tl.float64), 1.0)
-
-
-@triton.jit
-def _weights(z, scale):
-    """whole_weights() in filters.py."""
-    return tl.floor(_exp(tl.where(z > _NO_WEIGHT, z, _NO_WEIGHT)) * scale + 0.5).to(tl.int64)  # NaN has no weight
-
-
-@triton.jit
-def _clock(tokens, first_key, second_key):
-    """clocks() in gumbel.py."""
-    bits = (tokens.to(tl.uint32) * 0x9E3779B1) ^ first_key
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = ((bits ^ (bits >> 15)) + second_key) * 0x846CA68B
-    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
-    uniform = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), _BELOW_ONE)
-    # -log1p(-uniform): the rounding error of `rest` is in the divisor, too, and cancels.
-    rest = 1.0 - uniform
-    return tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, tl.where(rest == 1.0, 1.0, 1.0 - rest)))
-
-
-@triton.jit
-def _exp(x):
-    """exp() with an error of a few units in the last place; that of the hardware grows with the size of x."""
-    whole = tl.floor(x * _LOG2_E + 0.5)
-    return tl.exp2(whole) * tl.exp(x - whole * _LN2_HIGH - whole * _LN2_LOW)
+    return tl.sum(weights, 0), tl.sum(numbers, 0), token, z, winner
 
 
 @triton.jit
 def _next_likely(source, ids, count, largest, last, last_id, TILE: tl.constexpr, COPIED: tl.constexpr):
     """z and id of the token that follows `last` in the order of likelihood, the lower id first among equals."""
     best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_ids = tl.full((TILE,), _NO_TOKEN, tl.int32)
+    best_ids = tl.full((TILE,), NO_TOKEN, tl.int32)
     for start in range(0, count, TILE):
-        z, tokens = _tile(source, ids, start, count, largest, 1.0, TILE, COPIED)
+        z, tokens = tile(source, ids, start, count, largest, 1.0, TILE, COPIED)
         follows = (z < last) | ((z == last) & (tokens > last_id))
         follows = follows & (start + tl.arange(0, TILE) < count)
         larger = follows & ((z > best) | ((z == best) & (tokens < best_ids)))
         best = tl.where(larger, z, best)
         best_ids = tl.where(larger, tokens, best_ids)
     z = tl.max(best, 0)
-    return z, tl.min(tl.where(best == z, best_ids, _NO_TOKEN), 0)
+    return z, tl.min(tl.where(best == z, best_ids, NO_TOKEN), 0)

@@ -93,7 +93,11 @@ class PinnedInputs:
 
     In every step of a graph of n decodes, the arrays of the first two lines begin at the same addresses, because a
     captured graph reads them there. So the views of the capture serve all its steps, and save 20 small calls of torch.
-    The last two lines are left out there: every row samples, and the planner reads qo_indptr at once."""
+    The last two lines are left out there: every row samples, and the planner reads qo_indptr at once.
+
+    Captured pieces (pieces.py) read only positions and slot_mapping. Both addresses must depend on nothing but the
+    number of rows: decode_slots and prefill_tokens together have one element per row, whatever the number of decodes.
+    And steps in pieces have no draws, which would move slot_mapping."""
 
     def __init__(self, limits: SlotLimits, max_table_blocks: int, device: torch.device) -> None:
         """max_table_blocks: the limit for one sequence's block table."""

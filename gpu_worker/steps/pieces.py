@@ -1,4 +1,5 @@
-"""CUDA graphs for steps with prompt chunks: piece by piece, because attention cannot be captured.
+"""CUDA graphs for steps with prompt chunks: piece by piece, because attention cannot be captured. A step of decodes
+alone that no whole graph fits (graphs.py) uses them, too.
 
 The launches of attention depend on the lengths of a step's sequences. All other kernels of a layer depend only on the
 number of rows. So everything between two attention calls is captured, for each of some numbers of rows, and attention
@@ -11,7 +12,8 @@ Piece i is the rest of layer i - 1 after its attention, and layer i up to its at
 The last layer's rest runs eagerly, because the number of rows that need logits varies.
 
 A step is padded to the next captured number of rows. Padding rows belong to no sequence: attention does not see them,
-and their K and V go to the dummy block. No other kernel mixes rows, so they change nothing."""
+and their K and V go to the dummy block. No other kernel mixes rows, so they change nothing but rounding: a matrix
+product chooses the order of its sums by the number of rows."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_triton_kernels_sample_and_score_as_torch_does(dtype: torch.dtype) -> No
         "temperature": rng.choice([0, 0.3, 1, 1.7], count),
         "min_p": rng.choice([0, 0, 0.05], count),
         "top_p": rng.choice([1, 0.9, 0.5, 0.05], count),
-        "top_k": rng.choice([0, 1, 20, 500, 3000], count),
+        "top_k": rng.choice([0, 1, 20, 500, 3000, 5000, 50_000], count),
     }
     keys = draw_keys(np.arange(count, dtype=np.uint64), np.full(count, 5))
     parameters = torch.from_numpy(parameters_of(columns, keys))

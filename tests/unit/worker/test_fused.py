@@ -120,6 +120,57 @@ def test_top_p_takes_its_share_of_what_top_k_keeps() -> None:
     assert drawn == expected
 
 
+SHAPES = {
+    "normal": lambda rng, size: rng.normal(0, 3, size),
+    "peaked": lambda rng, size: rng.standard_t(2, size) * 2,
+    "flat": lambda rng, size: rng.uniform(-1, 1, size),
+    "few values": lambda rng, size: rng.choice([0.0, 0.5, 0.75, 3.0], size),
+    "mostly impossible": lambda rng, size: np.where(rng.random(size) < 0.7, -np.inf, rng.normal(0, 3, size)),
+    "one far below": lambda rng, size: np.where(np.arange(size) == 5, -1e4, rng.normal(0, 0.3, size)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_limits_among_many_tokens_keep_the_tokens_that_torch_keeps(shape: str, dtype: torch.dtype) -> None:
+    """Top-k keeps more tokens than a row has candidates, and top-p ends anywhere among them."""
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(SHAPES[shape](rng, VOCAB)).to(dtype)
+    count = 24
+    parameters = make_parameters(
+        count,
+        seed=5,
+        temperature=rng.choice([0.3, 1, 10], count),
+        min_p=rng.choice([0, 0, 0.001], count),
+        top_p=rng.choice([1, 0.999, 0.9, 0.6, 0.2], count),
+        top_k=rng.choice([0, 97, 200, 300, 600, 1_000], count),
+    )
+    expected, drawn = both(logits.expand(count, -1), parameters)
+    assert drawn == expected
+
+
+def test_top_p_takes_its_share_also_of_the_last_tokens_that_top_k_keeps() -> None:
+    """Of what top-k keeps, 40 tokens have a weight of 1, and 100 of the next 150 have a weight of about 1 / e."""
+    logits = torch.full((40, VOCAB), -40.0)
+    logits[:, :40], logits[:, 40:190] = 0.0, -1 - torch.arange(150) * 1e-5
+    expected, drawn = both(logits, make_parameters(40, top_k=140, top_p=0.9))
+    assert drawn == expected
+    assert max(drawn) >= 40
+
+
+def test_top_p_does_not_trust_a_wrong_estimate() -> None:
+    """All 400 tokens are almost equally likely. But a border between two bins is in their middle: the estimate takes
+    those above it for less likely than they are, and those below it for more likely. So top-p seems to end among the
+    first 200, with more tokens below than a row has candidates."""
+    logits = torch.full((40, VOCAB), -40.0)
+    logits[:, 0], logits[:, 1:201], logits[:, 201:401] = 0.0, -0.119, -0.123
+    with counts._count_loads(logits) as loads:
+        expected, drawn = both(logits, make_parameters(40, top_p=0.515))
+    assert drawn == expected
+    assert max(drawn) > 200
+    assert loads.min() > 5 * VOCAB  # without the estimate
+
+
 def test_the_earliest_clock_is_not_rounded_to_zero() -> None:
     """Token 743 has an exceptionally small random number, which 1 - x rounds away; but its logit is far too small."""
     logits = torch.zeros(157, VOCAB)
@@ -188,16 +239,19 @@ def test_a_row_with_nan_has_scores_of_nan_and_tokens_of_the_vocabulary() -> None
     assert ((ids >= 0) & (ids < VOCAB)).all()
 
 
-# Operations, and passes over the logits: the mean over the rows, and the maximum of a row. Top-p reads the logits once
-# more for each rejected draw.
+# Operations, and passes over the logits: the mean over the rows, and the maximum of a row.
 BUDGETS = {
     "greedy": (1, 1, 1),
     "temperature": (1, 2, 2),
     "top-k": (1, 2, 2),
-    "top-p 0.95": (1, 4, 5),
+    "top-p 0.95": (1, 3, 3),
     "top-p 0.5": (1, 2, 2),
     "top-p 0.1, temperature 2": (1, 2, 2),
+    "top-p 0.3, temperature 10": (1, 4, 4),
     "top-k and top-p": (1, 2, 2),
+    "top-k 5,000": (1, 3, 3),
+    "top-k 5,000, top-p 0.95": (1, 3, 3),
+    "top-k 5,000, top-p 0.5": (1, 3, 3),
     "min-p": (1, 2, 2),
     "log probabilities": (3, 3.001, 3.001),
 }

@@ -115,6 +115,29 @@ def test_the_choice_of_torch_attention_is_not_logged() -> None:
     assert lines == []
 
 
+@pytest.mark.parametrize(
+    ("flashinfer", "embedding", "asked", "expected"),
+    [
+        (True, None, 0, []),
+        (True, None, 48, []),
+        (True, None, 49, [("graph_max_tokens is limited to max_batched_tokens", None)]),
+        (False, None, 48, [("graph_max_tokens is ignored", "the layers do not run on flashinfer")]),
+        (True, "last", 48, [("graph_max_tokens is ignored", "an embedding model has no graphs")]),
+        (False, "last", 0, []),
+    ],
+)
+def test_graph_max_tokens_without_its_effect_is_logged(
+    flashinfer: bool, embedding: str | None, asked: int, expected: list[tuple[str, str | None]]
+) -> None:
+    model: Any = SimpleNamespace(name="m", embedding=embedding)
+    module: Any = object() if flashinfer else None
+    settings = WorkerSettings(graph_max_tokens=asked, max_batched_tokens=48)
+    make = build_module._RunnerMaker(settings, model, torch.device("cuda"), 100, module, None, False)
+    with structlog.testing.capture_logs() as lines:
+        make.log_piece_limits()
+    assert [(line["event"], line.get("reason")) for line in lines] == expected
+
+
 class TrialDevice:
     """A device with its free memory in MiB. Its allocator caches memory until it is told to release it."""
 

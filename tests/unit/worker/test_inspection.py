@@ -98,3 +98,20 @@ def test_a_long_load_has_a_line_every_few_seconds(
     lines = capsys.readouterr().err.splitlines()
     assert lines[:4] == [f"loading m: {percent} % of 100 MiB" for percent in (1, 4, 7, 10)]
     assert lines[4:] == [f"loading m: {percent} % of 100 MiB" for percent in range(20, 101, 10)]
+
+
+def test_the_second_capture_has_its_own_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole graphs, then piece graphs."""
+    now_s = 100.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with progress.build_progress("m") as reports:
+        for total in (4, 10):
+            for done in range(total + 1):
+                reports.capture(done, total)
+                now_s += 1.5
+    lines = capsys.readouterr().err.splitlines()
+    expected = [f"{percent} % of 4" for percent in (25, 50, 75, 100)]
+    expected += [f"{percent} % of 10" for percent in range(10, 101, 10)]
+    assert lines == [f"capturing CUDA graphs: {one}" for one in expected]
