@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import structlog
@@ -103,10 +104,13 @@ async def run_worker(
 
 
 async def _build(settings: WorkerSettings) -> BuiltWorker:
-    """Build in a thread, so that health checks get answers while gigabytes are read."""
+    """Build in a thread, so that health checks get answers while gigabytes are read. The thread ends with the build.
+    libgomp would count its threads as well as the model thread's, find more threads than cores, and let the model's
+    threads sleep at each of some 60 barriers of a step instead of spinning."""
     log.info("loading model", model=settings.model, load_format=settings.load_format)
-    with build_progress(settings.model) as reports, interruptible():
-        built = await asyncio.to_thread(build_worker, settings, reports.load, reports.capture)
+    loop = asyncio.get_running_loop()
+    with build_progress(settings.model) as reports, interruptible(), ThreadPoolExecutor(1) as builder:
+        built = await loop.run_in_executor(builder, build_worker, settings, reports.load, reports.capture)
     limits, info = built.runner.limits, built.info
     KV_BLOCKS.set(limits.num_blocks)
     log.info(

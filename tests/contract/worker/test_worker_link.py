@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc.aio
@@ -21,6 +22,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor
 
+from gpu_worker.build import BuiltWorker, build_worker
 from gpu_worker.errors import StepOverdue
 from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import NO_TOKENIZER
@@ -399,6 +401,27 @@ async def test_stop_without_a_link_ends_at_once(rig: Rig) -> None:
     stop.set()
     await asyncio.wait_for(worker, 20)
     assert worker.exception() is None
+
+
+async def test_the_thread_that_builds_the_model_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise libgomp counts its threads, too, and the model's threads sleep at each barrier."""
+    builders = SimpleQueue[threading.Thread]()
+
+    def build(*args: Any) -> BuiltWorker:
+        builders.put(threading.current_thread())
+        return build_worker(*args)
+
+    monkeypatch.setattr("gpu_worker.server.build_worker", build)
+    settings = rig.settings.model_copy(update={"scheduler": "127.0.0.1:1"})
+    worker = asyncio.create_task(run_worker(settings, asyncio.Event()))
+    try:
+        builder = await asyncio.to_thread(builders.get, timeout=30)
+        await asyncio.to_thread(builder.join, 10)
+        assert not builder.is_alive()
+        assert not worker.done()
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
 
 
 async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(
