@@ -20,7 +20,7 @@ from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.errors import ModelError
-from gpu_worker.fits import block_bytes, check_fits, cpu_blocks
+from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
@@ -68,8 +68,13 @@ def build_worker(
     served (ModelTooLarge if it does not fit into memory), and DeviceError if the KV pool cannot be allocated."""
     device = pick_device(settings.device)
     check_quantization(settings, device)
-    if device.type == "cpu":
-        torch.set_num_threads(settings.threads or default_threads())
+
+    def prepare(config: DecoderConfig, dtype: torch.dtype) -> None:
+        check_fits(settings, config, dtype, device)
+        if device.type == "cpu":
+            weights_bytes = memory_need(settings, config, dtype).weights_bytes
+            torch.set_num_threads(settings.threads or default_threads(weights_bytes, settings.local_workers))
+
     model = load_model(
         settings.model,
         load_format=settings.load_format,
@@ -78,7 +83,7 @@ def build_worker(
         device=device,
         seed=settings.seed,
         progress=progress,
-        check=lambda config, dtype: check_fits(settings, config, dtype, device),
+        check=prepare,
         pack_for=lambda dtype: pack_for(settings, device, dtype),
         quantized_embedding=settings.quantization != "none",
     )

@@ -15,10 +15,10 @@ from gpu_worker.sampling.prompt_scores import SCORER_BYTES_PER_LOGIT, rows_at_on
 from gpu_worker.steps.graphs import Capture, CaptureProgress, CudaCapture
 from gpu_worker.steps.runner import ModelRunner
 
-# The largest memory that sampling takes beyond the logits, in top-p or typical-p (sampling/filters.py). Per logit: six
-# arrays of 4 bytes (logits, filtered values and weights as float32, and their bits), and five of 8 bytes (upper and
-# lower half of the bits, a copy of one half, and two of the weights). Per row: three float64 sums and a bool for each
-# of 2**16 values of half a float32.
+# The largest memory that sampling takes beyond the logits: that of typical-p (sampling/filters.py). Per logit: six
+# arrays of 4 bytes (surprise, probability, distance, negative distance, its bits, and weights), and five of 8 bytes
+# (upper and lower half of the bits, a copy of one half, and two of the weights). Per row: three float64 sums and a bool
+# for each of 2**16 values of half a float32.
 SAMPLER_BYTES_PER_LOGIT = 6 * 4 + 5 * 8
 SAMPLER_BYTES_PER_ROW = 2**16 * (3 * 8 + 1)
 

@@ -72,7 +72,15 @@ class WorkerSettings(ServiceSettings, section="worker"):
         description="a token's probabilities depend only on the tokens before it, bit for bit, and not on the rest of "
         "the batch (slow: row by row)",
     )
-    threads: int | None = Field(None, ge=1, description="threads of a worker on a CPU (default: cores - 1, at least 1)")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of a worker on a CPU (default: cores - 1, at least 1; both of two cores for a model of 32 "
+        "MiB or more)",
+    )
+    local_workers: int = Field(
+        1, ge=1, description="workers on this machine, which share its cores; used if threads are not given"
+    )
 
     step_deadline_s: float = Field(
         60.0, gt=0, description="a step that takes longer counts as hung: the worker reports it and ends"

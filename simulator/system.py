@@ -1,7 +1,8 @@
 """The whole control plane in one process: real cores, any worker, queues for links, and a virtual clock.
 
-Messages of a link stay in order. The caller chooses which link to the cache or to a worker moves next, so every order
-of these links' messages can be played, with faults. Messages of a session arrive at once.
+Each queue keeps its order: two for the cache, and plans, results and grammars of a worker. The caller chooses which
+queue moves next, so every order of messages in different queues can be played, with faults. Messages of a session
+arrive at once.
 """
 
 from __future__ import annotations

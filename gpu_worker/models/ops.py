@@ -21,7 +21,7 @@ class LayerOps(Protocol):
     """The operations that a decoder layer calls."""
 
     def angles(self, positions: Tensor) -> Any:
-        """The angles for rotary(). Call once per step. positions: int64 [rows]."""
+        """The angles for rotary(), the same for all layers of a step. positions: int64 [rows]."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm of x [rows, width] with the model's epsilon."""

@@ -54,6 +54,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_threads() -> int:
-    """The threads of a worker on a CPU without --threads: one core is for the other services."""
-    return max(1, usable_cores() - 1)
+# A worker of a model this large or larger is faster with both cores of a machine that has two (docs/adr/0001).
+LARGE_WEIGHTS_BYTES = 32 * 2**20
+
+
+def default_threads(weights_bytes: int = 0, local_workers: int = 1) -> int:
+    """The threads of each worker on a CPU without --threads: one core is for the other services, unless the model is
+    large and the machine has two cores. Several workers share all cores, because their waiting threads spin."""
+    cores = usable_cores()
+    if local_workers > 1:
+        return max(1, cores // local_workers)
+    return cores if cores == 2 and weights_bytes >= LARGE_WEIGHTS_BYTES else max(1, cores - 1)

@@ -7,7 +7,8 @@ the results of the previous step are known, as in `paceline scenario`.
 How the fields are read off vLLM:
   tokens          SchedulerOutput.num_scheduled_tokens
   cached_tokens   num_computed_tokens with which a new or resumed request comes; 0 in its later steps
-  phase           decode if the step computes only the last sampled token; else prefill (the last of these samples)
+  phase           decode if the step computes only the last sampled token of a request that ran in the step before;
+                  prefill otherwise. A request's last prefill step samples a token.
   free_blocks     free blocks without a content hash; cached_blocks: free blocks with one (vLLM keeps one list of both)
   priority        negated: in vLLM the smaller number goes first
 A run with nothing scheduled for 20 steps in a row, and no request left to arrive, is cut off and marked "stuck".

@@ -7,8 +7,8 @@ steps have followed the previous one (SGLang's answer to starved decodes; 0: no 
 Swapped-out requests resume beside the decodes. Until all of them have resumed, no other request is admitted (vLLM V0),
 unless nothing runs in the step and none of them can resume.
 
-Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if a waiting request was rejected for want of
-room while others decode, no request is offered a slot until a sequence has left (SGLang's `batch_is_full`); vLLM V0
+Two rules are SGLang's alone, and can be switched off. `closes_when_full`: if there was no room for another
+request while others decode, no request is offered a slot until a sequence has left (SGLang's `batch_is_full`); vLLM V0
 tries again in every step. `charges_blocks`: the budgets are charged in whole blocks; vLLM V0 counts tokens.
 """
 
@@ -127,7 +127,7 @@ class PrefillFirst(BatchPolicy):
         elif step.num_swapped and step.runs_prefills:
             step.reject_all("swapped", "swapped-out requests resume beside decodes, and this step runs prompts")
         elif full:
-            step.reject_all("full", "a request was rejected for want of room, and no sequence has left since")
+            step.reject_all("full", "there was no room for another request, and no sequence has left since")
         if unfinished or step.preempted or step.num_swapped or full:
             return
         if self._admit_waiting(step, left) and step.num_decoding and self.closes_when_full:
@@ -146,8 +146,8 @@ class PrefillFirst(BatchPolicy):
             # Without chunks, the first prompt may exceed `max_prefill_tokens`; otherwise it would never be admitted.
             within = self.chunked_prefill or not step.num_admissions or left.in_units(tokens) < left.prefill_tokens
             fits = tokens <= step.budget_tokens and within
-            # With `closes_when_full`, a request that exceeds the budget is tried for a slot and blocks, too, because a
-            # lack of them closes the batch.
+            # With `closes_when_full`, this also looks for a free slot and free blocks for a request that exceeds the
+            # budget, because a lack of them closes the batch.
             if fits or self.closes_when_full:
                 verdict = step.consider(request, tokens)
                 if verdict is Verdict.STOP:

@@ -37,8 +37,7 @@ def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> 
         advice = f"torch would start {threads} threads, which then wait for each other: give --threads {fewer}"
         return Check("cores", CheckStatus.SLOW, found, advice)
     if usable < COMFORTABLE_CORES:
-        share = "" if on_gpu else f", and the model computes with {threads} thread(s)"
-        advice = f"four services share {usable:g} core(s){share}: {COMFORTABLE_CORES} or more are faster"
+        advice = f"four services share {usable:g} core(s): {COMFORTABLE_CORES} or more are faster"
         return Check("cores", CheckStatus.SLOW, found, advice)
     return Check("cores", CheckStatus.OK, found)
 
@@ -99,7 +98,7 @@ def check_docker(version: str | None, trouble: str = "") -> Check:
 
 def torch_threads(given: int, workers: int) -> int:
     """The threads of all workers: --threads, else as a worker chooses."""
-    return workers * (given or default_threads())
+    return workers * (given or default_threads(local_workers=workers))
 
 
 def core_quota(root: Path = Path("/")) -> float | None:

@@ -45,9 +45,10 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
 
 
 def worker_flags(settings: UpSettings) -> list[str]:
-    """What each worker is told of the model and its memory."""
+    """What each worker is told of the model, its memory and its cores."""
     model = settings.flags("model", "load_format", "dtype", "quantization", "pooling", "block_size", "num_blocks")
-    return model + settings.flags("host_gib", "max_model_len", "threads")
+    shared = ["--local-workers", str(settings.workers)] if settings.workers > 1 else []
+    return model + settings.flags("host_gib", "max_model_len", "threads") + shared
 
 
 def environment(settings: UpSettings) -> dict[str, str]:

@@ -50,7 +50,7 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     hang_s: float = Field(
         15.0, ge=0, description="seconds without an answer, after which a service is killed and started again; 0: never"
     )
-    threads: int = Field(0, ge=0, description="torch threads of each worker; 0: cores - 1, at least 1")
+    threads: int = Field(0, ge=0, description="torch threads of each worker; 0: as a worker chooses")
 
     @model_validator(mode="after")
     def _check_probes(self) -> Self:

@@ -47,7 +47,7 @@ def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (64, 4.0, 63, False, CheckStatus.SLOW, "63 threads, which then wait for each other: give --threads 3"),
         (64, 4.0, 3, False, CheckStatus.OK, ""),
         (64, 4.0, 63, True, CheckStatus.OK, ""),
-        (2, None, 1, False, CheckStatus.SLOW, "the model computes with 1 thread"),
+        (2, None, 1, False, CheckStatus.SLOW, "four services share 2 core"),
         (2, 0.5, 1, True, CheckStatus.SLOW, "four services share 0.5 core"),
     ],
 )

@@ -98,6 +98,12 @@ async def test_a_setting_that_was_not_given_is_left_to_the_service() -> None:
         assert name not in worker
         assert name not in gateway
     assert "--window" not in scheduler
+    assert "--local-workers" not in worker
+
+
+async def test_several_workers_are_told_that_they_share_the_cores() -> None:
+    workers = [child for child in Up("--port", "0", "--workers", "2").plan if child.service == "worker"]
+    assert [flags(worker)["--local-workers"] for worker in workers] == ["2", "2"]
 
 
 async def test_the_configuration_file_is_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

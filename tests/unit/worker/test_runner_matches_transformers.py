@@ -1,4 +1,5 @@
-"""Greedy output is transformers' `generate`, token for token, however a sequence's steps are cut."""
+"""Greedy output is that of transformers' `generate`, token for token: with any chunks, after a prefix hit, and after a
+preemption."""
 
 from __future__ import annotations
 
