@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { count, counted } from "../format.ts";
 import { useShownTheme } from "../shell/theme.ts";
+import { cleared } from "./canvas.ts";
 import { useWidth } from "../shell/width.ts";
 
 /** State, colour and name, in the order of the legend. */
@@ -95,14 +96,8 @@ function draw(
   width: number,
   height: number,
 ): void {
-  const scale = devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
+  const context = cleared(canvas, width, height);
   if (!context) return;
-  context.scale(scale, scale);
   const style = getComputedStyle(document.documentElement);
   const gap = size > 4 ? 1 : 0.5;
   for (const [state, color] of CELLS) {

@@ -6,7 +6,7 @@ import { requestHref } from "../shell/route.ts";
 import type { SchedulerView, SequenceShown } from "../types.ts";
 import { reasonClass } from "../life/reasons.ts";
 
-export function Requests({ view, most = 64 }: { view: SchedulerView; most?: number }) {
+export function Requests({ view, most = 32 }: { view: SchedulerView; most?: number }) {
   const newest = [...view.sequences].sort((a, b) => b.arrived_s - a.arrived_s).slice(0, most);
   const withTenants = newest.some((one) => one.tenant);
   return (

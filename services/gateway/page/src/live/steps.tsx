@@ -5,6 +5,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { count, counted, seconds } from "../format.ts";
 import { useWidth } from "../shell/width.ts";
 import type { SchedulerView, Step } from "../types.ts";
+import { cleared } from "./canvas.ts";
 import { lanes, meanPhases, phasesOf } from "./history.ts";
 
 const SPANS_S = [0.5, 1, 2, 5];
@@ -133,14 +134,8 @@ function draw(
     return { worker, placed, depth: Math.max(1, ...placed.map((one) => one.lane + 1)) };
   });
   const height = AXIS + rows.reduce((sum, row) => sum + HEAD + row.depth * (LANE + 2), 0);
-  const scale = devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
+  const context = cleared(canvas, width, height);
   if (!context) return [];
-  context.scale(scale, scale);
   const style = getComputedStyle(document.documentElement);
   const color = (name: string) => style.getPropertyValue(name);
   const x = (atS: number) => ((atS - sinceS) / spanS) * width;
