@@ -161,8 +161,10 @@ class _RunnerMaker:
 
     @property
     def max_batched_tokens(self) -> int:
-        is_cpu = self.device.type == "cpu"
-        return self.settings.max_batched_tokens or (CPU_STEP_TOKENS if is_cpu else GPU_STEP_TOKENS)
+        if self.settings.max_batched_tokens:
+            return self.settings.max_batched_tokens
+        # Half of the step is left for prompts when every slot decodes.
+        return max(CPU_STEP_TOKENS, 2 * self.settings.max_num_seqs) if self.device.type == "cpu" else GPU_STEP_TOKENS
 
     @property
     def graph_sizes(self) -> list[int]:

@@ -107,7 +107,10 @@ class WorkerSettings(ServiceSettings, section="worker"):
     host_gib: float = Field(0.0, ge=0, description="host memory for preempted and evicted KV; 0: no host tier")
     max_num_seqs: int = Field(256, ge=1, le=16384, description="sequences that run at the same time")
     max_batched_tokens: int | None = Field(
-        None, ge=1, description=f"tokens in one step (default: {CPU_STEP_TOKENS} on a CPU, {GPU_STEP_TOKENS} on a GPU)"
+        None,
+        ge=1,
+        description=f"tokens in one step (default: {GPU_STEP_TOKENS} on a GPU; {CPU_STEP_TOKENS} on a CPU, or twice "
+        "max_num_seqs if that is more)",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="prompt and output tokens of one sequence (default: the model's limit)"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from demo import CHECKPOINT
+from gpu_worker.build import build_worker
 from gpu_worker.errors import ModelTooLarge
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.models.config import parse_config, read_config
@@ -264,3 +265,11 @@ def test_the_process_ends_at_once_with_one_line_and_a_status_of_its_own(tmp_path
     assert ended.returncode == NO_MEMORY
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"paceline worker: {tmp_path} does not fit into memory: it needs ")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens"), [({}, 512), ({"max_num_seqs": 300}, 600), ({"max_batched_tokens": 9}, 9)]
+)
+def test_a_step_on_a_cpu_has_room_for_prompts_beside_all_decodes(chosen: dict[str, int], tokens: int) -> None:
+    built = build_worker(settings(model=str(CHECKPOINT), device="cpu", num_blocks=4, max_model_len=64, **chosen))
+    assert built.runner.limits.max_batched_tokens == tokens
