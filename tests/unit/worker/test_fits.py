@@ -23,6 +23,7 @@ from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.models.config import parse_config, read_config
 from gpu_worker.models.loader import load_model
 from gpu_worker.settings import WorkerSettings
+from services.runtime import processes
 from services.runtime.exit_status import NO_MEMORY
 from services.runtime.memory import claims as memory_claims
 from services.runtime.memory.available import GIB, AvailableMemory
@@ -273,3 +274,17 @@ def test_the_process_ends_at_once_with_one_line_and_a_status_of_its_own(tmp_path
 def test_a_step_on_a_cpu_has_room_for_prompts_beside_all_decodes(chosen: dict[str, int], tokens: int) -> None:
     built = build_worker(settings(model=str(CHECKPOINT), device="cpu", num_blocks=4, max_model_len=64, **chosen))
     assert built.runner.limits.max_batched_tokens == tokens
+
+
+def test_the_threads_follow_the_size_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: 2)
+    chosen = settings(model=str(CHECKPOINT), device="cpu", num_blocks=4, max_model_len=64)
+    weights_bytes = memory_need(chosen, read_config(CHECKPOINT), torch.float32).weights_bytes
+    for large_bytes, local_workers, threads in (
+        (weights_bytes + 1, 1, 1),
+        (weights_bytes, 1, 2),
+        (weights_bytes, 2, 1),
+    ):
+        monkeypatch.setattr(processes, "LARGE_WEIGHTS_BYTES", large_bytes)
+        build_worker(chosen.model_copy(update={"local_workers": local_workers}))
+        assert torch.get_num_threads() == threads

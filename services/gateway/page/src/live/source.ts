@@ -83,7 +83,7 @@ class LiveSource {
     const { signal } = running;
     let retryMs = FIRST_RETRY_MS;
     this.latestAt = performance.now();
-    // Draws each second while no snapshot comes, so that "for 3 s" counts up. Otherwise each snapshot draws.
+    // Draws each second while no snapshot comes, so that "for 3 s" counts up. Otherwise take() decides.
     const clock = setInterval(() => {
       if (this.state.silentSince !== null) this.set({});
     }, 1000);
