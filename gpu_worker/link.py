@@ -158,8 +158,9 @@ class _Progress:
         if (overdue := self.watch.passed(now_s - last_s if last_s is not None else 0.0)) is not None:
             step, allowed_s = overdue
             raise StepOverdue(step, step, self.thread.request_ids(), f"not done after {allowed_s:.1f} s")
-        # No heartbeat before the registration, and none while an older message waits: if the scheduler does not read,
-        # heartbeats do not pile up.
+        # The first call sends no heartbeat, because the registration has just been queued. Later
+        # calls send none while the outbox has a message: otherwise, heartbeats would pile up if the scheduler did not
+        # read.
         if last_s is not None and self.outbox.empty():
             watch = self.watch
             heartbeat = Heartbeat(step=self.last_step, received=watch.last_begun, allowed_s=watch.allowed_s)

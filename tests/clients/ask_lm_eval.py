@@ -1,4 +1,5 @@
-"""lm-eval's log likelihoods over the completions API, on a task of its own: no data set can be fetched here."""
+"""Asks for log likelihoods and generations through lm-eval's client of the completions API. The requests are made
+here, because its tasks need data sets that tests cannot fetch."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_reflection_lists_the_services(stack: Stack, service: str, port: str) ->
         assert f"paceline.v1.{service}" in ProtoReflectionDescriptorDatabase(channel).get_services()
 
 
-# The preface of HTTP/2 and an empty SETTINGS frame: gRPC takes the connection for a client's.
+# The preface of HTTP/2 and an empty SETTINGS frame: after them, gRPC treats the connection as a client's.
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 

@@ -116,7 +116,8 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Many requests over one stream. Each request has one response per batch of tokens.
+        """Many requests over one stream. A request with the input `stream` = true has one response per batch of tokens; any
+        other request has one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

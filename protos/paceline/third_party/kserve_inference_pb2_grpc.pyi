@@ -45,7 +45,9 @@ class GRPCInferenceServiceStub:
     ModelInfer: _grpc.UnaryUnaryMultiCallable[_kserve_inference_pb2.ModelInferRequest, _kserve_inference_pb2.ModelInferResponse]
     """One request, one answer."""
     ModelStreamInfer: _grpc.StreamStreamMultiCallable[_kserve_inference_pb2.ModelInferRequest, _kserve_inference_pb2.ModelStreamInferResponse]
-    """Many requests over one stream. Each request has one response per batch of tokens."""
+    """Many requests over one stream. A request with the input `stream` = true has one response per batch of tokens; any
+    other request has one response.
+    """
 
 @_typing.type_check_only
 class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
@@ -62,7 +64,9 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     ModelInfer: _aio.UnaryUnaryMultiCallable[_kserve_inference_pb2.ModelInferRequest, _kserve_inference_pb2.ModelInferResponse]  # type: ignore[assignment]
     """One request, one answer."""
     ModelStreamInfer: _aio.StreamStreamMultiCallable[_kserve_inference_pb2.ModelInferRequest, _kserve_inference_pb2.ModelStreamInferResponse]  # type: ignore[assignment]
-    """Many requests over one stream. Each request has one response per batch of tokens."""
+    """Many requests over one stream. A request with the input `stream` = true has one response per batch of tokens; any
+    other request has one response.
+    """
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -118,6 +122,8 @@ class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_kserve_inference_pb2.ModelInferRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kserve_inference_pb2.ModelStreamInferResponse], _abc.AsyncIterator[_kserve_inference_pb2.ModelStreamInferResponse]]:
-        """Many requests over one stream. Each request has one response per batch of tokens."""
+        """Many requests over one stream. A request with the input `stream` = true has one response per batch of tokens; any
+        other request has one response.
+        """
 
 def add_GRPCInferenceServiceServicer_to_server(servicer: GRPCInferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

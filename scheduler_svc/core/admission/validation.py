@@ -123,7 +123,7 @@ def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -
     reached = 0.0
     for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
         if one.start < reached:
-            raise invalid("cache_retention", f"start: {one.start} lies within the range before")
+            raise invalid("cache_retention", f"start: {one.start} lies within the previous range")
         reached = one.end or math.inf
 
 

@@ -79,7 +79,7 @@ class Timeouts:
                 self._unservable_since_s[request.arrival_index] = since_s
                 if now_s - since_s >= limit_s:
                     held = f"no attached worker can run this request of {request.max_total_tokens} tokens"
-                    yield request, f"{held}: waited for one for {limit_s:g} s"
+                    yield request, f"{held}, and none that can was attached within {limit_s:g} s"
 
     def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())

@@ -42,7 +42,7 @@ class WorkerState:
     pending_step: PendingStep | None = None
     draining: bool = False
     released: bool = False
-    preempted: list[Request] = field(default_factory=list)  # while the next step was being scheduled
+    preempted: list[Request] = field(default_factory=list)  # online ones, while the next step was being scheduled
     num_pauses: int = 0  # pauses by the capacity policy since the worker last sampled a token (or pooled an input)
     knows_cache: bool = False  # since the worker's last step, the cache answered an exchange that the worker awaited
     # Offline sequences were preempted while the next step was being scheduled: it admits no offline request.
@@ -99,7 +99,8 @@ class WorkerState:
         return -(-num_tokens // self.block_size)
 
     def refuse(self, request: Request) -> None:
-        """A policy had no room for the request here, though there seemed to be room. See has_refused()."""
+        """A step had no room for the request: the capacity policy refused it, or blocks were missing. See
+        has_refused()."""
         if self._refused_at != self.batch.num_departed:
             self._refused_at = self.batch.num_departed
             self._refused.clear()
@@ -161,7 +162,8 @@ class WorkerState:
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
     def has_grammar(self, request: Request) -> bool:
-        """Whether the worker has prepared the request's grammar, or the request has none."""
+        """Whether a step may run the request as far as its grammar goes: the worker has prepared it or prepares none in
+        advance, or the request has none."""
         return not request.grammar or self.grammars.has(request.grammar)
 
     def want_grammar(self, request: Request, *, early: bool = False) -> None:
@@ -170,16 +172,19 @@ class WorkerState:
             self.grammars.want(request.grammar, early=early)
 
     def grammar_orders(self) -> GrammarOrders:
-        """The open grammar orders for the worker."""
+        """Take the grammar orders that were not sent yet: grammars to prepare, and grammars to forget. Not to be called
+        while a step is being scheduled."""
         return self.grammars.take_orders({one.grammar for one in (*self.bound, *self.host.swapped.values())})
 
     def need_blocks(self, request: Request) -> int:
-        """Blocks that admitting the whole request takes from the pool."""
+        """Blocks that the pool loses if all known tokens of the request are admitted at once. Blocks of its cached
+        prefix that other sequences use are not counted."""
         return self.blocks_for(request.num_tokens) - request.match_on(self.id).num_referenced_tokens // self.block_size
 
     @property
     def queued_prefill_tokens(self) -> int:
-        """Uncached prompt tokens of bound online requests that no plan computes yet."""
+        """Uncached prompt tokens that no plan computes yet: of running online requests, and of all requests that the
+        pending step admits."""
         prefills, offline = self.batch.prefills, self.batch.offline
         queued = sum(prefill.remaining_tokens for prefill in prefills.values())
         if offline:
@@ -188,12 +193,13 @@ class WorkerState:
 
     @property
     def num_rows(self) -> int:
-        """Running online sequences, and those that the pending step admits."""
+        """Running online sequences, and all sequences that the pending step admits."""
         return len(self.batch.running) - len(self.batch.offline) + len(self.admissions)
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of the sequences that num_rows counts: the context of a step that runs all of them."""
+        """Known tokens of the sequences that num_rows counts, without those that wait only for their last token: the
+        context of a step that runs all of these."""
         tokens = self.batch.context_tokens + sum(one.request.num_tokens for one in self.admissions)
         return tokens - sum(self.batch.num_tokens(slot) for slot in self.batch.offline - self.batch.finishing)
 
@@ -222,7 +228,8 @@ class WorkerState:
         self.host.forget_cache()
 
     def drop_pending_step(self) -> list[Request]:
-        """Drop the pending step, if any; a later answer of the cache is ignored. Returns the live requests in it."""
+        """Drop the pending step, if any. A later answer of the cache makes no plan; it only tells which `orphans` are
+        to be freed. Returns the live requests that the step admits."""
         pending_step, self.pending_step = self.pending_step, None
         if pending_step is None:
             return []

@@ -4,7 +4,8 @@ in time any more: at the best measured rate of prompts, its own prompt would tak
 the first token (`ttft_slo_s`) orders like a deadline, and fails no request.
 
 The rate is measured only while prompts are the bottleneck: a request waits all the time, and a prompt is computed all
-the time. Otherwise demand or slots would limit the measured rate. Without a measurement no request is given up.
+the time. Otherwise demand or slots would limit the measured rate. No request is given up before the first measurement,
+unless the option `prefill_tokens_per_s` gives the rate.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class EarliestDeadlineFirst(KeyedOrder):
         self._best_tokens_per_s = 0.0
         self._began_s = math.nan  # start of the measurement
         self._begun_tokens = 0
-        # Running requests without output since they started, and their output tokens then; by arrival index.
+        # By arrival index: the running requests that have generated no token since they started or resumed, and how
+        # many output tokens each had then.
         self._computing: dict[int, tuple[RequestView, int]] = {}
 
     def key(self, request: RequestView) -> float:
@@ -46,7 +48,7 @@ class EarliestDeadlineFirst(KeyedOrder):
             self._began_s = math.nan
 
     def started(self, request: RequestView) -> None:
-        """Count the request's prompt tokens for the rate."""
+        """Count the tokens that the request has to compute, those that no cache has, for the rate."""
         self._begun_tokens += _uncached_tokens(request)
         self._computing[request.arrival_index] = request, request.num_output_tokens
 

@@ -19,16 +19,17 @@ MAX_LINES = 50_000  # OpenAI's limit of a batch
 MAX_FILES = 1000  # of one owner
 MAX_NAME_CHARS = 255
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
-_KINDS: tuple[DocumentKind, ...] = ("file", "batch")  # a batch counts the bytes of its results until files have them
-# The label of a file that is being written. It counts for the owner, is shown to no client, and expires if its gateway
-# dies.
+# What has bytes that count for an owner. A batch has those of its results, until they are stored as files.
+_KINDS: tuple[DocumentKind, ...] = ("file", "batch")
+# The label of a file that is being written. Such a file counts for its owner, and no client sees it. If its gateway
+# dies meanwhile, the file is deleted after this time.
 _WRITING, _WRITING_S = "writing", 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
     """The limits of files. `max_bytes`: of one file. `max_owner_bytes`: of all files of one owner and the results of
-    its running batches. `ttl_s`: until a file is deleted."""
+    its running batches. `ttl_s`: the time until a file without `expires_after` is deleted."""
 
     max_bytes: int = 200 * 2**20
     max_owner_bytes: int = 2 * 2**30

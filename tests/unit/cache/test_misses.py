@@ -1,4 +1,4 @@
-"""Why an admission reuses no more tokens: what the cache says of the tokens after the cached ones."""
+"""What the cache reports of the tokens that a new sequence could not reuse: on another worker, in flight, evicted."""
 
 from __future__ import annotations
 

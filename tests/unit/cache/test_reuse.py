@@ -293,8 +293,8 @@ def test_a_retained_range_keeps_the_tokens_before_it() -> None:
     [
         ([(0, 4, 101, 0)], "priority: 101 is not within 0..100"),
         ([(4, 4, 50, 0)], "end: 4 is not after start, 4"),
-        ([(0, 8, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the range before"),
-        ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the range before"),
+        ([(0, 8, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the previous range"),
+        ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the previous range"),
     ],
 )
 def test_invalid_ranges_are_refused(ranges: d.Retention, message: str) -> None:
@@ -323,7 +323,8 @@ def test_a_retention_may_end_while_its_block_is_not_in_the_eviction_queue() -> N
 
 
 def test_a_retention_ends_once() -> None:
-    """A block that was set aside because of its child keeps its position in the queue, and expires only once."""
+    """A block is set aside if its turn comes while its child is cached. When the child is evicted, the block is next,
+    and its retention ends only once."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 4, 35, 10), (4, 8, 80, 0)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])
@@ -334,7 +335,7 @@ def test_a_retention_ends_once() -> None:
 
 
 def test_retentions_that_end_together_end_in_the_order_of_use() -> None:
-    """Also if the last part of the sequence that was used first is already evicted."""
+    """This also holds if the last block of the sequence that was used earlier is already evicted."""
     cache = link(num_blocks=4, partial_reuse=False)
     stored(cache, 1, A[:8], retention=[(0, 0, 80, 10)])
     stored(cache, 2, ONE, retention=[(0, 0, 80, 10)])

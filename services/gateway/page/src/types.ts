@@ -1,4 +1,5 @@
-/** The JSON of /v1/live, /v1/requests/{id}/timeline and /v1/policies; /openapi.json describes the fields. */
+/** The JSON of /v1/live, /v1/requests/{id}/timeline and /v1/policies. live.proto and cache.proto in protos/paceline/v1
+ * say what the fields of scheduler and cache mean, /openapi.json what the others mean. */
 
 export interface Percentiles {
   p50: number | null;
