@@ -117,7 +117,7 @@ def _messages() -> list[Question]:
 
 def _batches() -> list[Question]:
     """A batch. At the end its files must have each line once. Half of the lines have a seed."""
-    lines = [{**question.body, "stream": False} for question in _greedy("batches", 24, 12, 100, stream=False)]
+    lines = [{**question.body, "stream": False} for question in _greedy("batches", 24, 12, 200, stream=False)]
     for number, line in enumerate(lines):
         line |= {"temperature": 1.0, "seed": number} if number % 2 else {}
     return [Question("batches", BATCHES, {"lines": lines, "stream": True})]
