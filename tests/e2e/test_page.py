@@ -107,7 +107,7 @@ def test_numbers_on_the_page_are_those_of_the_metrics(stack: Stack, browser: Bro
         expect(page.locator("[data-name=prefix] .chart-note")).to_have_text(hits)
 
 
-def test_a_busy_server_is_drawn_with_every_second_snapshot_and_a_change_at_once(stack: Stack, browser: Browser) -> None:
+def test_the_page_leaves_out_snapshots_of_one_moment_and_draws_a_change_at_once(stack: Stack, browser: Browser) -> None:
     """All snapshots arrive in one moment. The last one is drawn because the stream ends."""
     first = snapshot(stack.url)
     shots = list[dict[str, Any]]()

@@ -10,8 +10,11 @@ import { eventsOf } from "./sse.ts";
 const SILENCE_MS = 5000;
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 5000;
-/** Drawing is most of what an open page costs its machine. While requests run, only every second snapshot is drawn. */
-const DRAW_EVERY_MS = 1500;
+/** Drawing is most of what an open page costs its machine, and may take 1/200 of the time. On a machine that is slow or
+ * busy, snapshots are left out for this, but never for longer than LONGEST_PAUSE_MS. */
+const PAUSE_PER_DRAWING = 200;
+const SHORTEST_PAUSE_MS = 500;
+const LONGEST_PAUSE_MS = 3500;
 
 export interface LiveState {
   snapshot: LiveSnapshot | null;
@@ -39,6 +42,7 @@ class LiveSource {
   private running: AbortController | null = null;
   private latestAt = 0;
   private drawnAt = -Infinity;
+  private pauseMs = SHORTEST_PAUSE_MS;
 
   constructor() {
     document.addEventListener("visibilitychange", () => this.update());
@@ -75,8 +79,19 @@ class LiveSource {
   }
 
   private draw(): void {
-    this.drawnAt = performance.now();
+    const began = (this.drawnAt = performance.now());
     for (const listener of this.listeners) listener(this.state);
+    // Preact has queued its work, so this runs after it: scripts first, then layout, paint and effects in a frame.
+    queueMicrotask(() => {
+      const scriptsMs = performance.now() - began;
+      requestAnimationFrame((frame) => {
+        setTimeout(() => {
+          const drawingMs = scriptsMs + performance.now() - frame;
+          const pauseMs = PAUSE_PER_DRAWING * drawingMs - SHORTEST_PAUSE_MS;
+          this.pauseMs = Math.min(Math.max(pauseMs, SHORTEST_PAUSE_MS), LONGEST_PAUSE_MS);
+        });
+      });
+    });
   }
 
   private async run(running: AbortController): Promise<void> {
@@ -133,12 +148,8 @@ class LiveSource {
       withoutSchedulerSince: snapshot.scheduler ? null : (this.state.withoutSchedulerSince ?? performance.now()),
     };
     const isNews = problem !== null || silentSince !== null || history.marks.at(-1)?.atS === snapshot.at_s;
-    if (isNews || !isBusy(before) || !isBusy(snapshot) || this.latestAt - this.drawnAt > DRAW_EVERY_MS) this.draw();
+    if (isNews || this.latestAt - this.drawnAt > this.pauseMs) this.draw();
   }
-}
-
-function isBusy(snapshot: LiveSnapshot | null): boolean {
-  return Boolean(snapshot?.scheduler?.load.num_running);
 }
 
 let source: LiveSource | undefined;
