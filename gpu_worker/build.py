@@ -92,7 +92,7 @@ def build_worker(
         matrices = layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head
         check_matmul(matmul_for(settings, device, model.dtype), matrices, model.weights.final_norm)
     max_model_len = longest_sequence(settings, model.config, model.embedding)
-    check_vectors(settings, model.config, model.embedding)
+    check_vectors(settings, model.config, model.embedding, device)
     flashinfer = _flashinfer(settings, model, device)
     if flashinfer is None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans once per shape, and most steps have a new shape
@@ -161,10 +161,7 @@ class _RunnerMaker:
 
     @property
     def max_batched_tokens(self) -> int:
-        if self.settings.max_batched_tokens:
-            return self.settings.max_batched_tokens
-        # Half of the step is left for prompts when every slot decodes.
-        return max(CPU_STEP_TOKENS, 2 * self.settings.max_num_seqs) if self.device.type == "cpu" else GPU_STEP_TOKENS
+        return step_tokens(self.settings, self.device)
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -308,13 +305,23 @@ def longest_sequence(settings: WorkerSettings, config: DecoderConfig, embedding:
     return asked
 
 
-def check_vectors(settings: WorkerSettings, config: DecoderConfig, embedding: EmbeddingConfig | None) -> None:
+def step_tokens(settings: WorkerSettings, device: torch.device) -> int:
+    """The most tokens of a step."""
+    if settings.max_batched_tokens:
+        return settings.max_batched_tokens
+    # Half of the step is left for prompts when every slot decodes.
+    return max(CPU_STEP_TOKENS, 2 * settings.max_num_seqs) if device.type == "cpu" else GPU_STEP_TOKENS
+
+
+def check_vectors(
+    settings: WorkerSettings, config: DecoderConfig, embedding: EmbeddingConfig | None, device: torch.device
+) -> None:
     """Raises ModelError if the vectors of one step could exceed MAX_RESULT_BYTES."""
     if embedding is None:
         return
     vector_bytes = 4 * config.hidden_size
     most = MAX_RESULT_BYTES // vector_bytes
-    if min(settings.max_num_seqs, settings.max_batched_tokens or GPU_STEP_TOKENS) > most:
+    if min(settings.max_num_seqs, step_tokens(settings, device)) > most:
         raise ModelError(
             f"max_num_seqs {settings.max_num_seqs}: vectors of {vector_bytes} bytes each; at most {most} "
             "of them fit the message of a step's result"

@@ -109,7 +109,7 @@ def inspect_model(settings: WorkerSettings) -> Inspection:
     )
     config, dtype = opened.config, opened.dtype
     max_model_len = longest_sequence(settings, config, opened.embedding)
-    check_vectors(settings, config, opened.embedding)
+    check_vectors(settings, config, opened.embedding, device)
     [(download_bytes, weights_bytes, host_bytes)] = needs
     wanted = fitting = 0
     if device.type == "cpu":

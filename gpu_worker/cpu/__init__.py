@@ -2,3 +2,10 @@
 
 May import `models`, `attention`, `kv` and `device`.
 """
+
+import os
+
+# oneDNN and torch keep what they compile for each shape of a product, by default 1,024 each: several hundred MiB after
+# prompts of many lengths, which no estimate of a worker's memory has. With 64 a worker is as fast.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "64")

@@ -3,7 +3,7 @@ products, with a compiled softmax between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -21,9 +21,12 @@ from gpu_worker.kv.pool import KvPool
 KERNEL_ROWS = 8
 # Rows of a tile. Products of fewer rows are slower. More rows compute more scores that causal attention does not need.
 TILE_ROWS = 64
-# Scores of a tile per query head of a group: so many stay in the CPU's cache, also of long sequences.
+# Scores of a tile per query head of a group: so many stay in the CPU's cache. Of long sequences a tile has more.
 TILE_SCORES = 2**19
-LEAST_TILE_ROWS = 8
+LEAST_TILE_ROWS = 32
+# Keys of one product with bfloat16 values. oneDNN makes a kernel for each shape and keeps it, at 8,192 keys with 10 MiB
+# and more: in pieces, the shapes are few.
+PIECE_KEYS = 512
 
 
 class CpuAttention(TorchAttention):
@@ -81,7 +84,10 @@ class CpuAttention(TorchAttention):
         query, out = (x[chunk.rows].view(-1, kv_heads, group, head_dim) for x in (query, out))
         # For each KV head its query heads of row 0, of row 1, ...
         folded = query.transpose(0, 1).float().reshape(kv_heads, -1, head_dim)
-        for tile in chunk.tiles:
+        tiles: Iterable[Tile] = chunk.tiles
+        if not value[chunk.rows].sum().isfinite():  # a later token's weight of 0 times NaN would be NaN
+            tiles = (one for tile in chunk.tiles for one in _single_rows(tile, window))
+        for tile in tiles:
             head_rows = group * (tile.rows.stop - tile.rows.start)
             rows = folded[:, group * tile.rows.start : group * tile.rows.stop]
             scores = torch.bmm(rows, keys[:, tile.keys].transpose(1, 2))
@@ -89,5 +95,26 @@ class CpuAttention(TorchAttention):
             self._kernels.mask_softmax(
                 scores.flatten(0, 1).numpy(), head_rows, group, window, self._scale, as_array(weights.flatten(0, 1))
             )
-            seen = torch.bmm(weights, values[:, tile.keys])
+            seen = _weighted(weights, values[:, tile.keys])
             out[tile.rows].copy_(seen.view(kv_heads, -1, group, head_dim).transpose(0, 1))
+
+
+def _single_rows(tile: Tile, window: int) -> Iterator[Tile]:
+    """The rows of the tile, each with only the keys that it sees."""
+    for row in range(tile.rows.start, tile.rows.stop):
+        stop = tile.keys.stop - (tile.rows.stop - 1 - row)
+        start = max(tile.keys.start, stop - window) if window else tile.keys.start
+        yield Tile(slice(row, row + 1), slice(start, stop), None)
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums of the values [heads, keys, head_dim] with the weights [heads, rows, keys]: [heads, rows, head_dim], in
+    float32 or the type of the values."""
+    if values.dtype == torch.float32:
+        return torch.bmm(weights, values)
+    whole = weights.shape[2] // PIECE_KEYS * PIECE_KEYS
+    total = torch.bmm(weights[:, :, whole:].float(), values[:, whole:].float())
+    for start in range(0, whole, PIECE_KEYS):
+        piece = slice(start, start + PIECE_KEYS)
+        total += torch.bmm(weights[:, :, piece], values[:, piece])
+    return total

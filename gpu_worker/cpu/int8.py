@@ -36,7 +36,23 @@ def can_multiply_int8() -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     has_operations = hasattr(_onednn, "qlinear_prepack") and hasattr(_onednn, "qlinear_pointwise")
-    return has_operations and torch.cpu._is_vnni_supported()
+    if not has_operations or not torch.cpu._is_vnni_supported():
+        return False
+    # ONEDNN_MAX_CPU_ISA can forbid the instructions that the CPU has. These sums would overflow without them.
+    largest = torch.full((64, 512), 127, dtype=torch.int8)
+    weight = _onednn.qlinear_prepack(largest, None), torch.ones(64), torch.zeros(1, dtype=torch.int32)
+    product = _product(torch.full((16, 512), 255, dtype=torch.uint8), *weight)
+    return bool((product == 127 * 127 * 512).all())
+
+
+def _product(parts: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Activations, uint8 with _ZERO_POINT, times a packed matrix: float32 [rows, out]."""
+    # The scale and the zero point of activations; weights; no bias; scale, zero point and type of the result; no
+    # function of the result.
+    product: Tensor = _onednn.qlinear_pointwise(
+        *(parts, 1.0, _ZERO_POINT), *(packed, scales, zeros), *(None, 1.0, 0, torch.float32, "none", [], "")
+    )
+    return product
 
 
 def packed_int8(weight: Tensor) -> Int8Matrix:
@@ -85,12 +101,6 @@ class Int8Matmul:
         parts = torch.empty(2 * len(rows), rows.shape[1], dtype=torch.uint8)
         scales = np.empty(len(rows), np.float32)
         self._kernels.split(as_array(rows), parts.numpy(), scales)
-        # The scale and the zero point of activations; weights; no bias; scale, zero point and type of the result; no
-        # function of the result.
-        product = _onednn.qlinear_pointwise(
-            *(parts, 1.0, _ZERO_POINT),
-            *(weight.packed, weight.scales, weight.zeros),
-            *(None, 1.0, 0, torch.float32, "none", [], ""),
-        )
+        product = _product(parts, weight.packed, weight.scales, weight.zeros)
         result = as_array(out)
         self._kernels.join(product.numpy(), scales, result[0, :0] if bias is None else as_array(bias), adds, result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Chunks that one request keeps. A prompt of a million tokens has 489 chunks of 2,048; later chunks are only counted.
+# Chunks that one request keeps: 2 million tokens of a prompt in chunks of 2,048. Later chunks are only counted.
 MAX_CHUNKS = 1024
 
 

@@ -152,11 +152,12 @@ def test_the_softmax_of_a_chunk_hides_the_keys_behind_each_row(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("prefix", [75, 1400])
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, threads: int) -> None:
-    """Scores are not rounded to bfloat16, weights and the result are."""
-    dtype, prefix, count = torch.bfloat16, 75, 150
-    pool = allocate_pool(40, 8, 1, 2, 16, dtype, CPU)
+def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, prefix: int, threads: int) -> None:
+    """Scores are not rounded to bfloat16, weights and the result are. A long chunk is computed in pieces."""
+    dtype, count = torch.bfloat16, 150
+    pool = allocate_pool(200, 8, 1, 2, 16, dtype, CPU)
     table = list(range(1, 1 + -(-(prefix + count) // 8)))
     full = _random(2, prefix + count, 2, 16, dtype=dtype)
     fill(pool.storage, 0, table, full[:, :prefix])
@@ -227,6 +228,28 @@ def test_decode_attention_does_not_depend_on_other_rows(dtype: torch.dtype, kern
     assert torch.equal(attended([4, 2, 0, 1, 3]), whole[[4, 2, 0, 1, 3]])
     for i in range(5):
         assert torch.equal(attended([i])[0], whole[i])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", [0, 10])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_only_rows_that_see_a_broken_value_are_broken(dtype: torch.dtype, window: int, bad: float) -> None:
+    """Rows before it may be of a prefix that other requests share."""
+    prefix, count, broken = 5, 150, 70
+    pool = allocate_pool(40, 8, 1, 2, 16, dtype, CPU)
+    table = list(range(1, 1 + -(-(prefix + count) // 8)))
+    full = _random(2, prefix + count, 2, 16, dtype=dtype)
+    fill(pool.storage, 0, table, full[:, :prefix])
+    query = _random(count, 6, 16, dtype=dtype, seed=1)
+    expected = dense(query, full[0], full[1], window)
+    full[1, prefix + broken, 1, 3] = bad
+    attention = CpuAttention(pool, (window,), KERNELS[dtype, 1])
+    attention.plan(metadata_of(0, [(prefix, count)], [table], 8))
+    out = attention.run(0, query, full[0, prefix:], full[1, prefix:]).double()
+    last = broken + (window or count)
+    assert (~out.isfinite()).any(1).nonzero().flatten().tolist() == list(range(broken, min(last, count)))
+    whole = [row for row in range(count) if not broken <= row < last]
+    torch.testing.assert_close(out[whole], expected[whole], atol=0.01, rtol=2**-8)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

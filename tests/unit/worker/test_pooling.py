@@ -174,3 +174,7 @@ def test_vectors_of_a_step_must_fit_a_message(tmp_path: Path, build: Build) -> N
     assert build(folder, max_num_seqs=1024).runner.limits.max_num_seqs == 1024
     with pytest.raises(ModelError, match="at most 1024 of them fit"):
         build(folder, max_num_seqs=1025)
+    # A step on a CPU has room for twice as many tokens as there are slots.
+    folder = checkpoints.make("llama", tmp_path / "small", "last", hidden_size=1024)
+    with pytest.raises(ModelError, match="at most 2048 of them fit"):
+        build(folder, max_num_seqs=2049)
