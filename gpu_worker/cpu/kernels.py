@@ -1,12 +1,14 @@
 """Kernels of a decoder layer for CPUs, which numba compiles at a worker's first start and keeps in its cache folder.
 
 Arrays are float32, or bfloat16 as int16 (numbers.py); sums are float32. A row's result depends only on the row's own
-inputs and on the number of threads, bit for bit. The kernels release Python's lock.
+inputs and on the number of threads, bit for bit, also after a restart. The kernels release Python's lock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import FunctionType
@@ -37,7 +39,7 @@ _log = get_logger(__name__)
 _SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, numbers.__file__))
 _VERSION = hashlib.sha256(_SOURCES + get_host_cpu_name().encode()).hexdigest()[:12]
 _MIN_ROWS = 128
-_OPTIONS: dict[str, Any] = {"fastmath": FASTMATH, "nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 # Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
 # fetch the next ones by itself. 2 to 16 are equally fast.
@@ -247,8 +249,10 @@ class Int8Kernels:
         matrix, parts, product = (types.Array(of, 2, "C") for of in (number, types.uint8, types.float32))
         vector, scales = types.Array(number, 1, "C"), types.Array(types.float32, 1, "C")
         least = _MIN_ROWS if by_size else 0
-        self.split = _Kernel(_split, (matrix, parts, scales), threads, least)
-        self.join = _Kernel(_join, (product, scales, vector, types.boolean, matrix), threads, least, rows_at=1)
+        # Not rounded as the compiler likes: a row must be split the same way in both variants.
+        self.split = _Kernel(_split, (matrix, parts, scales), threads, least, fastmath=False)
+        joined = product, scales, vector, types.boolean, matrix
+        self.join = _Kernel(_join, joined, threads, least, rows_at=1, fastmath=False)
 
 
 class Kernels:
@@ -269,9 +273,10 @@ class Kernels:
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     """
 
-    def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True, compiles_here: bool = False) -> None:
         """`by_size`: a few rows run in one thread, where that is faster. Without it every call runs in the same number
-        of threads, so that a row's result depends only on the row's own inputs, bit for bit."""
+        of threads, so that a row's result depends only on the row's own inputs, bit for bit. `compiles_here`: what the
+        cache lacks is compiled by this process; see _compile_in_child()."""
         number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
@@ -282,6 +287,8 @@ class Kernels:
         attend = strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix
         rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
         began_s = time.monotonic()
+        if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
+            _compile_in_child(dtype, _silu_and_mul, (matrix, matrix))
         self.attend = _Kernel(_attend, attend, threads, least_decodes, rows_at=6)
         softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single, matrix
         self.mask_softmax = _Kernel(_mask_softmax, softmax, threads, least)
@@ -296,13 +303,19 @@ class _Kernel:
     argument with one element per row."""
 
     def __init__(
-        self, kernel: Any, arguments: tuple[types.Type, ...], threads: int, least: int, rows_at: int = 0
+        self,
+        kernel: Any,
+        arguments: tuple[types.Type, ...],
+        threads: int,
+        least: int,
+        rows_at: int = 0,
+        fastmath: set[str] | bool = FASTMATH,
     ) -> None:
         self._threads = min(threads, config.NUMBA_NUM_THREADS)  # numba has a thread per usable core
         self._least, self._rows_at = least, rows_at
-        self._serial = _compiled(kernel, arguments, parallel=False)
+        self._serial = _compiled(kernel, arguments, parallel=False, fastmath=fastmath)
         if self._threads > 1:
-            self._parallel = _compiled(kernel, arguments, parallel=True)
+            self._parallel = _compiled(kernel, arguments, parallel=True, fastmath=fastmath)
 
     def __call__(self, *arguments: Any) -> None:
         if self._threads == 1 or len(arguments[self._rows_at]) < self._least:
@@ -312,15 +325,37 @@ class _Kernel:
             self._parallel(*arguments)
 
 
-def _compiled(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> Any:
+def _compiled(
+    kernel: Any, arguments: tuple[types.Type, ...], parallel: bool, fastmath: set[str] | bool = FASTMATH
+) -> Any:
+    """The kernel, compiled or from numba's cache."""
+    copy = _renamed(kernel, arguments, parallel)
+    signature = types.void(*arguments)
+    try:
+        return njit(signature, parallel=parallel, cache=True, fastmath=fastmath, **_OPTIONS)(copy)
+    except Exception as error:  # no folder, no room, a damaged file, or one of another user
+        _log.warning("a kernel is compiled at each start", kernel=copy.__name__, reason=repr(error))
+        return njit(signature, parallel=parallel, fastmath=fastmath, **_OPTIONS)(copy)
+
+
+def _renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
     """The kernel under a name of its own. numba's cache goes by names: it knows neither options nor the code of other
     modules, and workers of different types that start together would write the same files."""
     name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
     copy = FunctionType(kernel.__code__, kernel.__globals__, name)
     copy.__qualname__ = name
-    signature = types.void(*arguments)
+    return copy
+
+
+def _compile_in_child(dtype: torch.dtype, last: Any, arguments: tuple[types.Type, ...]) -> None:
+    """Let another process compile the kernels, if the cache lacks the one that is compiled last. A kernel for several
+    threads rounds otherwise in the process that compiled it than out of the cache: only there it is optimized together
+    with its loop. But a worker must compute the same bits when it starts again."""
+    copy = _renamed(last, arguments, parallel=True)
     try:
-        return njit(signature, parallel=parallel, cache=True, **_OPTIONS)(copy)
-    except Exception as error:  # no folder, no room, a damaged file, or one of another user
-        _log.warning("a kernel is compiled at each start", kernel=name, reason=repr(error))
-        return njit(signature, parallel=parallel, **_OPTIONS)(copy)
+        folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)
+    except RuntimeError:  # no folder: every start compiles
+        return
+    if not any(folder.glob(f"*{copy.__name__}*.nbi")):
+        made = f"Kernels({dtype}, 2, compiles_here=True)"
+        subprocess.run([sys.executable, "-c", f"import torch; from {__name__} import Kernels; {made}"], check=False)

@@ -340,6 +340,26 @@ def test_a_damaged_cache_costs_a_start_its_time_and_no_more(tmp_path: Path) -> N
     assert "a kernel is compiled at each start" in printed
 
 
+BITS = """
+import hashlib, sys, numpy as np, torch
+from gpu_worker.cpu.kernels import Kernels
+rows = np.random.default_rng(0).standard_normal((400, 300), np.float32)
+Kernels(torch.float32, 2).norm(rows, rows[0].copy(), np.float32(1e-5), rows)
+print(hashlib.sha256(rows.tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
+def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", BITS]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+        for _ in range(2)
+    )
+    assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
+
+
 def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
     """Without the version in their names, numba would reuse cached kernels of an older numbers.py."""
     source = Path(kernels_module.__file__)
