@@ -166,7 +166,8 @@ def _choose(counts, above, between, ranges, share, limit, is_limited, is_fine, C
         mass_kth = _at(places, kth, masses)
         mass = _at(places, kth, sums) - mass_kth
         part = (limit - before_kth) / tl.maximum(num_kth, 1).to(tl.float32)
-        wanted = share * (mass + tl.where(equal_kth, 1.0, part) * mass_kth)
+        # In a fine bin, logits are often equal. Then top-k keeps all.
+        wanted = share * (mass + tl.where(is_fine, 1.0, part) * mass_kth)
         most = tl.minimum(kth, _LAST - 1)
         middle = tl.minimum(tl.sum((sums < wanted).to(tl.int32), 0), most)
         # A mass is wrong by half a bin's width. If the masses up to top-p's end are too large by that, and all others
