@@ -13,10 +13,12 @@ No kernel sorts the vocabulary:
   among the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger
   set is also the best of any smaller set that contains it: the result is the token that a draw from the kept set would
   give. (FlashInfer rejects draws in the same way, but draws again.)
-- A small top_p without top-k takes its candidates in the same way. They serve only if they have more than top_p.
-- In all other cases, histograms name the tokens around both limits (fused_limits.py). These are the candidates, and the
-  more likely tokens are kept for sure. If they do not fit into scratch memory (thousands of equal logits), the k-th
-  largest logit is found digit by digit, in four passes over the logits, and top-p rejects draws from the whole row.
+- A small top_p without top-k takes its candidates in the same way. They serve only if they have more than top_p. The
+  pass that copies them also counts for the first histogram, in case that they do not serve.
+- In all other cases, one or two histograms name the tokens around both limits (fused_limits.py). These are the
+  candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
+  exceptions are named there: then the k-th largest logit is found digit by digit, in four passes over the logits, and
+  top-p rejects draws from the whole row.
 
 Sums are of whole numbers, as in filters.py, so they do not depend on the order, which differs between types of logits.
 """
@@ -26,8 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_worker.sampling.fused_limits import copy_around_limits
-from gpu_worker.sampling.fused_values import NO_TOKEN, clock, kth_largest, tile, wanted_sum, weights_of
+from gpu_worker.sampling.fused_limits import around_bound, bins_of, coarse_ranges, copy_around_limits
+from gpu_worker.sampling.fused_values import BINS, NO_TOKEN, clock, kth_largest, tile, wanted_sum, weights_of
 
 # Values that a program examines at once.
 TILE = 4096
@@ -74,13 +76,18 @@ def sample_rows(
         is_whole = is_limited
         # Of the tokens that are kept for sure, and are not copied: the weight, and the draw.
         sure, sure_noisy, sure_token = tl.full((), 0, tl.int64), float("-inf"), NO_TOKEN
-        if (is_limited & (limit <= 3 * TILE // 4)) | ((is_limited == 0) & (share < _SMALL_SHARE)):
+        ranges, is_fine = coarse_ranges(largest, lowest, temperature, scale), False
+        counts, is_counted = tl.zeros((BINS,), tl.int32), (is_limited == 0) & (share < _SMALL_SHARE)
+        if (is_limited & (limit <= 3 * TILE // 4)) | is_counted:
             num_best = tl.minimum(limit, TILE // 4)
             if is_limited:
                 num_best = limit
-            count, total, copied = _copy_candidates(
-                source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, TILE, CAPACITY
-            )
+            count, total, copied, bound, counts = _copy_candidates(
+                source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, ranges, is_counted,
+                TILE, CAPACITY,
+            )  # fmt: skip
+            if is_limited & (bound > float("-inf")):  # the k-th largest is `bound`, or above it
+                ranges, is_fine = around_bound(bound), True
             wanted = wanted_sum(total, share)
             if (is_limited == 0) & (copied.to(tl.float64) < wanted):  # top-p keeps more than the candidates
                 count = CAPACITY + 1
@@ -89,13 +96,14 @@ def sample_rows(
                 floor = tl.maximum(floor, kth)
         if (count > CAPACITY) & (is_limited | (share < 1)):
             count, floor, wanted, sure, sure_noisy, sure_token = copy_around_limits(
-                source, largest, lowest, temperature, floor, share, limit, is_limited, first_key, second_key, scale,
-                values, ids, vocab, TILE, CAPACITY,
+                source, largest, temperature, floor, share, limit, is_limited, first_key, second_key, scale, values,
+                ids, vocab, counts, is_counted, ranges, is_fine, TILE, CAPACITY,
             )  # fmt: skip
             is_whole = False
             if count <= CAPACITY:
                 limit = vocab
         if count <= CAPACITY:
+            share = tl.where(count > 0, share, 1.0)  # without copies, all that is kept is kept for sure
             token, noisy = _draw(
                 values, ids, count, 0.0, 1.0, floor, share, limit, wanted, is_whole, sure, vocab, first_key, second_key,
                 scale, TILE, True,
@@ -130,9 +138,10 @@ def score_rows(
     best, _best_ids, _lowest, broken = _lane_maxima(source, vocab, TILE)
     largest = tl.max(best, 0)
     limit = tl.minimum(tl.maximum(num_top, 1), 3 * TILE // 4)
-    count, total, _copied = _copy_candidates(
-        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, TILE, CAPACITY
-    )
+    count, total, _copied, _bound, _counts = _copy_candidates(
+        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, (0.0, 1.0, 1.0, 1.0), False,
+        TILE, CAPACITY,
+    )  # fmt: skip
     if num_top > limit:
         count = CAPACITY + 1
     # If fewer than num_top logits are finite, tokens with -inf follow. Enough of these are among the first ids.
@@ -177,12 +186,12 @@ def _lane_maxima(source, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _copy_candidates(
-    source, best, largest, temperature, floor, limit, scale, values, ids, vocab,
+    source, best, largest, temperature, floor, limit, scale, values, ids, vocab, ranges, is_counted,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are, and two sums of the
-    weights with z >= floor: of all tokens, and of the copied tokens. With more than CAPACITY, the copy is
-    incomplete."""
+    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are; two sums of the
+    weights with z >= floor, of all tokens and of the copied tokens; the smallest z that is copied; and if is_counted,
+    the tokens in each bin of `ranges`. With more than CAPACITY, the copy is incomplete."""
     tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
@@ -192,6 +201,7 @@ def _copy_candidates(
     count = 0
     total = tl.zeros((TILE,), tl.int64)
     copied = tl.zeros((TILE,), tl.int64)
+    counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, vocab, TILE):
         z, tokens = tile(source, ids, start, vocab, largest, temperature, TILE, False)
         weights = tl.where(z >= floor, weights_of(z, scale), 0)
@@ -203,8 +213,10 @@ def _copy_candidates(
         tl.store(values + places, z, mask=fits)
         tl.store(ids + places, tokens, mask=fits)
         count += tl.sum(taken.to(tl.int32), 0)
+        if is_counted:
+            counts += tl.histogram(bins_of(z, floor, ranges), BINS)
     tl.debug_barrier()
-    return count, tl.sum(total, 0), tl.sum(copied, 0)
+    return count, tl.sum(total, 0), tl.sum(copied, 0), bound, counts
 
 
 @triton.jit
