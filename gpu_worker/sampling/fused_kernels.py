@@ -8,19 +8,21 @@ No kernel sorts the vocabulary:
 - Top-k first finds a bound: the k-th largest of the lanes' maxima (lane i has the i-th value of each tile). The k
   largest logits are not below it, and few other logits are above it. These candidates are copied to `scratch`, and
   everything else examines only them.
-- Top-p does not find its threshold among candidates. It draws a token, and sums the weights of all tokens that are more
-  likely than this token. If the sum reaches top_p, the token is not in the set that top-p keeps, and the next draw is
-  among the more likely tokens. The draw has a fixed random number for each token (gumbel.py). So the best of a larger
-  set is also the best of any smaller set that contains it: the result is the token that a draw from the kept set would
-  give. (FlashInfer rejects draws in the same way, but draws again.)
-- A small top_p without top-k takes its candidates in the same way. They serve only if they have more than top_p. The
-  pass that copies them also counts for the first histogram, in case that they do not serve.
-- In all other cases, one or two histograms name the tokens around both limits (fused_limits.py). These are the
-  candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
-  exceptions are named there: then the k-th largest logit is found digit by digit, in four passes over the logits, and
-  top-p rejects draws from the whole row.
+- Top-p computes no threshold; it rejects draws. A token is drawn, and the weights of all tokens that are more likely
+  are added. If the sum reaches top_p, top-p does not keep the token, and the next draw is among the more likely tokens.
+  Each token has one random number for all draws (gumbel.py). So the token that wins among more tokens than top-p keeps
+  also wins among those that it keeps, if it is one of them. (FlashInfer rejects draws in the same way, but with new
+  random numbers for each draw.)
+- A small top_p without top-k takes its candidates as top-k does. They are used only if their weights reach top_p of the
+  row's sum. The pass that copies them also counts for the first histogram, in case that they do not.
+- For any other top-k or top-p, one or two histograms name the tokens around the limits of both (fused_limits.py). These
+  are the candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
+  exceptions are named there: their draws are rejected from the whole row. With both top-k and top-p, four passes find
+  the k-th largest logit before, digit by digit.
+- A row with neither draws from the whole row.
 
-Sums are of whole numbers, as in filters.py, so they do not depend on the order, which differs between types of logits.
+The order in which a kernel adds differs between the types of logits. So weights are whole numbers, as in filters.py:
+their sum is the same in any order.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ def score_rows(
     )  # fmt: skip
     if num_top > limit:
         count = CAPACITY + 1
-    # If fewer than num_top logits are finite, tokens with -inf follow. Enough of these are among the first ids.
+    # If only `count` logits are finite, and num_top is larger, tokens with -inf follow. Of the first num_top + count
+    # ids, at least num_top have -inf.
     first = tl.minimum(vocab, num_top + count)
     log_total = tl.log((total.to(tl.float64) / _SCORE_SCALE).to(tl.float32))
     if broken > 0:
@@ -225,8 +228,8 @@ def _draw(
     scale, TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
     """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens, and its noisy
-    z. is_whole: `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens up to the sum `wanted`,
-    of which more likely tokens elsewhere have `sure`."""
+    z. is_whole: `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens until the sum of the
+    weights reaches `wanted`. The sum begins with `sure`, the weights of more likely tokens that are not in `source`."""
     total, _count, token, z, noisy = _draw_above(
         source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
     )

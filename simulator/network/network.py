@@ -88,8 +88,8 @@ class Party:
             connection.cut()
 
     def thaw(self, slept_s: float = 0.0) -> None:
-        """SIGCONT: all messages that arrived during the freeze are delivered at once. A stopped clock continues where
-        it was."""
+        """SIGCONT: messages that arrived during the freeze are delivered at once, except those of connections that
+        broke meanwhile. A stopped clock continues where it was."""
         self.frozen = False
         self.slept_s += slept_s
         backlog, self._backlog = self._backlog, []

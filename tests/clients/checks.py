@@ -1,4 +1,4 @@
-"""What every script of a client uses: it runs the checks, and prints one line of JSON for each.
+"""What every Python script of a client uses: it runs the checks, and prints one line of JSON for each.
 
 Only the standard library: the scripts run in the environment of their client.
 """

@@ -1,7 +1,8 @@
 """Why requests wait, for `paceline explain`. Knows every live request and the last MAX_ENDED finished ones.
 
-A decision notes only the requests that it looked at and rejected, or why it looked at none. More waiting requests cost
-nothing. The requests behind the first rejected one waited for their turn: `explain` derives that from the same notes.
+A decision notes the requests that it rejected, or why it looked at none; also the tenants that it skipped, and the
+requests without a prepared grammar. Other waiting requests cost nothing. The requests behind the first rejected one
+waited for their turn: `explain` derives that from the same notes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Record:
     arrival_s: float
     tenant: str
     key: str  # the name of the API key, "" without one
-    # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 600 bytes.
+    # Lists, though only the last MAX_SPANS are kept: most records have few entries, and an empty deque takes 760 bytes.
     events: list[Event]
     looks: list[Span] = field(default_factory=list)  # decisions that looked at the request and rejected it
     prefix: PrefixUse | None = None  # None before the first admission, and without prefix caching

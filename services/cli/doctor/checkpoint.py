@@ -48,10 +48,10 @@ def check_fit(inspected: Inspection, workers: int) -> Check:
         advice = f"{workers} workers do not fit: give --workers {available.num_bytes // inspected.host_bytes}"
         return Check("memory for the model", CheckStatus.FAILS, found, advice)
     if inspected.pool_bytes < inspected.wanted_pool_bytes:
-        advice = (
-            f"only {_size(inspected.pool_bytes)} of KV instead of {_size(inspected.wanted_pool_bytes)}: fewer requests "
-            "run at a time; --dtype bfloat16 halves weights and KV"
-        )
+        advice = f"only {_size(inspected.pool_bytes)} of KV instead of {_size(inspected.wanted_pool_bytes)}: "
+        advice += "fewer requests run at a time"
+        if inspected.dtype == "float32":
+            advice += "; --dtype bfloat16 halves the KV, and weights that are not quantized"
         return Check("memory for the model", CheckStatus.SLOW, found, advice)
     return Check("memory for the model", CheckStatus.OK, found)
 

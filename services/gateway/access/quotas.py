@@ -1,6 +1,7 @@
 """Quotas of keys: requests at a time, tokens in flight, tokens per minute. Each gateway counts for itself.
 
-Nothing is counted per token: a request is charged when it is submitted, and settled when its last sequence has ended.
+The counters do not change with each token: a request is charged when it is submitted, and settled when its last
+sequence has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class KeyUsage:
         self.num_running = 0  # requests at the scheduler
         self.num_entering = 0  # requests with a body that is being read or parsed
         self.tokens_in_flight = 0
-        # The balance of tokens per minute at `at_s`. Output is charged at the end, so it may be below 0.
+        # The balance of tokens per minute at `at_s`. It may be below 0: a request is accepted while it is above 0,
+        # whatever the prompt costs, and output is charged at the end.
         self.tokens_left, self.at_s = 0.0, now_s
         self.per_minute = 0  # the limit; 0: none
 
@@ -124,8 +126,8 @@ class Quotas:
 
         `prompt`: tokens to compute before the first output. `output`: the most tokens that its sequences may then
         generate; with 0 (a beam search), `prompt` has the charge for the output, too. `delivered`: output that the
-        client has from another run, a part of `prompt`. `offline`: the request leaves half of each quota to the key's
-        online requests.
+        client has from another run, a part of `prompt`. `offline`: the request is refused while half of
+        a quota is in use, and so leaves the rest to the key's online requests.
 
         Raises ApiError: 429, and 400 for a request that could never run.
         """

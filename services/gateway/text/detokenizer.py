@@ -177,8 +177,9 @@ class StopMatcher:
 class TextStream:
     """The text of one sequence, detokenised and cut at stop strings.
 
-    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. Stop strings count only if they
-    are complete after the first `min_tokens` tokens. With `include_stop`, the text contains what ended it.
+    Tokens in `silent` (stop tokens, end of sequence) end a sequence and have no text. A stop string counts only if a
+    token after the first `min_tokens` completes it. With `include_stop`, the text contains what ended it, if that has
+    text.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_silent", "num_tokens", "stopped")

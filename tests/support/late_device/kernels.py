@@ -38,7 +38,8 @@ def late_kernels(device: LateDevice, make_attention: MakeAttention | None = None
 
 class _LateFa2(Fa2):
     """plan() writes to pinned memory at once, and the device copies that to its workspace later, as FlashInfer's does.
-    A graph gets the numbers of the plan at its capture; so a later plan must have the same numbers."""
+    A graph keeps what plan() returned at its capture (batch size, page size, causal, window), so a later plan must
+    return the same. Lengths may differ: kernels read them from the workspace."""
 
     def __init__(self, device: LateDevice, *options: Any) -> None:
         super().__init__(*options)

@@ -26,7 +26,7 @@ test("rates below 1,000 have at most three significant digits", () => {
   assert.equal(rate(1234.4), "1,234");
 });
 
-test("durations change their unit without a gap", () => {
+test("a duration that rounds up to the next unit is shown in that unit", () => {
   const shown: [number, string][] = [
     [0, "0 s"],
     [0.0000004, "0 µs"],
