@@ -128,3 +128,12 @@ def test_a_rematch_is_current_even_beyond_the_refresh_limit(monkeypatch: pytest.
     cache.match(1, [*LONG[:12], 5, 5])
     cache.run(2, LONG)
     assert told(cache.exchange(d.rematch_op([1], always=True))) == {1: {0: (12, 0, 0)}}
+
+
+@pytest.mark.parametrize("always", [(True, False), (False, True)])
+def test_of_two_rematches_in_one_exchange_one_with_always_is_enough(always: tuple[bool, bool]) -> None:
+    cache = link()
+    cache.run(2, LONG)
+    cache.match(1, [*LONG, 5])
+    assert told(cache.exchange(d.rematch_op([1]))) == {}, "nothing has changed"
+    assert told(cache.exchange(*(d.rematch_op([1], each) for each in always))) == {1: {0: (40, 0, 0)}}
