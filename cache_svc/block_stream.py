@@ -59,7 +59,8 @@ class BlockStreams:
                 if (answer := await self._snapshot(interval_ms / 2000)) is not None:
                     yield answer
                 try:
-                    await asyncio.wait_for(self._closed.wait(), interval_ms / 1000)
+                    async with asyncio.timeout(interval_ms / 1000):
+                        await self._closed.wait()
                 except TimeoutError:
                     continue
         finally:

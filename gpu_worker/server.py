@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -177,7 +178,8 @@ async def _keep_link(
 async def _answered(question: Coroutine[Any, Any, T], allowed_s: float) -> T:
     """Wait for an answer of the model thread, which the worker needs to continue. Raises DeviceLost."""
     try:
-        return await asyncio.wait_for(question, allowed_s)
+        async with asyncio.timeout(allowed_s):
+            return await question
     except TimeoutError as error:
         raise DeviceLost(f"the device hangs after the link has ended: no answer in {allowed_s:g} s") from error
     except DeviceError as error:
@@ -254,10 +256,9 @@ class _Keeper:
 
 
 async def _sleep_unless(stop: asyncio.Event, delay_s: float) -> None:
-    try:
-        await asyncio.wait_for(stop.wait(), delay_s)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(delay_s):
+            await stop.wait()
 
 
 def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistration:

@@ -76,7 +76,7 @@ class WorkerSettings(ServiceSettings, section="worker"):
         None,
         ge=1,
         description="threads of a worker on a CPU (default: cores - 1, at least 1; both of two cores for a model of 32 "
-        "MiB or more)",
+        "MiB or more); a CPU limit of the container counts as that many cores",
     )
     local_workers: int = Field(
         1, ge=1, description="workers on this machine, which share its cores; used if threads are not given"

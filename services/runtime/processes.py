@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -54,14 +55,57 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def core_quota(root: Path = Path("/")) -> float | None:
+    """The smallest CPU limit of this process's control groups, in cores. None: no limit. Sources: cpu.max of
+    cgroup-v2.rst, cpu.cfs_quota_us of scheduler/sched-bwc.rst."""
+    return min(_quotas(root), default=None)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = mount / path.lstrip("/")
+        while group != mount.parent:
+            limit = _v1_limit(group) if controllers else _v2_limit(group)
+            if limit is not None:
+                yield limit
+            group = group.parent
+
+
+def _v2_limit(group: Path) -> float | None:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _v1_limit(group: Path) -> float | None:
+    try:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
 # A worker of a model this large or larger is faster with both cores of a machine that has two (docs/adr/0001).
 LARGE_WEIGHTS_BYTES = 32 * 2**20
 
 
 def default_threads(weights_bytes: int = 0, local_workers: int = 1) -> int:
     """The threads of each worker on a CPU without --threads: one core is for the other services, unless the model is
-    large and the machine has two cores. Several workers share all cores, because their waiting threads spin."""
-    cores = usable_cores()
+    large and the machine has two cores. Several workers share all cores, because their waiting threads spin. A control
+    group with a CPU limit counts as a machine with that many whole cores."""
+    cores, quota = usable_cores(), core_quota()
+    if quota is not None:
+        cores = min(cores, max(1, int(quota)))
     if local_workers > 1:
         return max(1, cores // local_workers)
     return cores if cores == 2 and weights_bytes >= LARGE_WEIGHTS_BYTES else max(1, cores - 1)

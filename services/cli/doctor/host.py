@@ -7,12 +7,10 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from services.cli.doctor.check import Check, CheckStatus
 from services.runtime.memory.available import GIB, AvailableMemory
-from services.runtime.processes import default_threads
 
 # Gateway, scheduler, cache and worker each have a process, which runs beside the worker's threads.
 COMFORTABLE_CORES = 4
@@ -27,14 +25,15 @@ def check_python() -> Check:
     return Check("Python", CheckStatus.OK, found)
 
 
-def check_cores(cores: int, quota: float | None, threads: int, on_gpu: bool) -> Check:
-    """`cores`: the number that this process may use. `quota`: the limit of its control group, in cores. `threads`: the
-    number that torch would start in all workers together; not used on a GPU."""
+def check_cores(cores: int, quota: float | None, workers: int, threads: int, on_gpu: bool) -> Check:
+    """`cores`: the number that this process may use. `quota`: the limit of its control group, in cores. `threads`: of
+    torch in each worker; not used on a GPU."""
     usable = cores if quota is None else min(cores, quota)
     found = f"{cores}" if usable == cores else f"{usable:g} of {cores} (cgroup limit)"
-    if not on_gpu and threads > usable:
-        fewer = max(1, int(usable) - 1)
-        advice = f"torch would start {threads} threads, which then wait for each other: give --threads {fewer}"
+    if not on_gpu and workers * threads > usable:
+        fewer = max(1, int(usable) // workers if workers > 1 else int(usable) - 1)
+        remedy = f"give --threads {fewer}" if fewer < threads else f"start at most {max(1, int(usable))} worker(s)"
+        advice = f"torch would start {workers * threads} threads, which then wait for each other: {remedy}"
         return Check("cores", CheckStatus.SLOW, found, advice)
     if usable < COMFORTABLE_CORES:
         advice = f"four services share {usable:g} core(s): {COMFORTABLE_CORES} or more are faster"
@@ -94,51 +93,6 @@ def check_docker(version: str | None, trouble: str = "") -> Check:
     if version:
         return Check("Docker (optional)", CheckStatus.OK, version)
     return Check("Docker (optional)", CheckStatus.NOTE, trouble or "not installed", "only `docker compose up` needs it")
-
-
-def torch_threads(given: int, workers: int) -> int:
-    """The threads of all workers: --threads, else as a worker chooses."""
-    return workers * (given or default_threads(local_workers=workers))
-
-
-def core_quota(root: Path = Path("/")) -> float | None:
-    """The smallest CPU limit of this process's control groups, in cores. None: no limit. Sources: cpu.max of
-    cgroup-v2.rst, cpu.cfs_quota_us of scheduler/sched-bwc.rst."""
-    return min(_quotas(root), default=None)
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = mount / path.lstrip("/")
-        while group != mount.parent:
-            limit = _v1_limit(group) if controllers else _v2_limit(group)
-            if limit is not None:
-                yield limit
-            group = group.parent
-
-
-def _v2_limit(group: Path) -> float | None:
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _v1_limit(group: Path) -> float | None:
-    try:
-        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return quota / period if quota > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:

@@ -18,7 +18,7 @@ from services.cli.up.plan import worker_flags
 from services.cli.up.settings import UpSettings
 from services.cli.waiting import waiting
 from services.runtime.memory import claims as memory_claims
-from services.runtime.processes import usable_cores
+from services.runtime.processes import core_quota, default_threads, usable_cores
 from services.runtime.settings import load_settings, settings_parser
 
 PROG = "paceline doctor"
@@ -66,9 +66,8 @@ def run_checks(settings: UpSettings, progress: Console) -> Iterator[Check]:
         except (ImportError, OSError) as error:  # OSError: a library of torch that cannot be loaded
             why = " ".join(str(error).split())
     on_gpu = torch is not None and torch.sees_gpu
-    yield host.check_cores(
-        usable_cores(), host.core_quota(), host.torch_threads(settings.threads, settings.workers), on_gpu
-    )
+    threads = settings.threads or default_threads(local_workers=settings.workers)
+    yield host.check_cores(usable_cores(), core_quota(), settings.workers, threads, on_gpu)
     with memory_claims.lock() as claims:
         yield host.check_memory(claims.available())
     dtype = "float32" if settings.dtype == "auto" else settings.dtype

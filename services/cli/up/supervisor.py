@@ -124,7 +124,8 @@ class Supervisor:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), self._drain_s + 5)
+            async with asyncio.timeout(self._drain_s + 5):
+                await process.wait()
         except TimeoutError:
             self.screen.say(child, "[red]did not stop; killed[/]")
             process.kill()

@@ -156,7 +156,8 @@ class SchedulerSession:
             began_s = alone_since_s = clock()
             while not self._model_told.is_set():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._model_told.wait(), min(_LOOK_S, self._wait_s))
+                    async with asyncio.timeout(min(_LOOK_S, self._wait_s)):
+                        await self._model_told.wait()
                 if gone():
                     raise Gone
                 if self.connected or self._closing:

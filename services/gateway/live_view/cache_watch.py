@@ -64,7 +64,8 @@ class CacheWatch:
         if not self.target:
             return
         try:
-            await asyncio.wait_for(self._first.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._first.wait()
         except TimeoutError:
             _log.debug("the cache has sent no snapshot yet", target=self.target)
 

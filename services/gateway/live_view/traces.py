@@ -81,7 +81,8 @@ class RunningTrace:
 
     async def _stops_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._closing.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
         except TimeoutError:
             return False
         return True
@@ -96,7 +97,8 @@ class RunningTrace:
                 while True:
                     asked_us = now_us()
                     await call.write(live_pb2.TraceRequest())
-                    answer = await asyncio.wait_for(call.read(), _ANSWER_S)
+                    async with asyncio.timeout(_ANSWER_S):
+                        answer = await call.read()
                     if not isinstance(answer, live_pb2.TraceResponse):  # grpc.aio.EOF
                         break
                     yield SchedulerAnswer(answer, asked_us, now_us())

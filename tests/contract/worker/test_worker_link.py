@@ -420,9 +420,8 @@ async def test_the_thread_that_builds_the_model_ends(rig: Rig, monkeypatch: pyte
         assert not builder.is_alive()
         assert not worker.done()
     finally:
-        while not worker.done():  # asyncio.wait_for() of Python 3.11 can swallow one
-            worker.cancel()
-            await asyncio.wait([worker], timeout=1)
+        worker.cancel()
+        await asyncio.wait([worker])
 
 
 async def test_a_process_with_a_hung_step_ends_at_once_with_a_status_of_its_own(

@@ -131,7 +131,7 @@ def test_a_rematch_is_current_even_beyond_the_refresh_limit(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("always", [(True, False), (False, True)])
-def test_of_two_rematches_in_one_exchange_one_with_always_is_enough(always: tuple[bool, bool]) -> None:
+def test_one_rematch_with_always_is_enough_in_an_exchange_of_two(always: tuple[bool, bool]) -> None:
     cache = link()
     cache.run(2, LONG)
     cache.match(1, [*LONG, 5])

@@ -41,40 +41,24 @@ def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "quota", "threads", "on_gpu", "status", "word"),
+    ("cores", "quota", "workers", "threads", "on_gpu", "status", "word"),
     [
-        (16, None, 15, False, CheckStatus.OK, ""),
-        (64, 4.0, 63, False, CheckStatus.SLOW, "63 threads, which then wait for each other: give --threads 3"),
-        (64, 4.0, 3, False, CheckStatus.OK, ""),
-        (64, 4.0, 63, True, CheckStatus.OK, ""),
-        (2, None, 1, False, CheckStatus.SLOW, "four services share 2 core"),
-        (2, 0.5, 1, True, CheckStatus.SLOW, "four services share 0.5 core"),
+        (16, None, 1, 15, False, CheckStatus.OK, ""),
+        (64, 4.0, 1, 63, False, CheckStatus.SLOW, "63 threads, which then wait for each other: give --threads 3"),
+        (64, 4.0, 2, 4, False, CheckStatus.SLOW, "8 threads, which then wait for each other: give --threads 2"),
+        (64, 4.0, 5, 1, False, CheckStatus.SLOW, "5 threads, which then wait for each other: start at most 4 worker"),
+        (64, 4.0, 1, 3, False, CheckStatus.OK, ""),
+        (64, 4.0, 1, 63, True, CheckStatus.OK, ""),
+        (2, None, 1, 1, False, CheckStatus.SLOW, "four services share 2 core"),
+        (2, 0.5, 1, 1, True, CheckStatus.SLOW, "four services share 0.5 core"),
     ],
 )
 def test_few_cores_and_too_many_threads_are_slow(
-    cores: int, quota: float | None, threads: int, on_gpu: bool, status: CheckStatus, word: str
+    cores: int, quota: float | None, workers: int, threads: int, on_gpu: bool, status: CheckStatus, word: str
 ) -> None:
-    check = host.check_cores(cores, quota, threads, on_gpu)
+    check = host.check_cores(cores, quota, workers, threads, on_gpu)
     assert check.status is status
     assert word in check.advice
-
-
-def test_the_smallest_limit_of_the_control_groups_counts(tmp_path: Path) -> None:
-    assert host.core_quota(tmp_path) is None
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-    for name, limit in (("a/b", "max 100000"), ("a", "150000 100000"), ("", "400000 100000")):
-        (tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "sys/fs/cgroup" / name / "cpu.max").write_text(limit)
-    assert host.core_quota(tmp_path) == 1.5
-    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/x\n5:memory:/\n")
-    folder = tmp_path / "sys/fs/cgroup/cpu"
-    folder.mkdir()
-    (folder / "cpu.cfs_period_us").write_text("100000")
-    (folder / "cpu.cfs_quota_us").write_text("-1")
-    assert host.core_quota(tmp_path) is None
-    (folder / "cpu.cfs_quota_us").write_text("200000")
-    assert host.core_quota(tmp_path) == 2.0
 
 
 @pytest.mark.parametrize(

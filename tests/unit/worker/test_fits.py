@@ -278,6 +278,7 @@ def test_a_step_on_a_cpu_has_room_for_prompts_beside_all_decodes(chosen: dict[st
 
 def test_the_threads_follow_the_size_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "usable_cores", lambda: 2)
+    monkeypatch.setattr(processes, "core_quota", lambda: None)
     chosen = settings(model=str(CHECKPOINT), device="cpu", num_blocks=4, max_model_len=64)
     weights_bytes = memory_need(chosen, read_config(CHECKPOINT), torch.float32).weights_bytes
     for large_bytes, local_workers, threads in (
