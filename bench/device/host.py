@@ -1,5 +1,5 @@
-"""`make bench-host`: counts the GPU operations of sampling without a GPU, and times the launch of a decode step on the
-host. Writes bench/results/gpu_counts.json."""
+"""`make bench-host` needs no GPU. It counts the GPU operations and bytes of sampling, and times the launch of a decode
+step and of a step with a prefill chunk, whose operations it counts as well. Writes bench/results/gpu_counts.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.device import launching
 from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
 from bench.device.launching import launch_ms, mixed_launch_ms, mixed_operations
 
-# The interpreter takes a second a row. The bytes are given for ROWS.
+# Triton's interpreter needs about 1 s per row, so only these rows run. The bytes are scaled to ROWS.
 INTERPRETED_ROWS = 32
 RESULTS = Path(__file__).parents[1] / "results" / "gpu_counts.json"
 

@@ -1,5 +1,6 @@
 """The cache as a deterministic state machine: no socket, no clock, no loop. See `cache.CacheCore`.
 
 `errors`, `packing`, `retention`, `request_metadata` and `counters` import no subpackage. `invariants` and `messages`
-may import every subpackage; `operations`, `cache`, `admin` and `live_view` use all of them.
+may import every subpackage. Above them come `operations`, then `cache`, then `admin` and `live_view`: each may import
+everything below it.
 """

@@ -31,7 +31,7 @@ def client_of(url: str) -> OpenAI:
 
 
 def without_ids(events: list[Any]) -> list[Any]:
-    """What two runs of one request have in common: all but ids, times and usage."""
+    """The events without ids. Of each response, only its status and its output texts are left."""
     told = []
     for event in events:
         data = json.loads(event.model_dump_json())

@@ -11,9 +11,9 @@ from scheduler_svc.core.arrays import Longs, Slots
 from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.slots import DecodeRows
 
-# Bytes of the new sequences in one plan, at most, unless it has only one: all their tokens, cached ones included. Less
-# than half of the message limit (services/runtime/rpc.py), because block tables come on top: as much again if a block
-# has one token.
+# Limit for the bytes of a plan's new sequences, as plan_bytes() counts them. A plan with a single new sequence may
+# exceed it. It is less than half of the message limit (services/runtime/rpc.py), because the block tables come on top:
+# with blocks of one token, a table is as large as the tokens.
 MAX_PLAN_BYTES = 7 * 2**20
 
 
@@ -36,7 +36,8 @@ class PlannedAdmission(NamedTuple):
 
 @dataclass(slots=True)
 class Admitted:
-    """What the requests admitted so far in this step add to the budgets."""
+    """What requests add to the step's budgets. A request counts from the moment when the step reserves a slot for it,
+    even if it is not admitted in the end."""
 
     tenant_tokens: Counter[str] = field(default_factory=Counter)  # tokens that they may grow to, by tenant
     loras: set[str] = field(default_factory=set)
@@ -50,12 +51,14 @@ class Admitted:
 
 
 def plan_bytes(request: Request) -> int:
-    """Bytes that the request takes in a plan as a new sequence, without its block table."""
+    """Bytes that the request takes in a plan as a new sequence: all its tokens, cached ones included, and its sampling
+    parameters. The block table is not counted."""
     return request.num_tokens * TOKEN_BYTES + request.sampling.ByteSize()
 
 
 class DraftRow(NamedTuple):
-    """A row that computes the last token of a held sequence, and draft tokens after it."""
+    """A row of speculative decoding. It replaces the decode row of a drafting sequence, and computes the last known
+    token of the sequence and the draft tokens after it."""
 
     slot: int
     generation: int
@@ -72,7 +75,7 @@ class Decision(NamedTuple):
     chunks: list[tuple[int, int, int]]  # (slot, generation, tokens)
     admissions: list[PlannedAdmission]
     shares: bool  # the admissions may share tokens that this step computes
-    rejected: list[tuple[Request, str, str]]  # (request, reason, detail): the first of the queue that were not admitted
+    rejected: list[tuple[Request, str, str]]  # requests that were looked at and not admitted: (request, reason, detail)
     closed: tuple[str, str] | None  # why no request was offered a slot: reason, detail
     drafts: Sequence[DraftRow] = ()
     ended_drafts: Sequence[tuple[int, int]] = ()  # slots that stop drafting, and decode in this step; their generations
@@ -124,11 +127,11 @@ class StepInFlight(NamedTuple):
 
     step: int
     rows: DecodeRows
-    decode_step: int  # valid if the step has rows
+    decode_step: int  # valid if `rows` is not empty
     num_releases: int  # of the slot ledger when the plan was made
     chunks: tuple[PrefillChunk, ...]
     num_sampled: int
-    new_tokens: int  # prompt tokens that it computes
+    new_tokens: int  # tokens of its prefill chunks: of prompts, and earlier output of preempted or resumed requests
     context_tokens: int  # tokens that its decoding rows and draft rows attend to
     planned_s: float
     sent_s: float
@@ -136,7 +139,7 @@ class StepInFlight(NamedTuple):
 
     @property
     def num_decodes(self) -> int:
-        """Rows that sample after a sequence's last token."""
+        """Decode rows and draft rows. Prefill chunks that sample do not count."""
         return len(self.rows) + len(self.drafts)
 
     @property

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's paths, health, metrics; and the paths of other APIs, which have their own shape of errors."""
+"""The HTTP application: completions, chat, models, tokens, health and metrics, and the routes of the other APIs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429)
 GENERATION_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 500, 503, 504)
 _NOTHING_LEFT = {204: "The client has the whole stream already (Last-Event-ID)"}
 _GENERATION_HEADERS = HEADERS | {
-    IDEMPOTENCY_KEY: "the client's name for the request; the same request is not run twice",
+    IDEMPOTENCY_KEY: "the client's name for the request; a gateway does not run the request again while it runs or its "
+    "answer is kept",
     LAST_EVENT_ID: "the last event of the stream that the client has",
 }
-# A request with one of these headers may already run, and then it needs no position in the queue.
+# While the queue is full, requests are refused before their bodies are read, except those with one of these headers: a
+# request with a key may already run, and then it needs no position in the queue.
 _MAY_RUN = frozenset({IDEMPOTENCY_KEY.lower().encode(), LAST_EVENT_ID.lower().encode()})
 
 
@@ -63,7 +65,8 @@ def create_app(
 ) -> RequestMiddleware:
     """The ASGI application. It answers only requests to these hosts; probes (OPEN_PATHS) may address any host, and
     /metrics any IP address. It refuses requests of web pages of other origins, except those that change nothing.
-    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: the APIs besides OpenAI's."""
+    `root_path`: a prefix that paths may have, because a proxy leaves it there. `apis`: those with routes in other
+    packages: Responses, embeddings, batches, Anthropic's Messages, the live view, the page."""
     # The most frequent first: each route costs some µs.
     routes = [*generation_routes(gateway), *_state_routes(gateway), *_model_routes(gateway), *_token_routes(gateway)]
     routes += [*(route for api in apis for route in api.routes), *vllm_routes(gateway), *_session_routes(gateway)]
@@ -120,7 +123,7 @@ def _state_routes(gateway: Gateway) -> list[Route]:
         elif gateway.session.mismatch:
             reason = gateway.session.mismatch
         elif workers == 0:
-            reason = "no worker is attached"
+            reason = "no worker is attached, or all are draining"
         else:
             reason = "the queue is full" if status is not None and status.full else "the scheduler has no cache"
         said = {"status": "not ready", "reason": reason, "workers": workers, "model": gateway.model_name}
@@ -248,7 +251,7 @@ def _session_routes(gateway: Gateway) -> list[Route]:
 
 
 def generation_routes(gateway: Gateway) -> list[Route]:
-    """The routes that generate; a batch calls them, too."""
+    """The routes of completions and chat completions. A batch may call them, too."""
 
     @described(
         body=schema.CompletionRequest,
@@ -307,7 +310,7 @@ async def entered(
     try:
         name = check_key(request.headers.getlist(IDEMPOTENCY_KEY), IDEMPOTENCY_KEY)
         resumed = bool(request.headers.get(LAST_EVENT_ID))
-        new = name is None and not resumed  # otherwise the request may already run
+        new = name is None and not resumed  # a request with a key may already run; a resumed one must not be refused
         entering = gateway.access.quotas.entering(caller.key, new=new)
         with entering, gateway.entering(new=new), gateway.held_body() as held:
             keyed_kind = kind if name is not None else ""
@@ -397,7 +400,7 @@ def _last_event(
         return None
     if not body.stream:
         raise cannot_resume("only a stream has events, and this request has no stream: true")
-    # A prompt without a continuation samples nothing and sends no output token.
+    # With `echo` and `max_tokens: 0`, one token is sampled, and none is shown.
     shown = [0 if job.echo is not None and job.echo.alone else job.sampling.max_tokens for job in jobs]
     draws = any(job.sampling.temperature > 0 and limit for job, limit in zip(jobs, shown, strict=True))
     if key is None and body.seed is None and draws:

@@ -180,7 +180,7 @@ async def test_readiness_follows_the_scheduler_over_http_and_grpc(start: Start) 
         await eventually(serving)
         running.scheduler.set_ready(False)
         await running.until_ready(503)
-        assert (await running.http.get("/ready")).json()["reason"] == "no worker is attached"
+        assert (await running.http.get("/ready")).json()["reason"] == "no worker is attached, or all are draining"
         await eventually(not_serving)
         running.scheduler.set_ready(True)
         await running.until_ready(200)

@@ -306,7 +306,7 @@ async def test_a_stream_of_a_response_that_another_gateway_cancelled_has_its_las
     await stream.close()
     await second.openai.responses.cancel(response_id := seen[0].response.id)
     await until(lambda: first.scheduler.num_running == 0)
-    for running in (first, second):  # the store has no output
+    for running in (first, second):  # the response is stored without its output, so both can send only its last event
         rest: list[Any] = []
 
         async def reads_one(running: Running = running, rest: list[Any] = rest) -> bool:

@@ -82,7 +82,7 @@ async def _answers() -> HealthState:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - what a child prints
+    while not holds():  # noqa: ASYNC110 - no event says that the supervisor has printed a line
         await asyncio.sleep(0.01)
 
 
@@ -136,4 +136,4 @@ async def test_the_worker_of_another_machine_is_enough() -> None:
 async def test_up_ends_with_the_reason_of_the_last_worker() -> None:
     stack = ShellStack({"worker-1": REFUSED_BY_MODEL, "worker-2": TOO_LARGE}, 2, others_serve=False)
     assert (await until_over(stack)).startswith("worker-")
-    assert stack.said("it stays down"), "the worker that ended first"
+    assert stack.said("it stays down"), "the message is about the worker that ended first"
