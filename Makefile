@@ -54,7 +54,8 @@ $(VENV)/redis/redis-server: | $(VENV)/serve.stamp
 
 # Without node and npm, the tests of the page's source are skipped, and say so. (Its build is committed.)
 $(PAGE)/node_modules/.package-lock.json: $(PAGE)/package-lock.json
-	@command -v npm >/dev/null && cd $(PAGE) && npm ci --silent --no-audit --no-fund || echo "setup: no npm: the tests of the page's source are skipped" >&2
+	@command -v npm >/dev/null && cd $(PAGE) && npm ci --silent --no-audit --no-fund || \
+	  echo "setup: npm is missing or npm ci failed: the tests of the page's source are skipped" >&2
 
 # Without Prometheus, the tests of alerts and dashboards are skipped, and say so.
 $(VENV)/prometheus/promtool: | $(VENV)/serve.stamp

@@ -36,7 +36,8 @@ from tests.support.stack import Stack
 WORKERS = (1, 8, 32, 64)
 ROWS, STEP_MS = 256, 20.0
 PROMPT_TOKENS = 128
-# Long enough that no request ends during the steady steps, and short enough that many requests begin and end.
+# STEADY_TOKENS is so large that no request ends while steady steps are measured. CHURN_TOKENS is so small that many
+# requests begin and end.
 STEADY_TOKENS, CHURN_TOKENS = 1100, 100
 SETTLE_S, MEASURED_S = 3.0, 8.0
 WINDOW = 64  # messages that the session may be behind

@@ -38,7 +38,7 @@ from tests.support.stack import Stack
 RESULT = Path(__file__).parent / "results" / "page_cost.json"
 # The outputs have different lengths. Otherwise the streams would end together, and only some turns would have prefills.
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, (100, 300)
-# The page has drawn its first state when a measurement begins: opening it is not watching.
+# A measurement begins after the page has drawn its first state, so the cost of opening the page is not measured.
 WARM_S, SETTLE_S = 6.0, 3.0
 Viewer = Literal["closed", "stream", "page"]
 

@@ -3,8 +3,8 @@
     python -m bench.presets            # a table, and bench/results/presets.json
 
 The load is made up from a seed: Poisson arrivals, log-normal lengths as in public chat traces, a third of the prompts
-with one of 20 system prompts. The pool is kept so small that presets differ. A step costs 4.6 ms, 38 us for each
-sequence that decodes and 21 us for each prompt token: Llama-3.1-8B on an H200, from the kernel sums that NVIDIA's
+with one of 20 system prompts. The pool is kept so small that presets differ. A step costs 4.6 ms, plus 38 us for each
+sequence that decodes, plus 21 us for each prompt token: Llama-3.1-8B on an H200, from the kernel sums that NVIDIA's
 aiconfigurator ships. The device is only a model, so the results compare the presets' decisions.
 """
 

@@ -1,4 +1,4 @@
-"""`make bench`: measures the control plane and the whole server, and compares them with peers.
+"""`make bench`: measures the control plane and the prefix cache beside their peers, and the whole server.
 
 The parts: the control plane's cores and the prefix cache beside their peers; the whole path on this machine with the
 demo model; the same under overload; placement policies in simulation; the ceiling of one scheduler and one cache.

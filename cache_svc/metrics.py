@@ -21,7 +21,8 @@ EXCHANGE_DURATION = Histogram(
 
 
 class CacheCollector(Collector):
-    """Reads the core in the thread that answers /metrics: integers, and pool counters of whole exchanges."""
+    """Reads the core from the thread that answers /metrics. This is safe, because it reads only integers, and pool
+    counters as they were after a whole exchange."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -53,19 +54,19 @@ class CacheCollector(Collector):
             ("exchanges", "Exchanges of operations with the scheduler.", counters.exchanges),
             ("refused_ops", "Operations that were answered with an error.", counters.refused_ops),
             ("swapped_out_blocks", "Blocks of sequences copied to host memory.", counters.swapped_out_blocks),
-            ("swapped_in_blocks", "Blocks copied back from host memory.", counters.swapped_in_blocks),
+            ("swapped_in_blocks", "Blocks of swapped-out sequences copied back.", counters.swapped_in_blocks),
             ("pins_given_up", "Times that a worker gave up all its pins for a request.", counters.pins_given_up),
             ("restored_sequences", "Sequences restored after the cache lost its state.", counters.restored_sequences),
             ("refused_claims", "Sequences with a refused restore entry.", counters.refused_claims),
             ("evicted_blocks", "Cached blocks that were taken for something else.", counters.evicted_blocks),
             (
                 "evicted_host_blocks",
-                "Cached blocks of host memory that were taken for something else.",
+                "Cached host blocks taken for something else, or dropped because the block before them was lost.",
                 counters.evicted_host_blocks,
             ),
             (
                 "sharing_sequences",
-                "Sequences that share blocks which their first step computes for other sequences.",
+                "Sequences admitted with blocks that another sequence computes in the same step.",
                 counters.sharing_sequences,
             ),
             ("copied_blocks", "Blocks of which the beginning was reused, by copying it.", counters.copied_blocks),

@@ -30,7 +30,8 @@ class CacheSettings(KeySettings, section="cache"):
         TENANT_SHARE,
         ge=0.0,
         le=1.0,
-        description="share of a worker's blocks that cache_retention may keep for one tenant",
+        description="share of the blocks of each memory (a worker's device, or its host memory) that cache_retention "
+        "may keep for one tenant",
     )
     max_retained_share: float = Field(TOTAL_SHARE, ge=0.0, le=1.0, description="the same for all tenants together")
     debug: bool = Field(False, description="check every invariant after every operation (slow)")

@@ -89,7 +89,9 @@ def build_worker(
     )
     if settings.deterministic:
         layer = model.weights.layers[0]
-        matrices = layer.qkv, layer.output, layer.gate_up, layer.down, model.weights.head
+        matrices = [layer.qkv, layer.output, layer.gate_up, layer.down]
+        if model.config.has_head:
+            matrices.append(model.weights.head)
         check_matmul(matmul_for(settings, device, model.dtype), matrices, model.weights.final_norm)
     max_model_len = longest_sequence(settings, model.config, model.embedding)
     check_vectors(settings, model.config, model.embedding, device)
@@ -323,8 +325,8 @@ def check_vectors(
     most = MAX_RESULT_BYTES // vector_bytes
     if min(settings.max_num_seqs, step_tokens(settings, device)) > most:
         raise ModelError(
-            f"max_num_seqs {settings.max_num_seqs}: vectors of {vector_bytes} bytes each; at most {most} "
-            "of them fit the message of a step's result"
+            f"max_num_seqs {settings.max_num_seqs} is too large for vectors of {vector_bytes} bytes: a step's result "
+            f"can carry at most {most}; lower max_num_seqs or max_batched_tokens to that"
         )
 
 

@@ -24,7 +24,7 @@ NUM_LONG_STEPS = 20
 # 170. (Per layer and with hidden size d: 4 d operations for each cached token, and 24 d * d for the rest.) In larger
 # models, attention takes a smaller part.
 CACHED_TOKENS = 1024
-# Fields of a plan that make the device do something, perhaps for the first time.
+# Fields of a plan that change the kind of work in a step. The first step with such a field may compile kernels.
 COMPUTED = {"prefill_tokens", "draft_slots", "copy_from", "skip_decodes"}
 # Sampling parameters that cannot make a step slow: a grammar is compiled before the worker gets its sequence, and there
 # is a time limit for its masks.
@@ -62,12 +62,13 @@ class Pace:
     A step that does something for the first time may compile kernels for minutes. So the pace is unknown until
     NUM_REMEMBERED steps after the last plan with a new field: one of COMPUTED, or of a sequence's sampling. (So many
     steps, because a sampling field has its effect late: a long prompt is computed in many steps before the first token
-    is sampled.) The pace is always unknown for plans that copy between device and host, because the cost of these
-    copies does not depend on tokens.
+    is sampled.) It is also unknown until NUM_REMEMBERED short steps are measured, and for long steps until
+    NUM_LONG_STEPS long ones are. The pace is always unknown for plans that copy between device and host, because the
+    cost of these copies does not depend on tokens.
 
-    A prompt token costs more the more tokens are before it. If earlier steps of the sequence computed these tokens, the
-    measured steps contain this cost. Found tokens are the tokens that were cached when the sequence came. Their cost is
-    estimated, unless a recent step had as many of them."""
+    A prompt token costs more the more tokens are before it. For tokens that earlier chunks of the same sequence
+    computed, the measured steps already contain this cost. Found tokens are the tokens that were cached when the
+    sequence came. Their cost is estimated, unless a recent step had as many of them."""
 
     hang_s: float  # 0: the pace is always unknown
     _fields: set[str] = field(default_factory=set)  # the fields of all plans so far

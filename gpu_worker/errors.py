@@ -25,7 +25,8 @@ class DeviceError(Exception):
 
 
 class StepFailed(Exception):
-    """One of the steps `first` to `last` raised. `requests` had rows in the last one. The message is one line."""
+    """One of the steps `first` to `last` raised. `requests`: those of the step that was launched last, or of all slots
+    if its plan could not be applied. The message is one line."""
 
     def __init__(self, first: int, last: int, requests: list[str], message: str) -> None:
         super().__init__(message)

@@ -29,8 +29,9 @@ class MemoryNeed:
     """The least memory of a worker, in bytes."""
 
     weights_bytes: int
-    # Beyond the weights while they load: twice the largest fused matrix, and the largest tensor of the source. If the
-    # weights are quantized: also the largest matrix before it is quantized, and before it is packed.
+    # Beyond the weights while they load: twice the largest fused matrix, and the largest tensor of the source. With
+    # int8: the larger of two fused matrices and the largest matrix that is not quantized, plus the largest int8 matrix
+    # before it is packed.
     loading_bytes: int
     # All KV blocks, including the dummy block.
     pool_bytes: int
@@ -73,7 +74,8 @@ def check_memory(
 def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, max_model_len: int) -> int:
     """The number of KV blocks on a CPU: the blocks that --kv-cache-gib holds, but at most what all slots use at full
     length. If the memory beside the weights holds fewer, the pool is cut to these, but not below the smallest useful
-    pool. Claims the memory of the blocks, because the system provides it only when sequences fill it.
+    pool. Claims the pool's memory: the system provides it only when sequences fill the blocks, so another worker would
+    still see it as free.
 
     Raises ModelError if not even one block fits into --kv-cache-gib."""
     one_block_bytes = block_bytes(settings, config, dtype)
@@ -111,8 +113,8 @@ def blocks_in(num_bytes: int, one_block_bytes: int) -> int:
 
 def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> MemoryNeed:
     """What the model takes on its device. The smallest useful pool has --num-blocks blocks, if given. Otherwise it
-    holds one sequence with the length of one step of a GPU (--max-batched-tokens), or of the longest sequence if that
-    is shorter."""
+    holds one sequence of --max-batched-tokens tokens (by default 2,048, on a CPU as well), or of the longest possible
+    sequence if that is shorter."""
     shapes = expected_tensors(config)
     largest = max(map(math.prod, shapes.values()))
     fused = max(

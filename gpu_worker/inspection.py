@@ -45,7 +45,7 @@ class Inspection:
     max_model_len: int
     file_bytes: int  # weights in the files; 0 for dummy weights, and while files are absent
     absent: tuple[str, ...]  # weight files that are to be downloaded
-    download_bytes: int  # of the weights, if the files have the type that is served, without quantization
+    download_bytes: int  # of the weights; an estimate, as if the files had the served type without quantization
     weights_bytes: int  # in memory, in `dtype`
     host_bytes: int  # memory of the host for a start with the smallest useful pool, at its peak
     available: AvailableMemory | None  # on the host

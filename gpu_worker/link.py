@@ -181,7 +181,7 @@ async def _receive(call: Any) -> WorkerServiceLinkResponse:
 
 
 async def _write(call: Any, outbox: asyncio.Queue[WorkerServiceLinkRequest]) -> None:
-    """Never ends before the call, because the reader reports how the call ended."""
+    """Does not return when a write fails, but waits to be cancelled: the reader reports how the call ended."""
     while True:
         message = await outbox.get()
         try:

@@ -44,7 +44,7 @@ class LinkRun:
 
 
 class ModelThread:
-    """Call start() and the other methods from the event loop's thread. Only the model thread runs steps."""
+    """Call every method from the event loop's thread, except stop(), which blocks. Only the model thread runs steps."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

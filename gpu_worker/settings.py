@@ -12,8 +12,8 @@ from services.runtime.settings import AddressList, ServiceSettings
 
 # One variable for every service that needs the model: the gateway its tokenizer, the worker its weights.
 MODEL_ENV = "PACELINE_MODEL"
-# Default tokens in one step. On a CPU, larger steps compute a prompt no faster, since their activations do not stay in
-# the caches, and all prompts of a step wait for its end.
+# Default tokens in one step. On a CPU, larger steps do not compute a prompt faster, because their activations do not
+# fit into the caches. They also make every prompt of the step wait longer.
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
 
 
@@ -63,9 +63,9 @@ class WorkerSettings(ServiceSettings, section="worker"):
     graph_max_tokens: int = Field(
         0,
         ge=0,
-        description="steps with prompt chunks, and decode steps of more sequences than graph_max_seqs, of up to this "
-        "many tokens in all replay CUDA graphs between their attention calls (flashinfer; not for embedding models; at "
-        "most max_batched_tokens; not run on a GPU yet); 0: these steps run eagerly",
+        description="largest step, in tokens, that replays CUDA graphs between its attention calls, if it has prompt "
+        "chunks or more sequences than graph_max_seqs; 0: such steps run eagerly (flashinfer only; not for embedding "
+        "models; at most max_batched_tokens; not tested on a GPU yet)",
     )
     deterministic: bool = Field(
         False,
@@ -91,7 +91,8 @@ class WorkerSettings(ServiceSettings, section="worker"):
     step_hang_s: float = Field(
         1.5,
         ge=0,
-        description="once the worker knows its pace: seconds beyond 10 times the slowest recent step; 0: no such limit",
+        description="once the worker knows its pace, a step counts as hung this many seconds after 10 times the "
+        "slowest recent step; 0: no such limit",
     )
     first_step_deadline_s: float = Field(
         600.0, gt=0, description="seconds for the first step after a registration, which may compile kernels"

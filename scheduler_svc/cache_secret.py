@@ -29,21 +29,21 @@ def new_secret() -> bytes:
     return secrets.token_hex(_NEW_BYTES).encode()
 
 
-def read_secret(path: Path) -> bytes:
-    """The file's contents, without white space around them. Raises CannotStart."""
+def read_secret(path: Path, source: str = "--cache-secret-file") -> bytes:
+    """The file's contents, without white space around them. Raises CannotStart, with `source` in the message."""
     try:
         found = path.read_bytes().strip()
     except OSError as error:
-        raise CannotStart(f"--cache-secret-file: {path}: {error.strerror}") from error
+        raise CannotStart(f"{source}: {path}: {error.strerror}") from error
     if not MIN_SECRET_BYTES <= len(found) <= MAX_SECRET_BYTES:
         limits = f"a secret has {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}"
-        raise CannotStart(f"--cache-secret-file: {path} has {len(found)} bytes; {limits}")
+        raise CannotStart(f"{source}: {path} has {len(found)} bytes; {limits}")
     return found
 
 
 def own_secret() -> bytes:
     """The secret of this user and machine; the first call makes its file. Without a folder to write to, a secret of
-    this process alone. Raises CannotStart if the file is damaged."""
+    this process alone. Raises CannotStart if the file cannot be read, or has a wrong size."""
     try:
         path = state_folder() / FILE_NAME
         if not path.exists():
@@ -55,7 +55,7 @@ def own_secret() -> bytes:
             reason=str(error),
         )
         return new_secret()
-    return read_secret(path)
+    return read_secret(path, "cache secret")
 
 
 def _make(path: Path) -> None:

@@ -1,7 +1,8 @@
 """One leader among several schedulers, by a lease in etcd. simulator/network/election.py does the same with events.
 
-If etcd has no leader's key, a scheduler writes one under a lease, and an epoch higher than all earlier ones, in one
-transaction: it is the leader. If it fails to renew the lease, etcd deletes the key, and another scheduler takes it.
+If etcd has no leader key, a scheduler writes the key (under a lease) and an epoch above all earlier epochs, in one
+transaction. The scheduler with the transaction that succeeds is the leader. If it fails to renew the lease, etcd
+deletes the key, and another scheduler takes it.
 
 A leader's time ends before its lease, even if the network fails (core/lease.py). The leader checks the clock before
 every action (`holds`), so a frozen leader that wakes up does nothing more. By the epoch, receivers refuse messages that

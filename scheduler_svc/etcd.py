@@ -34,7 +34,7 @@ class LeaderRecord:
 
 
 class Etcd:
-    """Asks the endpoints in turn: the next one after a failure.
+    """Asks one endpoint until it fails, then the next one.
 
     `key`: the leader's key is KEY/master, and lives as long as the leader's lease. KEY/epoch has the epoch of the
     latest leader, and KEY/cache-secret the schedulers' cache secret; both stay for ever. `timeout_s`: limit of one

@@ -36,7 +36,7 @@ class SchedulerMetrics(Collector):
         )
         yield from _families(GaugeMetricFamily, gauges, {})
         totals = (
-            ("step_failures", "Steps that failed, or took their worker down", counters.failures),
+            ("step_failures", "Failed steps reported, and workers lost with steps in flight", counters.failures),
             ("retried_rows", "Rows of failed steps that were retried", counters.retried),
             ("quarantined_requests", "Requests that were failed because they make steps fail", counters.poisoned),
             ("restored_requests", "Requests that survived a cache loss", counters.restored),
@@ -53,7 +53,11 @@ class SchedulerMetrics(Collector):
         gauges_of_model = (
             ("num_requests_waiting", "Requests in the queue, without offline ones", len(core.queue.online)),
             ("num_tokens_waiting", "Known tokens of waiting online requests", core.queue.online.num_tokens),
-            ("work_waiting_seconds", "Time until the present queue is empty", load.waiting_s),
+            (
+                "work_waiting_seconds",
+                "Until the queue is empty; with no rate yet, how long the oldest waited",
+                load.waiting_s,
+            ),
             ("num_requests_running", "Requests that hold a slot, without offline ones", load.num_running),
             ("num_offline_requests_waiting", "Offline requests in their queue", len(core.queue.offline)),
             ("num_offline_tokens_waiting", "Known tokens of waiting offline requests", core.queue.offline.num_tokens),

@@ -29,7 +29,9 @@ class PolicyErrors:
             return
         self._seen[key] = now_s, 0
         same = {"same_error_since": suppressed} if suppressed else {}
-        self._log("a policy failed; the default ones decided in its place", exc_info=error, **same)
+        self._log(
+            "a policy raised an error; if it was scheduling a step, the default policies did", exc_info=error, **same
+        )
 
     @staticmethod
     def _place(error: Exception) -> tuple[type, str, int]:

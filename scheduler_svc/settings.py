@@ -114,7 +114,7 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     )
     cache_secret_file: str = Field(
         "",
-        description="file with at least 16 bytes, the same for every standby: the key of the hash that workers get in "
+        description="file with 16 to 64 bytes, the same for every standby: the key of the hash that workers get in "
         "place of tenants and salts (default: one in etcd, else a file that the scheduler makes in its state folder)",
     )
     partial_reuse: bool = Field(True, description="also reuse the beginning of a cached block, by a copy")

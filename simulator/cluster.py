@@ -1,7 +1,8 @@
 """A fleet of simulated workers with the real scheduler and cache cores, on a virtual clock.
 
-A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores answer at once, so the
-time of a run is the time of its steps. The same sessions, fleet, policies and seed give the same run, event by event.
+A discrete-event run: clients submit, workers run plans in order, workers join and die. Cores take no virtual time. Only
+steps, pauses and the gaps between arrivals do. The same sessions, fleet, policies and seed give the same run, event by
+event.
 
     cluster = Cluster(fleet=[WorkerSpec()] * 4, policies=build(choose()), seed=1)
     cluster.run(sessions)  # the results: cluster.asked, cluster.lived, cluster.tokens_by_s

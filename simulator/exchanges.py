@@ -11,8 +11,9 @@ from paceline.v1.worker_pb2 import StepPlan
 
 
 def check_exchange(cache: CacheCore, request: CacheServiceLinkRequest, response: CacheServiceLinkResponse) -> None:
-    """Check the cache's invariants, and what the cache has refused. It may refuse to admit or extend sequences, and any
-    operation for a lack of blocks (RESOURCE_EXHAUSTED) or after a refused ExtendOp of the same exchange (ABORTED).
+    """Check the cache's invariants, and what the cache has refused. It may refuse an AdmitOp or ExtendOp for any
+    reason. It may refuse another operation only with RESOURCE_EXHAUSTED (too few blocks) or ABORTED (after a refused
+    ExtendOp of the same exchange).
 
     Raises AssertionError for a broken invariant and for any other refusal: it is a mistake of the scheduler, and would
     leak sequences or blocks."""

@@ -217,8 +217,8 @@ class ScenarioRun:
         return any(worker.batch.running or worker.pending_step for worker in self.core.workers.values())
 
     def _submit(self, step: ScenarioStep) -> None:
-        """Queue the requests that have arrived since the last call. The step after an empty step is decided before
-        it gets its number, so requests that arrive at this number are queued one step later."""
+        """Queue the requests that have arrived since the last call. An empty step takes number N after the next step
+        was already decided. That next step becomes N + 1, so requests that arrive at N + 1 are queued for N + 2."""
         arriving = [submission for at, submission in self._submissions if self._arrived_until < at <= step.step]
         self._arrived_until = step.step
         if arriving:

@@ -18,7 +18,8 @@ FaultKind = Literal["kill", "freeze", "suspend", "drain", "cut", "silence", "iso
 NUM_GATEWAYS = 2
 # One seed in this many has two schedulers, and an etcd that elects one of them.
 PAIR_EVERY = 6
-# Seeds below this have no grammars: a grammar changes the times of messages, and a seed may then catch no defect.
+# Seeds below this have no grammars: a grammar shifts the times of messages, so a seed that once found a defect might no
+# longer find it.
 FIRST_WITH_GRAMMARS = 1000
 # The same for texts that repeat themselves, and for schedulers that speculate.
 FIRST_WITH_DRAFTS = 2000
@@ -28,8 +29,8 @@ FIRST_WITH_DRAFTS = 2000
 class ClientScript:
     """A client's request, and when the client leaves for good.
 
-    A client that `comes_back` does so when it has lost its gateway, when its connection breaks (`breaks_after_s`, from
-    its beginning), or when nothing has come for `patience_s` (twice as long each time). It brings the tokens that it
+    A client with `comes_back` returns in three cases: its gateway is lost; its connection breaks, `breaks_after_s`
+    after the client began; nothing came for `patience_s`, which doubles with each try. It brings the tokens that it
     has, or otherwise its key. The gateway that it has left notices, or gives up waiting for it, `grace_s` later.
     """
 
@@ -54,9 +55,13 @@ class ClientScript:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a party. The party is killed or told to leave (and started again after `for_s`); or frozen for that
-    time; or its machine stands still for that time, its clock too ("suspend"); or the `which`-th of its connections at
-    that moment is cut or falls silent; or a scheduler cannot reach etcd for that time ("isolate").
+    """A fault of a party, by `kind`:
+
+    - "kill", "drain": the party is killed, or told to leave, and is started again after `for_s`.
+    - "freeze": the party stands still for `for_s`.
+    - "suspend": its machine stands still for `for_s`, its clock as well.
+    - "cut", "silence": the `which`-th of its connections at that moment is cut, or falls silent.
+    - "isolate": a scheduler cannot reach etcd for `for_s`.
 
     `target` "leader": the scheduler that is elected at that moment.
     """

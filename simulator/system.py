@@ -1,8 +1,8 @@
 """The whole control plane in one process: real cores, any worker, queues for links, and a virtual clock.
 
-Each queue keeps its order: two for the cache, and plans, results and grammars of a worker. The caller chooses which
-queue moves next, so every order of messages in different queues can be played, with faults. Messages of a session
-arrive at once.
+Each queue keeps its order. There are two queues for the cache (to it, from it) and three for each worker (plans,
+results, grammars). The caller chooses which queue moves next, so every order of messages in different queues can be
+played, with faults. Messages of a session arrive at once.
 """
 
 from __future__ import annotations

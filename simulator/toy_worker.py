@@ -3,8 +3,8 @@
 Its tokens are a function of the sequence alone, so the right output of a request is known without any server. Its KV
 blocks hold the meaning of a real worker's blocks: for each position, a hash of all tokens up to it. A row that attends
 reads its whole table and compares. So a block that was freed too early, shared wrongly or never written is found at
-once. No position of a block is written twice while a table contains the block (invariant 2 of docs/design.md), unless
-the position had a draft token that was not accepted.
+once. No position of a block is written twice while a table contains the block (stricter than invariant 2 of
+docs/design.md), unless the position had a draft token that was not accepted.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ToyWorker:
         )
 
     def _copy(self, source: Blocks, packed_from: bytes, target: Blocks, packed_to: bytes) -> None:
-        self._expect(len(set(_ints(packed_to))) * 4 == len(packed_to), "a block is written twice by copies of a kind")
+        self._expect(len(set(_ints(packed_to))) * 4 == len(packed_to), "two copies of one list have the same target")
         for i, j in zip(_ints(packed_from), _ints(packed_to), strict=True):
             target[j][:] = source[i]
 
@@ -285,8 +285,9 @@ class ToyWorker:
             del self.grammars[number]
 
     def _filled(self) -> dict[int, int]:
-        """How many positions of each block are written already, according to the tables. Call this before the step's
-        new sequences have slots: what they count as computed may be written by other sequences in this step."""
+        """How many positions of each block are written already, according to the tables. Call this before the new
+        sequences get their slots. Another sequence may write their cached tokens only in this step, so these tokens are
+        not written yet."""
         filled: dict[int, int] = {}
         for sequence in self.slots.values():
             for i, block in enumerate(sequence.table):

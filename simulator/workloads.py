@@ -22,9 +22,9 @@ TOKENS = 1 << 29  # token ids of prompts are below this
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`sessions_per_s`: of an open run, for each worker. It is 80 % of the measured rate of one worker of the default
-    cost in a closed run, where no request can be placed wrongly. `concurrency`: sessions of a closed run, for each
-    worker. `num_sessions`: of a run, for each worker."""
+    """`sessions_per_s`: of an open run, for each worker. It is 80 % of the rate measured in a closed run with one
+    worker of the default cost. With one worker, placement has no influence. `concurrency`: sessions of a closed run,
+    for each worker. `num_sessions`: of a run, for each worker."""
 
     name: str
     what: str

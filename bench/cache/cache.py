@@ -41,9 +41,9 @@ HOW = {
     "all": "microseconds a call, median (and p10) over the repeats; ours and SGLang's in turns on the same sequences; "
     "garbage collector frozen and off in both; one thread; the first tenth of each repeat warms up. The arguments of a "
     "call (keys, values, messages) are made before it is timed. block_size is SGLang's page_size",
-    "sequences": "1,024 tokens: 512 of one of 16 system prompts, 256 of a session (8 sequences), 256 of their own, in "
-    "random order; the tree has 1,000 of them unless said otherwise; for match, insert and lock it also has 64 of "
-    "3,000 tokens (512 shared)",
+    "sequences": "each has 1,024 tokens: 512 from one of 16 system prompts, 256 shared by a session of 8 sequences, "
+    "256 its own. 1,000 sequences are stored, in random order, unless said otherwise. For match, insert and lock, 64 "
+    "more of 3,000 tokens (512 shared) are stored",
     "match": "ours: PrefixTree.walk and Memory.held from the root; SGLang: match_prefix. The prompts have one token "
     "more than the stored sequences. partial: 768 of their tokens are stored; miss: none",
     "insert_1024": "ours: WorkerBlocks.store from the root; SGLang: insert. 768 tokens are stored before, 256 are new; "
@@ -56,8 +56,9 @@ HOW = {
     "match_8_workers": "8 workers; each sequence is stored on 1 to 3 of them. ours: CacheCore.exchange with up to 16 "
     "MatchOps, divided by their number, with messages and prefix subscriptions, without a warm-up; SGLang: "
     "match_prefix on 8 trees",
-    "step_256": "ours only: CacheCore.exchange of a step of 256 running sequences: an ExtendOp for 1/16 of them (for "
-    "all at block size 1), commit and free of one that ends, match and admission of 1,024 tokens (768 are stored)",
+    "step_256": "ours only: CacheCore.exchange of a step of 256 running sequences: an ExtendOp for 1/16 of them (at "
+    "block size 1: for all). One sequence ends: commit and free. One arrives with 1,024 tokens, 768 of them stored: "
+    "match and admit",
     "bytes_per_block": "growth of a child's resident memory, divided by the distinct blocks of 20,000 sequences",
 }
 

@@ -2,11 +2,11 @@
 
     python -m bench.cache.replay conversation_trace.jsonl --plot docs/img/cache-hit-rates.png
 
-The trace is Mooncake's (a line a request, gzip or plain): `hash_ids` are the request's blocks of 512 tokens, an id
-stands for its block and all before it. Each id is replayed as one block: a token of its own, at block size 1. A request
-comes when the one before has ended. So the replay measures the choice of blocks to keep, not how many requests fit at
-once. Generated tokens are not in the trace and are not stored. A hit is a block that is already stored when its request
-comes. The hit rate is the share of hits among all blocks of all requests.
+The trace is Mooncake's (a line a request, gzip or plain): `hash_ids` are the request's blocks of 512 tokens. An id
+stands for its block and all blocks before it. Each id is replayed as one block: a token of its own, at block size 1. A
+request comes when the one before has ended. So the replay measures the choice of blocks to keep, not how many requests
+fit at once. Generated tokens are not in the trace and are not stored. A hit is a block that is already stored when its
+request comes. The hit rate is the share of hits among all blocks of all requests.
 """
 
 from __future__ import annotations

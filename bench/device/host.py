@@ -1,5 +1,6 @@
 """`make bench-host` needs no GPU. It counts the GPU operations and bytes of sampling, and times the launch of a decode
-step and of a step with a prefill chunk, whose operations it counts as well. Writes bench/results/gpu_counts.json."""
+step and of a step with a prefill chunk; it also counts the latter's operations. Writes
+bench/results/gpu_counts.json."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _count_operations(layers: int, graph_max_tokens: int) -> int:
 
 
 def mixed_steps(runner: ModelRunner, decodes: int, count: int) -> Iterator[PlannedStep]:
-    """`count` steps with a chunk beside the decodes; before them, the prompts of these."""
+    """First the steps that prefill the decoding requests, then `count` steps with decodes and one chunk."""
     requests = [LoadRequest(ROWS // decodes, 0, count + 2) for _ in range(decodes)]
     requests.append(LoadRequest(count * (ROWS - decodes), 0, 1))
     return Load(runner.limits, requests).steps(decodes + 1)

@@ -1,10 +1,12 @@
 """What one client with very large requests, or very many connections, costs the others.
 
 The real services on this machine serve the demo model. Three well-behaved clients stream short completions while a
-process of its own attacks (`--attack KIND`). The report has: the well-behaved clients' time to first token (TTFT) and
-gaps between tokens (ITL) during each attack and without it, in turns; the gateway's resident memory around 80 gRPC
-calls of almost 16 MB; the response time for a client at another address during 17,000 idle connections; and the time
-until 6,000 requests at the same moment get their 429.
+process of its own attacks (`--attack KIND`). The report has:
+
+- TTFT and ITL of the well-behaved clients, alternately with and without each attack;
+- the gateway's resident memory before, during and after 80 gRPC calls of almost 16 MB;
+- the response time for a client at another address during 17,000 idle connections;
+- the time until 6,000 requests at the same moment get their 429.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Each worker also sleeps in each step, as if it had a device of its own (bench/overload/slow_worker.py); `--real-steps`
 turns this off.
 
-One or two workers of 16 sequences each serve the demo model over HTTP. In the first load all requests share a system
-prompt: one request warms one worker's cache, then requests with this prefix and 8 tokens of their own arrive, 32 at a
-time or 2.5 a second. The second load is conversations: each turn's prompt is the previous prompt and 128 more tokens.
-The results (printed, and in bench/results/placement_live.json if all was measured) are the first worker's share of the
-decode tokens, output tokens per second, and the cached share of the prompt tokens.
+One or two workers of 16 sequences each serve the demo model over HTTP. In four loads, all requests share a system
+prompt (842 or 1,500 tokens; 32 requests at a time, or 2.5 a second). One request warms one worker's cache. Then
+requests with this prefix and 8 tokens of their own arrive. The second load is conversations: each turn's prompt is the
+previous prompt and 128 more tokens. The results (printed, and in bench/results/placement_live.json if all was measured)
+are the first worker's share of the decode tokens, output tokens per second, and the cached share of the prompt tokens.
 """
 
 from __future__ import annotations

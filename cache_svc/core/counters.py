@@ -24,7 +24,7 @@ class CacheCounters:
     demoted_tails: int = 0  # partial blocks among the demoted blocks
     promoted_blocks: int = 0
     forked_sequences: int = 0
-    sharing_sequences: int = 0  # sequences that share blocks which the same step computes for others
+    sharing_sequences: int = 0  # admitted with blocks that another sequence computes in the same step
     copied_blocks: int = 0  # blocks of which a sequence copied the beginning, on the device or the host
     copied_host_blocks: int = 0  # those of the host among them
     swapped_out_blocks: int = 0

@@ -31,7 +31,7 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 # Partial results of sequences with split KV. plan() raises if this is too small.
 WORKSPACE_BYTES = 384 << 20
-# Of the keys, which the values follow, in the arguments of paged_run() (prefill.py of FlashInfer 0.7.2).
+# Index of the keys in the arguments of paged_run(). The values come next (prefill.py of FlashInfer 0.7.2).
 _KEYS_AT = 4
 
 
@@ -142,7 +142,7 @@ class _RepeatedRun:
 
     def __call__(self, keys: Tensor, values: Tensor) -> None:
         if not self._arguments:
-            self._wrapper._cached_module = self  # of which run() calls paged_run()
+            self._wrapper._cached_module = self  # run() calls its paged_run(), which keeps the arguments
             try:
                 self._wrapper.run(self._query, (keys, values), out=self._out)
             finally:
@@ -228,9 +228,9 @@ class _Wrappers:
         return known
 
     def _plan_again(self, wrapper: Any, metadata: AttentionMetadata) -> None:
-        """Plan other lengths for as many decodes. Calls only the planner, as vLLM's fast_plan_decode does: the rest of
-        plan() checks and copies what a graph does not change, in 0.1 ms. The arguments are those of FlashInfer 0.7.2
-        (fast_decode_plan() in decode.py)."""
+        """Plan new lengths for the same number of decodes. Calls only the planner, as vLLM's fast_plan_decode does: the
+        rest of plan() checks and copies what a graph does not change, in 0.1 ms. The arguments are those of FlashInfer
+        0.7.2 (fast_decode_plan() in decode.py)."""
         num_heads, num_kv_heads, head_dim, block_size = self._dims
         rows = metadata.num_decodes
         wrapper._plan_info = wrapper._cached_module.plan(

@@ -21,11 +21,12 @@ from gpu_worker.kv.pool import KvPool
 KERNEL_ROWS = 8
 # Rows of a tile. Products of fewer rows are slower. More rows compute more scores that causal attention does not need.
 TILE_ROWS = 64
-# Scores of a tile per query head of a group: so many stay in the CPU's cache. Of long sequences a tile has more.
+# The most scores of a tile (rows x keys x KV heads), without the factor for query heads per KV head: so many stay in
+# the CPU's cache. Tiles of long sequences have more, because a tile has at least LEAST_TILE_ROWS rows.
 TILE_SCORES = 2**19
 LEAST_TILE_ROWS = 32
-# Keys of one product with bfloat16 values. oneDNN makes a kernel for each shape and keeps it, at 8,192 keys with 10 MiB
-# and more: in pieces, the shapes are few.
+# Keys of one product with bfloat16 values. oneDNN compiles and keeps a kernel for each shape; one for 8,192 keys takes
+# 10 MiB or more. With pieces of a fixed size there are only a few shapes.
 PIECE_KEYS = 512
 
 

@@ -25,7 +25,8 @@ _onednn: Any = torch.ops.onednn
 
 # Of the activations. The kernels are fast for uint8, and very slow for int8.
 _ZERO_POINT = 128
-# Numbers in the part of a product that is computed at a time, which is in memory as twice as many float32.
+# The most elements of a product that are computed at once. Meanwhile they take twice as many float32 numbers (a high
+# and a low part).
 _TILE_NUMBERS = 2**21
 _MIN_TILE_ROWS = 16
 
@@ -65,8 +66,8 @@ def packed_int8(weight: Tensor) -> Int8Matrix:
 
 
 def _return_memory() -> None:
-    """glibc keeps what was freed of up to 32 MiB at a time. Between the packed matrices these holes would take three
-    times the memory of the matrices."""
+    """glibc does not return freed pieces of up to 32 MiB to the system. They would stay as holes between the packed
+    matrices, and take three times the memory of the matrices."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,7 +1,8 @@
 """Kernels of a decoder layer for CPUs, which numba compiles at a worker's first start and keeps in its cache folder.
 
 Arrays are float32, or bfloat16 as int16 (numbers.py); sums are float32. A row's result depends only on the row's own
-inputs and on the number of threads, bit for bit, also after a restart. The kernels release Python's lock.
+inputs and on whether the call runs in one thread or in several, bit for bit, also after a restart. The kernels release
+Python's lock.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _rotate(heads: Any, num_heads: int, angles: Any, has_norms: bool, norms: Any
                     squares += load(head[d]) * load(head[d])
                 factor = np.float32(1) / np.sqrt(squares / np.float32(head_dim) + eps)
             turns = angles[row]
-            # Two loops, because the compiler gives a loop with the condition inside no vector instructions.
+            # Two loops, because the compiler does not vectorize a loop that contains the condition.
             if has_norms:
                 norm = norms[0 if h < num_queries else 1]
                 for pair in range(head_dim // 2):
@@ -194,7 +195,7 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
 def _split(x: Any, parts: Any, scales: Any) -> None:
     rows, width = x.shape
     for row in prange(rows):
-        # The largest absolute value, by its bits: whole numbers can be compared in vectors, though some may be NaN.
+        # The largest absolute value, by its bits: comparing them as integers is vectorized, even if some are NaN.
         most = np.int32(0)
         for d in range(width):
             most = max(most, np.int32(bits_of_float(load(x[row, d])) & np.uint32(0x7FFFFFFF)))
@@ -349,8 +350,9 @@ def _renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> 
 
 def _compile_in_child(dtype: torch.dtype, last: Any, arguments: tuple[types.Type, ...]) -> None:
     """Let another process compile the kernels, if the cache lacks the one that is compiled last. A kernel for several
-    threads rounds otherwise in the process that compiled it than out of the cache: only there it is optimized together
-    with its loop. But a worker must compute the same bits when it starts again."""
+    threads rounds differently in the process that compiled it than when it is loaded from the cache, because only the
+    compiling process optimizes it together with its loop. But a worker must compute the same bits when it starts
+    again."""
     copy = _renamed(last, arguments, parallel=True)
     try:
         folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)

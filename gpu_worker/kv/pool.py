@@ -1,4 +1,5 @@
-"""The KV pool: blocks of keys and values for every layer, and blocks in host memory for swapped sequences."""
+"""The KV pool: blocks of keys and values for every layer, and blocks in host memory for swapped-out sequences and
+evicted KV."""
 
 from __future__ import annotations
 

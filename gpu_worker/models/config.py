@@ -60,6 +60,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     # The checkpoint's element type, by torch's name.
     dtype: str
+    has_head: bool = True  # False: an embedding model, which computes no logits
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -123,7 +123,9 @@ def _kind(path: Path) -> PoolingKind:
             "pooling_mode_lasttoken and pooling_mode_mean_tokens (--pooling chooses one of them)"
         )
     if _KINDS[names[0]] == "mean" and raw.get("include_prompt") is False:
-        raise ModelError(f"{path}: include_prompt false is not supported: the server cannot tell a prompt apart")
+        raise ModelError(
+            f"{path}: include_prompt false is not supported: the server cannot tell instructions from texts"
+        )
     return _KINDS[names[0]]
 
 

@@ -68,7 +68,7 @@ def weights_bytes(
         return sum(map(math.prod, shapes.values())) * dtype.itemsize
     matrices = [shape for shape in shapes.values() if len(shape) == 2]
     vectors = [shape for shape in shapes.values() if len(shape) == 1]
-    if config.tie_embeddings:
+    if config.has_head and config.tie_embeddings:
         matrices.append((config.vocab_size, config.hidden_size))
     # A byte per number, a float32 scale per channel. oneDNN keeps a sum of 4 bytes per channel of a packed matrix.
     int8_bytes = sum(math.prod(shape) + 8 * shape[0] for shape in matrices)

@@ -137,7 +137,7 @@ def open_checkpoint(
     folder = resolve_checkpoint(model)
     config = read_config(folder)
     if (embedding := read_embedding(folder, pooling)) is not None:
-        config = replace(config, tie_embeddings=True)  # a head is neither expected nor read
+        config = replace(config, has_head=False)
     served = _served_dtype(dtype, config, device)
     if check is not None:
         check(config, served)
@@ -251,8 +251,9 @@ def _check(entries: dict[str, _Entry], expected: dict[str, tuple[int, ...]], con
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
-    # A tied head that was saved nevertheless, and buffers that old versions of transformers saved.
-    return (config.tie_embeddings and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+    # A head that is tied or not used, and buffers that old versions of transformers saved.
+    reads_head = config.has_head and not config.tie_embeddings
+    return (name == "lm_head.weight" and not reads_head) or name.endswith("rotary_emb.inv_freq")
 
 
 def _file_source(

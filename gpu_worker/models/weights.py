@@ -49,7 +49,7 @@ class DecoderWeights:
     embedding: Tensor | Int8Embedding  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Matrix  # [hidden, vocab]; of an embedding model: the embedding, and nothing reads it
+    head: Matrix  # [hidden, vocab]; of an embedding model [hidden, 0]
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -77,7 +77,7 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         tensors |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     tensors["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
+    if config.has_head and not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
 
@@ -91,7 +91,10 @@ def assemble(
     table = source("model.embed_tokens.weight")
     embedding = Int8Embedding(*quantize(table), table.dtype) if quantized_embedding else table
     # Before the layers, because the head is in memory twice while it is packed.
-    if not config.tie_embeddings:
+    if not config.has_head:
+        head: Matrix = table.new_empty(config.hidden_size, 0)
+        del table
+    elif not config.tie_embeddings:
         del table
         head = pack(source("lm_head.weight")) if pack else source("lm_head.weight").t()
     elif quantized_embedding and pack:

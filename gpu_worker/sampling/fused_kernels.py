@@ -10,15 +10,15 @@ No kernel sorts the vocabulary:
   everything else examines only them.
 - Top-p computes no threshold; it rejects draws. A token is drawn, and the weights of all tokens that are more likely
   are added. If the sum reaches top_p, top-p does not keep the token, and the next draw is among the more likely tokens.
-  Each token has one random number for all draws (gumbel.py). So the token that wins among more tokens than top-p keeps
-  also wins among those that it keeps, if it is one of them. (FlashInfer rejects draws in the same way, but with new
-  random numbers for each draw.)
+  Each token has one random number for all draws (gumbel.py). So if the winner of a draw among too many tokens is one
+  that top-p keeps, it would also win the draw among only the kept tokens. (FlashInfer rejects draws in the same way,
+  but with new random numbers for each draw.)
 - A small top_p without top-k takes its candidates as top-k does. They are used only if their weights reach top_p of the
   row's sum. The pass that copies them also counts for the first histogram, in case that they do not.
 - For any other top-k or top-p, one or two histograms name the tokens around the limits of both (fused_limits.py). These
   are the candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
-  exceptions are named there: their draws are rejected from the whole row. With both top-k and top-p, four passes find
-  the k-th largest logit before, digit by digit.
+  exceptions are named there: they draw from the whole row, and repeat rejected draws. With both top-k and top-p, four
+  earlier passes find the k-th largest logit, digit by digit.
 - A row with neither draws from the whole row.
 
 The order in which a kernel adds differs between the types of logits. So weights are whole numbers, as in filters.py:
@@ -192,9 +192,10 @@ def _copy_candidates(
     source, best, largest, temperature, floor, limit, scale, values, ids, vocab, ranges, is_counted,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Copy all tokens that may be among the `limit` largest, z and id. Returns how many these are; two sums of the
-    weights with z >= floor, of all tokens and of the copied tokens; the smallest z that is copied; and if is_counted,
-    the tokens in each bin of `ranges`. With more than CAPACITY, the copy is incomplete."""
+    """Copy all tokens that may be among the `limit` largest, z and id. Returns (count, total, copied, bound, counts):
+    the number of these tokens (above CAPACITY the copy is incomplete); the sum of the weights with z >= floor, of all
+    tokens and of the copied ones; the smallest z that is copied; if is_counted, how many tokens each bin of `ranges`
+    has."""
     tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
@@ -227,9 +228,10 @@ def _draw(
     source, ids, count, largest, temperature, floor, share, limit, wanted, is_whole, sure, vocab, first_key, second_key,
     scale, TILE: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The drawn token among those with z >= floor, of which top-p keeps `share` and top-k `limit` tokens, and its noisy
-    z. is_whole: `share` is a share of the weights of these tokens. Otherwise top-p keeps tokens until the sum of the
-    weights reaches `wanted`. The sum begins with `sure`, the weights of more likely tokens that are not in `source`."""
+    """Draw among the tokens with z >= floor that top-p (`share`) and top-k (`limit` tokens) keep. Returns the token and
+    its noisy z, which is z plus the token's noise. is_whole: `share` is a share of the weights of these tokens.
+    Otherwise top-p keeps tokens until the sum of the weights reaches `wanted`. The sum begins with `sure`, the weights
+    of more likely tokens that are not in `source`."""
     total, _count, token, z, noisy = _draw_above(
         source, ids, count, largest, temperature, floor, float("-inf"), first_key, second_key, scale, TILE, COPIED
     )

@@ -1,19 +1,20 @@
 """Top-k and top-p for many tokens, in two or three passes over a row's logits.
 
-The first pass counts the tokens in bins of z. The counts name the bin of the k-th largest logit, and bound where top-p
-ends. If the tokens around both limits do not fit into scratch memory, a pass counts again, in two ranges of finer bins
-around the limits. The last pass copies the tokens around both limits, draws among the tokens that are kept for sure,
-and sums the weights. These sums are exact. So they show whether both limits are among the copies.
+The first pass counts the tokens in bins of z. The counts give the bin of the k-th largest logit, and limits for where
+top-p ends. If the tokens around both limits do not fit into scratch memory, a pass counts again, in two ranges of finer
+bins around the limits. The last pass copies the tokens around both limits, draws among the tokens that are kept for
+sure, and sums the weights. These sums are exact. So they show whether both limits are among the copies.
 
 A fine bin may contain thousands of equal logits. Both filters keep all of them or none, so they need no copies: the
 last pass checks that they are equal, and draws among them.
 
 The limits are not found if a fine bin at a limit has more than CAPACITY / 2 tokens that are not all equal. A bin is
-1/252 of the range of z, and a fine bin is usually 1/100 of a bin. They may also be missed if top-p ends within about
-0.01 % of the sum of weights above or below thousands of equal logits. Then a row takes more passes (fused_kernels.py).
+1/252 of the range of z, and a fine bin is usually 1/100 of a bin. The limits may also be missed if top-p ends very near
+a run of thousands of equal logits: within about 0.01 % of the row's weight before or after it. Then a row takes more
+passes (fused_kernels.py).
 
-Counting passes only count, because Triton counts in a multiprocessor's own memory. Sums of weights by bin would be
-atomic additions to device memory."""
+Counting passes sum the weights of two bins at most, and otherwise only count, because Triton counts in a
+multiprocessor's own memory. Sums of weights by bin would be atomic additions to device memory."""
 
 from __future__ import annotations
 
@@ -24,21 +25,23 @@ from gpu_worker.sampling.fused_values import BINS, NO_TOKEN, clock, kth_largest,
 
 # Bins of a range.
 _PARTS: tl.constexpr = tl.constexpr(126)
-# The bins between the two ranges, of the second range, and of all else.
+# Bin numbers: the bin between the two ranges, the first bin of the second range, and the bin of everything else.
 _BETWEEN: tl.constexpr = tl.constexpr(127)
 _SECOND: tl.constexpr = tl.constexpr(128)
 _LAST: tl.constexpr = tl.constexpr(255)
-# A finer range begins and ends by this part of a bin outside of its bins: the borders are rounded.
+# A finer range is wider than the bins that it refines by this part of a bin at each end, because the borders of bins
+# are rounded.
 _MARGIN: tl.constexpr = tl.constexpr(1 / 64)
-# The least width of a range, and a second range that no token with a weight is in. Neither makes a product overflow.
+# The least width of a range; and where the second range begins if it is not used (no token there has a weight). With
+# both, no product overflows.
 _NARROW: tl.constexpr = tl.constexpr(1e-20)
 _BEYOND: tl.constexpr = tl.constexpr(1e15)
 
 
 @triton.jit
 def coarse_ranges(largest, lowest, temperature, scale):
-    """Adjacent ranges that contain each z. Ranges are a tuple: where the first begins, its bins per unit, and the same
-    of the second. They are of -z."""
+    """Adjacent ranges of -z that contain every token that can be drawn. Ranges are a tuple: where the first begins, its
+    bins per unit, and the same of the second."""
     # A smaller z has no weight, and no clock (gumbel.py) makes its token win.
     depth = tl.minimum(tl.maximum(tl.log(scale) + 1, 26.0), tl.div_rn(largest - lowest, temperature))
     per_unit = tl.div_rn(2.0 * _PARTS, tl.maximum(depth, _NARROW))
@@ -72,10 +75,13 @@ def copy_around_limits(
 
     counts: of the bins of `ranges`, if is_counted. is_fine: these ranges are around the limits.
 
-    Returns the number of copies, more than CAPACITY if the limits are not found; the smallest z that top-k and `floor`
-    keep; the sum that the weights of top-p's tokens must reach; and of the tokens that both filters keep for sure,
-    which are not copied: the sum of the weights, the best noisy z, and its token. With 0 copies, these are all tokens
-    that are kept."""
+    Returns (count, floor, wanted, sure, noisy, token):
+    - count: the number of copies, more than CAPACITY if the limits are not found. 0: the tokens below are all that are
+      kept.
+    - floor: the smallest z that top-k and the argument `floor` keep.
+    - wanted: the sum that the weights of top-p's tokens must reach.
+    - sure, noisy, token: of the tokens that both filters keep for sure, which are not copied, the sum of the weights,
+      the best noisy z, and its token."""
     above, between = 0.0, 0.0
     is_chosen, begin, end, middle, kth, equal_middle, equal_kth = False, 0, 0, 0, 0, False, False
     while is_chosen == 0:
@@ -143,8 +149,9 @@ def _choose(counts, above, between, ranges, share, limit, is_limited, is_fine, C
     """Which tokens to copy: those of the bins begin..end and kth.
 
     Returns whether they fit and contain both limits for sure; begin; end; the bin where top-p seems to end; kth, the
-    bin of the k-th largest logit; the first and the last bin where top-p may end; and whether the tokens of the bin of
-    top-p and of kth must be equal, and are not copied. In fine ranges, all fits."""
+    bin of the k-th largest logit; the first and the last bin where top-p may end; and for the bin of top-p and for kth,
+    whether all its tokens must be equal (then they are not copied). In fine ranges the caller ignores whether they
+    fit."""
     places = tl.arange(0, BINS)
     counts = tl.where(places < _LAST, counts, 0)
     reached = tl.cumsum(counts, 0)
@@ -170,8 +177,9 @@ def _choose(counts, above, between, ranges, share, limit, is_limited, is_fine, C
         wanted = share * (mass + tl.where(is_fine, 1.0, part) * mass_kth)
         most = tl.minimum(kth, _LAST - 1)
         middle = tl.minimum(tl.sum((sums < wanted).to(tl.int32), 0), most)
-        # A mass is wrong by half a bin's width. If the masses up to top-p's end are too large by that, and all others
-        # too small, or the reverse, top-p ends where the sum is wrong by this part. Of bin kth, top-k may keep all.
+        # Each mass has a relative error of up to half a bin's width. In the worst case, all masses before top-p's end
+        # are too large and all others too small, or the reverse. `wrong` is the relative error of the sum then.
+        # `latest` assumes that top-k keeps all of bin kth.
         wrong = 1.1 * (1 - share) / ranges[1]
         earliest = tl.minimum(tl.sum((sums < wanted * (1 - wrong)).to(tl.int32), 0), most)
         latest = tl.minimum(tl.sum((sums < share * (mass + mass_kth) * (1 + wrong)).to(tl.int32), 0), most)
@@ -207,8 +215,8 @@ def _copy_bins(
     second_key, scale, values, ids, vocab, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Copy the tokens of the bins begin..end and kth. Returns the sums of the weights before `begin` and before
-    `whole_end`; the best noisy z before `begin` and its token; the number of copies; a z of the bins `middle` and kth
-    that must have equal tokens, and whether these are equal."""
+    `whole_end`; the best noisy z before `begin` and its token; the number of copies; one z of bin `middle` and one of
+    kth, if all tokens of that bin must be equal; and whether they are."""
     sure, whole = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int64)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     best_ids = tl.full((TILE,), NO_TOKEN, tl.int32)

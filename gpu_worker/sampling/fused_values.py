@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
-# Bins of a histogram; digits of the k-th largest logit.
+# Bins of a histogram, and number of values that a digit has in kth_largest().
 BINS: tl.constexpr = tl.constexpr(256)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-60.0)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)

@@ -160,8 +160,8 @@ class Grammars:
     def _share_out(self, costs: list[tuple[float, _Held]]) -> None:
         """Blame the rows with slow masks. A row is blamed if it takes longer than a row may. If all rows together take
         longer than a step may, more rows that take longer than SHARE_S are blamed: first those that were blamed before,
-        then those that cost the most. So many rows that each stay below MAX_ROW_S delay other sequences for only a few
-        steps."""
+        then those that cost the most. As a result, a batch of many rows that are each below MAX_ROW_S delays other
+        sequences for only a few steps."""
         total_s = 0.0
         for cpu_s, one in sorted(costs, key=lambda cost: (cost[1].num_slow, cost[0])):
             total_s += cpu_s

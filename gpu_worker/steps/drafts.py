@@ -22,8 +22,9 @@ from gpu_worker.steps.slots import SlotBuffers
 
 
 def check_drafted(rows: StepRows, slots: SlotBuffers, processors: LogitsProcessors, grammars: Grammars) -> None:
-    """Raises ProtocolViolation if a slot with draft rows reports log probabilities, or samples by its earlier output.
-    verify() knows the output before the first draft token only."""
+    """Raises ProtocolViolation if a slot with draft rows reports log probabilities, or if its sampling depends on its
+    earlier output (grammar, penalties, bad words of several tokens): verify() knows the output only up to the first
+    draft token."""
     drafted = rows.slots[rows.drafted]
     if (slots.num_top[drafted] >= 0).any() or grammars.of(drafted) or processors.read_output(drafted):
         raise ProtocolViolation(

@@ -1,7 +1,7 @@
 """CUDA graphs for steps with decodes only.
 
-There is one graph for each of some batch sizes. A step runs in the smallest graph with enough rows, padded to its size.
-One call then launches all kernels of a step, instead of some hundreds of calls."""
+There is one graph for each of several batch sizes (graph_sizes()). A step runs in the smallest graph with enough rows,
+padded to its size. One call then launches all kernels of a step, instead of some hundreds of calls."""
 
 from __future__ import annotations
 

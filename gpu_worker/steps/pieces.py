@@ -2,8 +2,8 @@
 alone that no whole graph fits (graphs.py) uses them, too.
 
 The launches of attention depend on the lengths of a step's sequences. All other kernels of a layer depend only on the
-number of rows. So everything between two attention calls is captured, for each of some numbers of rows, and attention
-runs eagerly between the graphs (vLLM and SGLang call this piecewise graphs):
+number of rows. So everything between two attention calls is captured, for each of several numbers of rows, and
+attention runs eagerly between the graphs (vLLM and SGLang call this piecewise graphs):
 
     eager  | embed |         | attend 0 |         | attend 1 | ... | attend last | the last layer's rest, logits
     graph          | piece 0 |          | piece 1 |
@@ -33,8 +33,8 @@ from gpu_worker.steps.inputs import StepInput
 
 
 def piece_sizes(largest: int) -> list[int]:
-    """Numbers of rows: multiples of 16 up to 256, then 8 sizes per doubling, and always `largest`. So at most an eighth
-    of more than 128 rows is padding. Empty if `largest` is 0."""
+    """Numbers of rows: multiples of 16 up to 256, then 8 sizes per doubling, and always `largest`. So a step of more
+    than 128 rows has at most an eighth of padding. Empty if `largest` is 0."""
     sizes, size = [], 16
     while size < largest:
         sizes.append(size)

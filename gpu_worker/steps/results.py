@@ -52,7 +52,7 @@ class VerifiedDrafts:
         result.draft_num_tokens = np.array([len(tokens) for tokens in self.tokens], "<i4").tobytes()
         result.draft_token_ids = np.concatenate(self.tokens).astype("<i4").tobytes()
         for slot, tokens in zip(self.slots.tolist(), self.tokens, strict=True):
-            if not len(tokens):  # not NO_TOKEN: a slot that has sampled has parameters that allow a token
+            if not len(tokens):  # not NO_TOKEN: the slot has sampled before, so its parameters allow a token
                 result.errors.add(slot=slot, message=NO_NUMBER)
 
 

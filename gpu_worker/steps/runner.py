@@ -217,8 +217,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_pieces(self, sizes: list[int], capture: Capture, progress: CaptureProgress | None = None) -> None:
-        """Capture the pieces of steps with these numbers of rows (pieces.py). A later step with chunks uses the
-        smallest size with enough rows. Call this before the first step."""
+        """Capture the pieces of steps with these numbers of rows (pieces.py). A later step that no decode graph fits
+        uses the smallest size with enough rows. Call this before the first step."""
         assert isinstance(self._attention, SplitAttention)
         pieces = PieceGraphs(sizes, self._decoder, self._attention, self._pool.storage.dtype, self._device)
         empty = dummy_decodes(0, self._spare_slot)

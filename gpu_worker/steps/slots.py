@@ -43,7 +43,8 @@ class SlotLimits:
 
 @dataclass(slots=True)
 class SlotBuffers:
-    """The state of every slot, as arrays with one element per slot. `apply` and `commit` change it, once per step."""
+    """The state of every slot, as arrays with one element per slot. `apply` and `commit` change it once per step, and
+    `advance` once for each slot with draft rows."""
 
     limits: SlotLimits
     occupied: Bools = field(init=False)
@@ -155,7 +156,9 @@ class SlotBuffers:
             or len(np.unique(slots)) != len(slots)
         ):
             state = "not paused" if paused else "paused"
-            raise ProtocolViolation(f"{what}: each slot must be decoding, {state} and named once, not {slots.tolist()}")
+            raise ProtocolViolation(
+                f"{what} {slots.tolist()}: each slot must be decoding, {state}, and named only once"
+            )
         self.paused[slots] = paused
 
     def _add_sequence(self, sequence: NewSequence) -> None:
@@ -272,7 +275,7 @@ class SlotBuffers:
         tokens = unpack(plan.draft_tokens, "draft_tokens")
         self._check_occupied(slots, "draft_slots")
         if len(np.unique(slots)) != len(slots) or not self.paused[slots].all():
-            raise ProtocolViolation(f"draft_slots: each slot must be held and named once, not {slots.tolist()}")
+            raise ProtocolViolation(f"draft_slots {slots.tolist()}: each slot must be held, and named only once")
         if (self.history.num_known[slots] != self.num_tokens[slots]).any():
             raise ProtocolViolation(f"draft_slots names a slot without a known last token: {slots.tolist()}")
         if len(slots) != len(counts) or (counts < 0).any() or counts.sum() != len(tokens):
@@ -320,8 +323,8 @@ class SlotBuffers:
         return self.history.sampling(slots, self.num_tokens[slots])
 
     def kept(self, max_bytes: int) -> list[KeptSequence]:
-        """The sequences in slots, with their tokens and block tables, up to `max_bytes` in all. Call this after every
-        step has run and `history` has its tokens."""
+        """The sequences in slots, with their tokens and block tables, up to `max_bytes` in all. Call this when all
+        launched steps have run and `history` has their tokens."""
         kept, num_bytes = [], 0
         for slot in np.flatnonzero(self.occupied).tolist():
             known = self.history.of(slot)

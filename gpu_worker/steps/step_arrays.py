@@ -129,9 +129,9 @@ def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.
 
 def _tables(table: SlotBuffers, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
     """The first `widths` blocks of each slot, concatenated. A slice per slot costs only what it copies, and slices of
-    bytes take half the time of numpy's (16 instead of 36 us for 128 slots). With one masked rectangle, a single long
-    sequence would cost its length for every slot; a gather by index is slower from about 2k tokens per sequence on, and
-    6 times as slow at 64k. (A bytearray, because bytes would make a read-only array.)"""
+    bytes take half the time of numpy's (16 instead of 36 us for 128 slots). Two other ways are worse: with one masked
+    rectangle, a single long sequence costs its length for every slot; a gather by index is slower from about 2k tokens
+    per sequence on, and 6 times as slow at 64k. (A bytearray, because bytes would make a read-only array.)"""
     memory = table.block_table.data.cast("B")
     begins = slots * np.int64(table.block_table.strides[0])
     ends = begins + widths * table.block_table.itemsize

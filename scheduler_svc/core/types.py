@@ -43,7 +43,8 @@ class SchedulerConfig:
     # Speculative decoding: draft tokens of one row in a step, at most; 0: none. Workers have to support it.
     speculative_tokens: int = 0
     speculative_max_rows: int = 8  # if more sequences run on a worker, none of them speculates
-    # A draft is what followed the last tokens when they occurred before. The most and the fewest last tokens compared:
+    # A draft is what followed the last tokens when they occurred before. The longest and the shortest run of last
+    # tokens that is looked up:
     speculative_ngram_max: int = 4
     speculative_ngram_min: int = 2
     # While nothing runs: after this many decisions per worker that admit no request, the first waiting request fails.

@@ -67,9 +67,8 @@ def check_installed(overrides: Mapping[str, str], base: PolicySet) -> None:
         if ":" in name and name != getattr(base, kind):
             known = ", ".join(sorted(names(kind)))
             raise PolicyError(
-                f"{kind}: {name!r} names a module, and only the scheduler's own configuration may do that "
-                f"(--{kind}, {kind} in its file); a call may name {known}, or another entry point of the group {GROUP} "
-                "that is installed where the scheduler runs"
+                f"{kind}: {name!r} names a module. Only the scheduler's own configuration (--{kind}, or {kind} in its "
+                f"file) may do that. A call may name one of: {known}. (Others need an entry point of {GROUP}.)"
             )
 
 

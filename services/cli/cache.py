@@ -65,8 +65,9 @@ def parser() -> Parser:
     unpin = commands.add_parser("unpin", help="allow eviction again")
     unpin.add_argument("name")
     reset = commands.add_parser("reset", help="drop all cached blocks that are neither used nor pinned")
+    pin.add_argument("--fingerprint", default="", help="of the model; needed if there are several")
+    reset.add_argument("--fingerprint", help="only blocks of the model with this fingerprint (default: of all models)")
     for command, default in ((pin, ""), (reset, None)):
-        command.add_argument("--fingerprint", default=default, help="of the model; needed if there are several")
         command.add_argument("--lora", default=default, help="name of an adapter")
         command.add_argument("--tenant", default=default, help="a tenant; the scheduler is asked for its namespace")
         command.add_argument("--salt", default=default, help="cache_salt of requests; needs the scheduler")

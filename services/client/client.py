@@ -91,8 +91,8 @@ class PacelineClient:
     `credentials`: for a server with TLS, such as `grpc.ssl_channel_credentials(Path("ca.pem").read_bytes())`.
 
     Every method raises PacelineError or a subclass if the request fails. For wrong arguments it raises TypeError,
-    ValueError (a number out of range) or KeyError (a message without role or content).
-    `timeout_s` is a deadline for the whole answer.
+    ValueError (a token id of a prompt, or a number of `beam` or `cache_retention`, out of range) or KeyError (a message
+    without role or content). `timeout_s` is a deadline for the whole answer.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ class Misplaced(PacelineError):
 class Attempts(Generic[R]):
     """The calls of a request that is sent again when a call breaks.
 
-    A broken call is repeated. A call is broken if the server is away (UNAVAILABLE), if the call was cancelled, but not
-    by the client (a server that stops), or if the stream was reset, ended without a finish reason, or continued at
-    another token. After the request was accepted, a full queue or a quota is a reason to repeat, too. Every other error
-    is final.
+    A broken call is repeated. A call is broken in these cases: the server is away (UNAVAILABLE); the server cancelled
+    the call (it stops); the stream was reset; the stream ended without a finish reason; the stream continued at another
+    token. After the request was accepted, a full queue or a quota is a reason to repeat, too. Every other error is
+    final.
     """
 
     def __init__(self, request: R, *, retry_for_s: float, timeout_s: float | None, now_s: float) -> None:

@@ -37,8 +37,8 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep tokens start ... end - 1 (end 0: all that follow) for reuse with a priority of 0 to 100, for `duration_ms`
-    after their last use (0: forever). Lower priorities are evicted first. Tokens outside all ranges have 35. With
+    """Give the KV of tokens start to end - 1 (end 0: all that follow) an eviction priority of 0 to 100 (lower ones are
+    evicted first), for `duration_ms` after their last use (0: forever). Tokens outside all ranges have 35. With
     `decode`, positions count from the first generated token."""
 
     priority: int
@@ -214,8 +214,8 @@ def make_request(
     prompt: str | None, messages: Messages | None, token_ids: Sequence[int] | None, model: str, options: Options
 ) -> inference_pb2.GenerateRequest:
     """The protocol's request, without options that are None. Raises TypeError unless one kind of prompt is given, and
-    for unknown or wrong options; ValueError for a number of `beam` or `cache_retention` that the protocol cannot hold;
-    KeyError for a message without role or content."""
+    for unknown or wrong options; ValueError for a token id, or a number of `beam` or `cache_retention`, that the
+    protocol cannot hold; KeyError for a message without role or content."""
     if sum(value is not None for value in (prompt, messages, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, messages and token_ids")
     request = inference_pb2.GenerateRequest(model=model)

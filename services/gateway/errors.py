@@ -99,8 +99,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to retry: in whole seconds (standard HTTP), and in milliseconds for clients that read it (OpenAI's do).
-        For a final error: not to retry. For a missing or unknown key: how to show one."""
+        """`retry-after` in whole seconds (standard HTTP) and `retry-after-ms` (OpenAI's clients read it). For a final
+        error: `x-should-retry: false`. For a missing or unknown key: `www-authenticate`."""
         if self.status in _FINAL:
             return {"x-should-retry": "false"}
         if self.status == 401:
@@ -120,7 +120,8 @@ class ApiError(Exception):
 
 
 class QueueFull(ApiError):
-    """A 429: the gateway or the scheduler has no room for the request. `limit`: of requests, or of tokens."""
+    """A 429: the gateway or the scheduler has no room for the request. `limit`: which limit of the queue
+    was reached, that of requests or that of tokens."""
 
     def __init__(self, message: str, limit: QueueLimit, *, retry_after_s: float) -> None:
         super().__init__(429, message, retry_after_s=retry_after_s)

@@ -84,14 +84,16 @@ _IDLE_CONNECTIONS_S = 1.0
 _LAST_WORDS_S = 0.5
 _TICK_S = 0.2
 _WATCH_S = 0.02
-# Free memory goes back to the system when this many bytes of bodies and messages were freed, but none for a second.
+# Free memory goes back to the system when this many bytes of bodies and messages were freed since the last time, and
+# nothing was freed for a second.
 _TRIMMED_BYTES, _TRIM_S = 16 * 2**20, 1.0
 KV_EVENT_METHODS = tuple(
     f"/{service}/SubscribeKvEvents" for service in (vllm_engine.SERVICE_NAME, sglang_scheduler.SERVICE_NAME)
 )
 # A gRPC message takes about this many times its size while it is received: as slices, as bytes, as a message.
 _COPIES = 4
-# The headers that a page's script may read (CORS): request ids, times, and those by which the official clients retry.
+# The headers of an answer that a page's script may read (CORS): request ids, Server-Timing, and the headers that tell
+# the official clients when to retry.
 EXPOSED_HEADERS = ("x-request-id", "request-id", "server-timing", "retry-after", "retry-after-ms", "x-should-retry")
 _MAX_READING = 64  # gRPC messages that are read at once
 # How much of a message a gRPC client may send before the gate reads it.
@@ -288,8 +290,8 @@ def _read_model(settings: GatewaySettings) -> _ReadModel:
             tokenizer = TextTokenizer.from_folder(folder, settings.chat_template)
             if (end := asked_end(folder)) is not None and not tokenizer.ends_texts_with(end):
                 _log.warning(
-                    "add_eos_token of tokenizer_config.json is ignored, as in transformers 5, and tokenizer.json adds "
-                    "no end of sequence: if the model needs the token, add it to tokenizer.json's post-processor",
+                    "add_eos_token of tokenizer_config.json is ignored, as in transformers 5. tokenizer.json adds no "
+                    "end-of-sequence token. If the model needs it, add it to the post-processor in tokenizer.json",
                     eos_token=end,
                     model=str(folder),
                 )

@@ -26,7 +26,7 @@ _HOST = re.compile(r"\*|(?:\*\.)?[a-z0-9._-]+|\[[0-9a-f:.]+\]", re.IGNORECASE)
 
 
 def _entries(value: str) -> list[str]:
-    """The entries of a list with commas."""
+    """The entries of a comma-separated list."""
     return [entry for part in value.split(",") if (entry := part.strip())]
 
 
@@ -63,7 +63,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     scheduler: AddressList = Field(
-        "127.0.0.1:50051", description="host:port of the scheduler; with commas: of the leader and its standbys"
+        "127.0.0.1:50051", description="host:port of the scheduler, or a comma-separated list (leader and standbys)"
     )
     cache: Address | Literal[""] = Field(
         "",
@@ -77,7 +77,7 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="type of weights that the workers must serve; auto: any"
     )
-    served_model_name: str | None = Field(None, description="name that clients use (default: the folder's name)")
+    served_model_name: str | None = Field(None, description="name that clients use (default: the folder's or hub's)")
     chat_template: str | None = Field(None, description="chat template or its path (default: the checkpoint's)")
     tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         "auto", description="format of the model's tool calls; auto: what its chat template shows"
@@ -123,18 +123,22 @@ class GatewaySettings(KeySettings, ClientTlsSettings, TracingSettings, section="
         le=1000,
         description="the first tenants, up to this many, have their own metrics; all others share `other`",
     )
-    metrics_tenant_names: str = Field("", description="tenants (with commas) that always have their own metrics")
+    metrics_tenant_names: str = Field(
+        "", description="comma-separated names of tenants that always have their own metrics"
+    )
     vllm_metrics: bool = Field(
         True, description="serve metrics under vLLM's names, too, for dashboards and routers made for vLLM"
     )
     max_live_requests: int = Field(
-        4096, ge=1, description="online requests in flight, and as many offline ones; one more gets 429"
+        4096,
+        ge=1,
+        description="online sequences in flight (a request with n=4 has 4), and as many offline ones; more get 429",
     )
     max_connections: int = Field(
         16384,
         ge=1,
-        description="HTTP connections (at most the limit of open files, less the gRPC connections); one more replaces "
-        "an idle one, or gets 503",
+        description="HTTP connections (at most the limit of open files, minus the gRPC connections and a reserve of up "
+        "to 256); one more replaces a connection without a complete request, or gets 503",
     )
     max_grpc_connections: int = Field(
         4096,

@@ -36,8 +36,8 @@ class MetricsServer:
     _thread: threading.Thread
 
     def close(self) -> None:
-        """Stop the endpoint at once. Its thread looks for the end only twice a second, or when its socket wakes it. A
-        socket that is shut down wakes it at once."""
+        """Stop the endpoint at once. The server's thread checks only twice a second whether it must stop. Shutting its
+        socket down wakes it at once. A socket that is shut down wakes it at once."""
         with contextlib.suppress(OSError):  # on systems other than Linux
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()

@@ -40,8 +40,8 @@ class RetryAfter:
     """
 
     def __init__(self, assigned_share: float = ASSIGNED_SHARE, began_s: float | None = None) -> None:
-        """`assigned_share`: the share of the rate that refused clients get. `began_s`: the time now, by default that of
-        the first measurement."""
+        """`assigned_share`: the share of the rate that refused clients get. `began_s`: when the first window begins; by
+        default, at the first measurement."""
         self._share = assigned_share
         # Amount per second while work always waited; None: not known yet.
         self.per_s: float | None = None
@@ -81,7 +81,8 @@ class RetryAfter:
 
     def measure(self, now_s: float, *, waits: bool | None = None) -> None:
         """Call this a few times a second. `waits`: whether work waits now. None: the caller does not know. Then work
-        counts as waiting while the live requests stay above half of those at the last refusal."""
+        counts as waiting in a window with a refusal in which the live requests do not fall below half of those at the
+        last refusal."""
         self._advance(now_s)
         if self._began_s is None:
             self._began_s = now_s

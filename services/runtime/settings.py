@@ -86,7 +86,8 @@ class _FileSource(InitSettingsSource):
 
 
 class _SharedEnvSource(PydanticBaseSettingsSource):
-    """PACELINE_LOG_LEVEL and the like, for a service without its own value."""
+    """PACELINE_LOG_LEVEL and the like, for a service without a flag or a variable of its own. They win over the
+    file."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return os.environ.get(_shared_env_name(field_name)), field_name, False

@@ -100,7 +100,8 @@ class Memory:
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks `take` can hand out: free and cached ones, without the sources."""
+        """`take` can hand out at least this many blocks: free and cached ones, minus the sources (even those that are
+        in use)."""
         return self.pool.num_free + self.cached_blocks - len(self.sources)
 
     @property

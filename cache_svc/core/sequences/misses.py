@@ -23,7 +23,8 @@ MAX_PREFILLING = 32
 
 
 class Misses(NamedTuple):
-    """Tokens after the cached ones, in this order. `other_worker`: a worker that has the first of these, or 0."""
+    """Tokens after the cached ones, in this order. `other_worker`: a worker that has the `num_other_worker_tokens`
+    tokens; 0: none."""
 
     num_other_worker_tokens: int = 0
     other_worker: int = 0

@@ -91,7 +91,7 @@ class RestoreEntry:
             if len(self.table) < num_blocks:
                 raise OpError(
                     Code.INVALID_ARGUMENT,
-                    f"block_table: {len(self.table)} blocks of {block_size} tokens, where {computed} are computed",
+                    f"block_table: {len(self.table)} blocks of {block_size} tokens cannot hold {computed} tokens",
                 )
         elif self.table:
             raise OpError(Code.INVALID_ARGUMENT, "block_table: not empty, though the sequence is swapped out")
@@ -210,7 +210,7 @@ class RestoreValidator:
             if at >= owner.num_whole:
                 raise _taken(block, owner, "which has not computed the whole block, so the block is private")
             if at >= entry.num_whole:
-                raise _taken(block, owner, "and this sequence has not computed the whole block")
+                raise _taken(block, owner, "and the refused sequence has not computed the whole block")
             shared[owner] = at + 1
         block_bytes = self._worker.tree.block_bytes
         for owner, end in shared.items():

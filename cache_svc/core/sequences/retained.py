@@ -16,20 +16,16 @@ def end_retention(tree: PrefixTree, workers: Iterable[WorkerBlocks], root: Root,
     memories. They count as just used. What another tenant retains stays."""
     # A walk leaves out the last token, which a request computes. Here it belongs to the prefix.
     node, depth = tree.walk(token_ids + bytes(TOKEN_BYTES), root, 0)
-    path = _path(tree.cut(node, depth))
+    last = tree.cut(node, depth)
     rest = token_ids[depth * tree.block_bytes :]
-    partials = (
-        [
-            child
-            for end in range(TOKEN_BYTES, min(len(rest), tree.block_bytes) + 1, TOKEN_BYTES)
-            if isinstance(child := path[0].children.get(rest[:end]), PartialBlock)
-        ]
-        if path
-        else []
-    )
+    partials = [
+        child
+        for end in range(TOKEN_BYTES, min(len(rest), tree.block_bytes) + 1, TOKEN_BYTES)
+        if isinstance(child := last.children.get(rest[:end]), PartialBlock)
+    ]
     for worker in workers:
         for memory in (worker.device, worker.host):
-            for one in (*partials, *path):
+            for one in (*partials, *_path(last)):
                 _end(memory, one, tenant)
 
 

@@ -44,8 +44,9 @@ class Sequence:
     blocks.
 
     The sequence uses `node` and all nodes above it. Their blocks are those of the table, unless another sequence stored
-    equal blocks first. Then the sequence uses both, and its own blocks stay outside the tree (`duplicates`). A sequence
-    that was admitted without reuse (`alone`) may not have room for both, so its node ends before such blocks.
+    equal blocks first. Then the sequence uses both, and its own blocks stay outside the tree (`duplicates`). For a
+    sequence that was admitted without reuse (`alone`), there may be too few blocks for both copies. So its node ends
+    before the first such block.
     """
 
     __slots__ = (

@@ -204,12 +204,13 @@ class WorkerBlocks:
         return sequence
 
     def fork(self, subscription: PrefixSubscription, parent: Sequence) -> tuple[Sequence, int]:
-        """Makes a table for tokens of which the parent has computed all but the last one: the parent's whole blocks,
-        which are never written again, and one new block. Also returns the block to copy into the new one (0: none).
+        """Makes a table for a fork. The parent must have computed all tokens of the fork except the last token. The
+        table has the parent's whole blocks, which are never written again, and one new block. Also returns the block to
+        copy into the new one (0: none).
 
         Raises OpError, having changed nothing: FAILED_PRECONDITION if the parent has not computed these tokens here,
-        has planned tokens, or has blocks that are not stored because equal ones are; RESOURCE_EXHAUSTED if there is no
-        block.
+        has planned tokens, or has private blocks because equal blocks were stored first; RESOURCE_EXHAUSTED if no block
+        is available.
         """
         token_ids = subscription.token_ids
         num_shared = len(token_ids) // TOKEN_BYTES - 1

@@ -67,7 +67,9 @@ class CacheServiceLinkRequest(_message.Message):
     """A trace is recorded: the response says when the exchange arrived and when the response left."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheOp]:
-        """Executed in order. An operation that fails changes nothing and does not affect the others."""
+        """Executed in order. An operation that fails changes nothing and does not affect the others, with one exception:
+        after an ExtendOp that was refused for lack of blocks, its workers get no step in this exchange (ABORTED).
+        """
 
     def __init__(
         self,
@@ -226,8 +228,8 @@ Global___RemoveWorkerOp: _TypeAlias = RemoveWorkerOp  # noqa: Y015
 
 @_typing.final
 class GiveUpPinsOp(_message.Message):
-    """Remove all pins of the worker, because too few blocks are free to admit a request while no request runs on the
-    worker, or to continue the worker's only request. Without pins, nothing changes.
+    """Remove all pins of the worker. The scheduler sends this when too few blocks are free for one of two things: to admit a
+    request on an idle worker, or to continue the worker's only request. Without pins, nothing changes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -505,10 +507,11 @@ class AdmitOp(_message.Message):
     last one; FAILED_PRECONDITION otherwise. Whole blocks are shared; the block after them is copied if it has tokens.
     """
     num_planned_tokens: _builtins.int
-    """Tokens after the cached prefix that the step of this exchange will compute. Sequences admitted later in the exchange
-    can share their whole blocks at once, because a worker writes the KV of all rows of a step before any row attends.
-    A CommitOp confirms them when the step is sent. If the sequence ends without that CommitOp, the blocks are forgotten,
-    and no other sequence may still have them. At most num_new_tokens, if that is not 0.
+    """Tokens after the cached prefix that the step of this exchange will compute. Sequences admitted later in the
+    exchange can share their whole blocks at once, because a worker writes the KV of all rows of a step before any row
+    attends. A CommitOp confirms them when the step is sent. If the sequence ends without that CommitOp, its planned
+    blocks are forgotten. The scheduler must free every sequence that shares them first. At most num_new_tokens, if
+    that is not 0.
     """
     no_reuse: _builtins.bool
     """Reuse no block: all tokens are computed again. Its blocks are stored up to the first block that is cached already."""
@@ -988,9 +991,9 @@ class AdmitResult(_message.Message):
     sequence must be freed.
     """
     num_other_worker_tokens: _builtins.int
-    """Why no more tokens are cached. Of the tokens after the cached ones, in this order: those that another worker has
-    (one such worker); those that another sequence is computing now; those that were evicted lately. Not set if the
-    sequence was admitted `again`, is a fork, or has no_reuse.
+    """Why no more tokens are cached. The tokens after the cached ones are in three runs, in this order:
+    num_other_worker_tokens that `other_worker` has, num_in_flight_tokens that another sequence is computing now, and
+    num_evicted_tokens that were evicted lately. Not set if the sequence was admitted `again`, is a fork, or has no_reuse.
     """
     other_worker: _builtins.int
     num_in_flight_tokens: _builtins.int
@@ -1255,9 +1258,10 @@ class BlockStored(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each block: identifies the namespace and the tokens up to and including that block. blake2b with 8 bytes, over
-        the id of the parent (8 bytes, little-endian) and the tokens (int32, little-endian); read as little-endian. The id
-        of a namespace: over model, lora and cache_salt, in UTF-8, a 0 byte after each.
+        """For each block: identifies the namespace and the tokens up to and including that block. The id is a blake2b digest of
+        8 bytes, read as a little-endian integer. Its input: the id of the parent (8 bytes, little-endian), then the tokens
+        (int32, little-endian). The id of a namespace is the digest of model, lora and cache_salt, in UTF-8, a 0 byte after
+        each.
         """
 
     @_builtins.property

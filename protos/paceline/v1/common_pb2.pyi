@@ -3,8 +3,9 @@
 isort:skip_file
 Messages that more than one stream carries.
 
-Inside Paceline token ids, slots and block ids travel as `bytes`: packed little-endian int32, so that a peer reads
-them with one numpy.frombuffer. The public API (inference.proto, Generate) uses ordinary repeated fields.
+On the path of each step, lists of token ids, slots and block ids travel as `bytes`: packed little-endian int32, so that
+a peer reads them with one numpy.frombuffer. Short or rare lists, and the public API (inference.proto, Generate), use
+ordinary repeated fields.
 """
 
 from collections import abc as _abc
@@ -143,8 +144,8 @@ class SamplingParams(_message.Message):
     num_top_logprobs: _builtins.int
     """Also report the log probabilities of this many of the most likely tokens at its position."""
     repetition_penalty: _builtins.float
-    """docs/sampling.md has the order in which these parameters are applied. Divides the logit of each token that is in
-    the prompt or the output, or multiplies it if it is negative. 0, 1: none.
+    """The logit of a token that is in the prompt or the output is divided by this if it is positive, and multiplied by it
+    if it is negative. 0 and 1: off. docs/sampling.md has the order of all parameters.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logit of each token that is in the output."""
@@ -349,7 +350,7 @@ Global___RetentionRange: _TypeAlias = RetentionRange  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """Of the prompt tokens from position `start` on, one for each entry of `logprobs`."""
+    """Log probabilities of consecutive prompt tokens. Entry i of each list belongs to the token at position start + i."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,8 +3,9 @@
 isort:skip_file
 Messages that more than one stream carries.
 
-Inside Paceline token ids, slots and block ids travel as `bytes`: packed little-endian int32, so that a peer reads
-them with one numpy.frombuffer. The public API (inference.proto, Generate) uses ordinary repeated fields.
+On the path of each step, lists of token ids, slots and block ids travel as `bytes`: packed little-endian int32, so that
+a peer reads them with one numpy.frombuffer. Short or rare lists, and the public API (inference.proto, Generate), use
+ordinary repeated fields.
 """
 
 from collections import abc as _abc

@@ -34,7 +34,7 @@ class _EarlyStoppingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EarlySt
     """When no beam can become better than the worst finished hypothesis."""
 
 class EarlyStopping(_EarlyStopping, metaclass=_EarlyStoppingEnumTypeWrapper):
-    """When a search ends, once it has as many finished hypotheses as beams."""
+    """When a search ends. The rules apply once it has as many finished hypotheses as beams."""
 
 EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ValueType  # 0
 """When the best beam, scored at its present length, is no better than the worst finished hypothesis."""
@@ -527,9 +527,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that the client has, resume_after of them. Without an answer to the key (or without a key), the request
-        continues after them and does not generate them again; the scheduler can do that, too. Needs a seed, a key or a
-        temperature of 0. INVALID_ARGUMENT: the answer to the key begins with other tokens.
+        """The tokens that the client has, resume_after of them. If the gateway has no answer to the
+        key (or there is no key), generation continues after these tokens. The scheduler's own endpoint supports this, too.
+        Needs a seed, a key or a temperature of 0. INVALID_ARGUMENT: the answer to the key begins with other tokens.
         """
 
     def __init__(
@@ -879,8 +879,9 @@ class Submission(_message.Message):
     """As in GenerateRequest."""
     conversation: _builtins.str
     """The secret name of the conversation that the request continues; empty: none. Its blocks are retained between
-    requests, and each request has the queue position of the first one, until the conversation is released or idle for
-    the scheduler's conversation_ttl_s.
+    requests, and each request has the queue position of the first one. This ends when the conversation is released, was
+    idle for the scheduler's conversation_ttl_s, or is the least recently used one over a limit, and when the scheduler
+    restarts.
     """
     offline: _builtins.bool
     """As in GenerateRequest. The queue has separate limits for these requests."""
@@ -993,8 +994,8 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def prompt_scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptScores]:
-        """For requests that ask for prompt log probabilities, before or with the first token. After a preemption some may be
-        repeated.
+        """For requests that ask for prompt log probabilities, in messages before the first token. After a preemption some may
+        be repeated.
         """
 
     @_builtins.property
@@ -1007,8 +1008,8 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """Of requests with a pooling: one each, before its ending. A message with embeddings contains nothing else, like a
-        message with prompt_scores.
+        """Of requests with a pooling: one each, before its ending. A message with embeddings or prompt_scores has no
+        tokens, scores, endings or room.
         """
 
     def __init__(
@@ -1060,7 +1061,9 @@ Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class SchedulerLoad(_message.Message):
-    """The load of all workers by online requests (those without Submission.offline), for metrics and outside routers."""
+    """The load of all workers, for metrics and outside routers. num_running, num_waiting, num_waiting_tokens and waiting_s
+    count only online requests (those without Submission.offline); blocks and counters include offline requests.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1179,7 +1182,9 @@ class QueueRoom(_message.Message):
     places: _builtins.int
     """Requests that the queue would take now, whichever session they come from."""
     num_submissions: _builtins.int
-    """Submissions of online requests on this stream that `places` already counts. Later submissions reduce `places`."""
+    """How many online submissions of this stream the scheduler had seen when it computed `places`. The client subtracts
+    the ones that it has sent since.
+    """
     def __init__(
         self,
         *,

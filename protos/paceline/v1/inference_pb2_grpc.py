@@ -62,10 +62,9 @@ class InferenceServiceServicer:
     """
 
     def Generate(self, request, context):
-        """One request; its tokens and text are streamed.
-        The gateway takes text, messages and token ids; the scheduler itself only token ids.
-        INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
-        trailing metadata.
+        """One request; its tokens and text are streamed. The gateway takes text, messages and token ids; the scheduler itself
+        only token ids. INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with `retry-after-s`
+        (seconds) in the trailing metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

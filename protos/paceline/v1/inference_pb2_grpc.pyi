@@ -34,10 +34,9 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """One request; its tokens and text are streamed.
-    The gateway takes text, messages and token ids; the scheduler itself only token ids.
-    INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
-    trailing metadata.
+    """One request; its tokens and text are streamed. The gateway takes text, messages and token ids; the scheduler itself
+    only token ids. INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with `retry-after-s`
+    (seconds) in the trailing metadata.
     """
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
     """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
@@ -54,10 +53,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One request; its tokens and text are streamed.
-    The gateway takes text, messages and token ids; the scheduler itself only token ids.
-    INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
-    trailing metadata.
+    """One request; its tokens and text are streamed. The gateway takes text, messages and token ids; the scheduler itself
+    only token ids. INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with `retry-after-s`
+    (seconds) in the trailing metadata.
     """
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
     """The vector of one input, from an embedding model. Only at a gateway. INVALID_ARGUMENT names the field."""
@@ -77,10 +75,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """One request; its tokens and text are streamed.
-        The gateway takes text, messages and token ids; the scheduler itself only token ids.
-        INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with google.rpc-style `retry-after-s` in the
-        trailing metadata.
+        """One request; its tokens and text are streamed. The gateway takes text, messages and token ids; the scheduler itself
+        only token ids. INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED: the queue is full, with `retry-after-s`
+        (seconds) in the trailing metadata.
         """
 
     @_abc_1.abstractmethod

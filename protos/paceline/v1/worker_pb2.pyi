@@ -441,14 +441,14 @@ class StepPlan(_message.Message):
 
     Effects, in this order: swap_out_*; swap_in_*; copy_*; free_slots; new_sequences; grow_*; hold_slots; resume_slots; then
     the forward pass with these rows:
-      1. decode rows: every unpaused slot with a sequence that has sampled in an earlier step of this link, in ascending slot
+      1. decode rows: every slot that is not held and has sampled in an earlier step of this link, in ascending slot
          order; the row's input is its last token (which may still be on the device only). None if skip_decodes;
       2. prefill rows: the slots of prefill_slots, in that order, with prefill_tokens[i] tokens each.
       3. draft rows: the slots of draft_slots, in that order. These slots are held (hold_slots), and no earlier plan in flight
          has rows of them. Row i computes the slot's last token and then its draft_counts[i] draft tokens, and samples after
-         each of them. Its result is the sampled tokens up to and including the first that is not the next draft token
-         (or up to the one before a position without finite logits): those that as many decode steps would have sampled.
-         The KV of the other draft tokens is overwritten later.
+         each of them. The result ends with the first sampled token that differs from the next draft token, or
+         earlier, before a position without finite logits. These are the tokens that the same number of decode steps would
+         have sampled. The KV of the other draft tokens is overwritten later.
     A prefill that reaches the last known token samples, and its slot decodes from the next step on. With an embedding model it
     samples nothing: the step gives the vector, and the sequence has ended.
     A steady decode step is thus an (almost) empty message.
@@ -618,10 +618,11 @@ class StepResult(_message.Message):
     """If the plan was traced, by the same clock: when the plan arrived, and when this result left."""
     sent_us: _builtins.int
     draft_num_tokens: _builtins.bytes
-    """Packed int32, of the draft rows in the plan's order: how many tokens each row has sampled (from 1 to one more than its
-    draft tokens; 0 if the row failed, then an error names its slot), and these tokens, one row after the other.
+    """Packed int32, of the draft rows in the plan's order: how many tokens each row has sampled, from 1 to one more than its
+    draft tokens; 0 if the row failed (an error names its slot).
     """
     draft_token_ids: _builtins.bytes
+    """Packed int32: these tokens, row after row."""
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowError]: ...
     @_builtins.property
@@ -630,7 +631,9 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotPromptLogprobs]:
-        """One for each prefill chunk of a sequence that asks for it: for every position that a prompt token follows."""
+        """One for each prefill chunk of a sequence that asks for it. Each position of the chunk that is followed by a prompt
+        token gives the log probability of that next token.
+        """
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotEmbedding]:

@@ -27,7 +27,7 @@ MAX_ALLOWED_TOKENS = 8192
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt: its tokens, and the likeliest tokens at each position
 
-# Parameters that change the logits of earlier tokens, or of tokens that the request names.
+# Parameters that change the logits of tokens that occurred before in the sequence, or of tokens that the request names.
 LOGIT_PARAMS = (*PENALTY_NAMES, "logit_bias", "bad_words", "allowed_token_ids")
 # Without top_k: only a negative top_k is out of range, and check_sampling() refuses it with its own error text.
 _FILTERS = tuple(SAMPLING[name] for name in FILTER_NAMES if name != "top_k")

@@ -33,6 +33,10 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES, Request, Submission
 from scheduler_svc.core.requests.trace import RequestTrace
 from scheduler_svc.core.types import SchedulerConfig
 
+_EMBEDDING_RULE = (
+    "an embedding request must have max_tokens 1 and none of: output tokens, fork_of, beam, logprobs, prompt_logprobs, "
+    "grammar"
+)
 MAX_CHARS = 256  # of each text of a request, because texts are kept, logged and named in answers
 _TEXTS = (
     "answer_id",
@@ -109,7 +113,7 @@ def _check_pooling(request: Request, submission: Submission) -> None:
     sampling = request.sampling
     wrong = request.output or submission.fork_of or submission.HasField("beam") or sampling.max_tokens != 1
     if wrong or sampling.logprobs or sampling.prompt_logprobs or sampling.grammar:
-        raise invalid("pooling", "an embedding has max_tokens 1, and no output, samples, beams, scores or grammar")
+        raise invalid("pooling", _EMBEDDING_RULE)
 
 
 def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
@@ -227,7 +231,7 @@ def trace_of(submission: Submission) -> RequestTrace:
     """The trace of a submission with a span. Raises Rejection."""
     for name, value, num_digits in (("trace_id", submission.trace_id, 32), ("span_id", submission.span_id, 16)):
         if len(value) != num_digits or not set(value) <= _HEX_DIGITS or not value.strip("0"):
-            raise invalid(name, f"{value[:40]!r} is not {num_digits} hexadecimal digits, which are not all 0")
+            raise invalid(name, f"{value[:40]!r} is not {num_digits} lower-case hexadecimal digits, not all 0")
     return RequestTrace(submission.trace_id, submission.span_id)
 
 

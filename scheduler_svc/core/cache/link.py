@@ -25,8 +25,9 @@ from scheduler_svc.core.requests.request import TOKEN_BYTES, Request
 from scheduler_svc.core.workers.state import PendingSteps, WorkerState
 from scheduler_svc.core.workers.steps import PendingStep, PlannedAdmission
 
-# Bytes of tokens and tables in one exchange before the next one begins. Half of the message limit, so that one more
-# sequence still fits (services/runtime/rpc.py). 1,024 sequences of 8,192 tokens are 34 MB.
+# When an exchange has more bytes of tokens and tables than this, the rest goes with the next exchange. Half of the
+# message limit (services/runtime/rpc.py), so that one more sequence still fits. An example that needs several
+# exchanges: 1,024 sequences of 8,192 tokens are 34 MB.
 MAX_EXCHANGE_BYTES = 8 * 2**20
 
 

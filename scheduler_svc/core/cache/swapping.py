@@ -15,8 +15,9 @@ the copies, and they gather in `SwapSpace.demotions`. An admission that finds a 
 copies like a request that resumes. The worker makes these copies before it computes the request's first tokens. So the
 commit of these tokens also tells the cache that the copies are made.
 
-A swapped-out request waits in the queue like any other, and is in its worker's `host.swapped`. When the cache has no
-room, or the worker is lost or drains, its sequence is forgotten, and the request computes its tokens again.
+A swapped-out request waits in the queue like any other, and is in its worker's `host.swapped`. If the cache has no host
+blocks for it, or its worker is lost or drains, its sequence is forgotten, and the request computes its tokens again. If
+there is no room to resume, it stays swapped out.
 """
 
 from __future__ import annotations

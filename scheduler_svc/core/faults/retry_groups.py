@@ -2,13 +2,13 @@
 
 A worker retries one group of suspects at a time, in steps without other sequences. No other step is in flight
 meanwhile. Each suspect computes its known tokens again and generates until it is past the point of the failure: at
-least two tokens (the first from a prefill, the second from a decode), and at least as many as steps were in flight.
-Then the suspect is cleared and runs with the others. Between two groups the worker runs a step with all other
+least two tokens (the first from a prefill, the second from a decode), and at least one for each step that may have
+failed. Then the suspect is cleared and runs with the others. Between two groups the worker runs a step with all other
 sequences.
 
-A suspect waits in the queue like any other request. While a group waits that a worker can retry, the worker admits no
-other request. As many suspects of the group get a slot as there is room for; the others wait for the next turn. A held
-suspect (suspects.py) is not retried, and no request waits for it.
+A suspect waits in the queue like any other request. While there is a waiting group that a worker can retry, the worker
+admits no other request. As many suspects of the group get a slot as there is room for; the others wait for the next
+turn. A held suspect (suspects.py) is not retried, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RetryGroups:
         self._resting.discard(worker)
 
     def has_group_for(self, worker: WorkerState) -> bool:
-        """Whether a group waits that the worker can retry. Then the worker admits no other request."""
+        """Whether there is a waiting group that the worker can retry. Then the worker admits no other request."""
         return any(self._suits(worker, group) for group in self.suspects.waiting())
 
     def members(self, worker: WorkerState) -> list[Request]:

@@ -19,9 +19,9 @@ operator killed the worker. Where workers are killed from outside all the time, 
 
 A worker with a lost link may be dead or alive. Its rows are blamed, and retried at once. If the same process comes
 back, it has not died of these rows, and that blame is withdrawn. A blame that may still be withdrawn has an `Absence`.
-If a suspect reaches `poisoned_after` only because such blames count, it is held: it is not retried until a worker comes
-back. Only its latest failures in a row in which it ran alone count. It is found poisoned when `poisoned_after` of these
-have no `Absence`, or an `Absence` that began at least RETURN_S ago.
+A suspect that reaches `poisoned_after` only with blames that may still be withdrawn is held: it is not retried until a
+worker comes back. For this number, only its latest unbroken run of failures as the only row matters. It is found
+poisoned when `poisoned_after` of these have no `Absence`, or an `Absence` that began at least RETURN_S ago.
 
 The withdrawals have a limit. A request that stops its worker's event loop for seconds, or has a result that no link can
 carry, loses the worker each time, and each time the worker comes back. So after as many withdrawals as `Loss` says, a

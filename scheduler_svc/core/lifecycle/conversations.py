@@ -5,9 +5,9 @@ tenant (cache_svc/core/memory/shares.py). And its requests have the queue positi
 request does not queue behind everything that came meanwhile, as in Continuum's program order (arXiv 2511.02230). Under
 the order `fair` this moves a request ahead of requests of its own tenant only.
 
-A conversation ends when it is released, when it was idle for `ttl_s`, or when a limit of one tenant or of all tenants
-is exceeded (number of conversations, bytes of their tokens): then the least recently used one of the tenant, or of all,
-ends. A scheduler that takes over knows no conversations.
+A conversation ends when it is released or was idle for `ttl_s`. There are also limits for each tenant and for all
+tenants together (number of conversations, bytes of their tokens). When a limit is exceeded, the least recently used
+conversation of that tenant, or of all tenants, ends. A scheduler that takes over knows no conversations.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Timeouts:
         self._queue = queue
         self._workers = workers
         self._deadlines: SortedDict[tuple[float, int], Request] = SortedDict()
-        self._no_worker_since_s: float | None = None  # the first tick without an attached worker
+        self._no_worker_since_s: float | None = None  # the first tick without a worker that takes requests
         self._most_pool_tokens, self._served_loras = 0, False  # of the workers that were ever attached
         self._unservable_since_s: dict[int, float] = {}  # by arrival index: waiting requests that no worker can hold
 
@@ -57,9 +57,8 @@ class Timeouts:
                 yield request, Rejection(CODE_UNAVAILABLE, message, retry_after_s=NO_WORKER_RETRY_S)
 
     def _without_worker(self, now_s: float, limit_s: float) -> Iterator[tuple[Request, str]]:
-        """Waiting requests that fit no attached worker: none is attached, or a worker with a larger pool, or with
-        adapters, has left or drains. If workers are attached, looks at the queue only while they can hold less than
-        earlier workers could: a smaller largest pool, or no adapters."""
+        """Waiting requests that no attached worker can hold. Workers that drain do not count. To save time, it looks at
+        the queue only if the largest pool is smaller than before, or if no worker serves adapters any more."""
         if (since_s := self._no_worker_since_s) is not None:
             message = f"no worker is attached: waited for one for {limit_s:g} s"
             waiting = self._queue if limit_s <= now_s - since_s else ()
@@ -79,7 +78,7 @@ class Timeouts:
                 self._unservable_since_s[request.arrival_index] = since_s
                 if now_s - since_s >= limit_s:
                     held = f"no attached worker can run this request of {request.max_total_tokens} tokens"
-                    yield request, f"{held}, and none that can was attached within {limit_s:g} s"
+                    yield request, f"{held}, and no suitable worker came within {limit_s:g} s"
 
     def _too_late(self, now_s: float) -> Iterator[tuple[Request, str]]:
         due = itertools.takewhile(lambda item: item[0][0] <= now_s, self._deadlines.items())

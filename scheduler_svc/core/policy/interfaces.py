@@ -14,8 +14,10 @@ preempted, the schedule is dropped, the victims' blocks go back to the cache, an
 blocks that are available then. `step.preempted` names the victims.
 
 A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
-state of its own. If a policy raises, or asks for something impossible, its schedule of the step is dropped: the default
-policies schedule the step, and the error is logged and counted. No request fails because of it.
+state of its own. If a policy raises while a step is scheduled, or asks for something impossible, that schedule is
+dropped: the default policies schedule the step, with the waiting requests oldest first. An order that raises while its
+index is updated is replaced by the default order until other policies are set. Every error is logged and counted. No
+request fails because of it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class PreemptionPolicy(ABC):
     # The queue position of a preempted request: by its arrival, before all others, or behind all others.
     requeue: Literal["arrival", "front", "back"] = "arrival"
     # Whether a preempted request computes its tokens again, or keeps its blocks in host memory (if there is room and
-    # its prompt was computed). "auto": swap if it is one of several samples of a prompt, together with all of them that
-    # run (vLLM V0).
+    # its prompt was computed). "auto": if the request is one of several samples of a prompt, all running samples of
+    # that prompt are preempted together and swapped (a sequence group of vLLM V0); otherwise it is recomputed.
     mode: Mode = "recompute"
 
     @abstractmethod
@@ -107,8 +109,8 @@ class PlacementPolicy(ABC):
         """The request is bound to the worker. Returns the reason for `paceline explain`; "" if there is nothing to say.
 
         Also called for a request that `place` did not put there: a request that resumes on the worker that swapped it
-        out, or a request of a step that the default policies scheduled. If the cache then has no room, the request
-        waits again, and this method is called again when it is bound the next time.
+        out, a suspect that is retried, or a request of a step that the default policies scheduled. If the cache then
+        has no room, the request waits again, and this method is called again when it is bound the next time.
         """
         return ""
 

@@ -122,9 +122,10 @@ class Decider:
 
     @staticmethod
     def _torn_samples(worker: WorkerState, policies: Policies, step: Step) -> set[int]:
-        """Groups of samples (by id) of which the step resumes some swapped-out members and not the others. Only in mode
-        "auto". Each swapped-out sample has its own copy of the blocks that the samples shared, so a group may need more
-        blocks than the pool has. Therefore a worker on which nothing runs may resume a part of a group."""
+        """Groups of samples of which the step resumes some swapped-out members, but not all. A group is named by id()
+        of its list. Only in mode "auto". Each swapped-out sample has its own copy of the blocks that the samples
+        shared, so a group may need more blocks than the pool has. Therefore a worker on which nothing runs may resume a
+        part of a group."""
         runs = worker.batch.running or worker.in_flight
         if not (worker.host.swapped and policies.preemption.mode == "auto" and runs):
             return set()
@@ -144,8 +145,9 @@ class Decider:
     def _make_room(self, worker: WorkerState, policies: Policies, step: Step, shortfall_blocks: int) -> None:
         """Preempt until the shortfall is covered, by estimate: other sequences may still use a victim's shared blocks.
 
-        A sequence that runs alone and still has no room holds some blocks twice: its own, and equal ones that were
-        stored before. It is preempted itself. When it comes back it shares the stored blocks, and then it fits.
+        A sequence that runs alone can lack room for two reasons: it holds some blocks twice (its own, and equal ones
+        that were stored before), or pins hold blocks. It is preempted itself, and the cache is asked to give up the
+        pins. When it comes back, it shares the stored blocks and fits.
         """
         if worker.parked:
             return  # parked beams are freed first: a fork without its parent computes a few tokens again
@@ -183,8 +185,8 @@ class Decider:
             yield unit
 
     def _preempt_for_waiting(self, worker: WorkerState, policies: Policies, step: Step) -> bool:
-        """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and admits
-        nothing, so that there is progress in between."""
+        """Preempt sequences for a waiting request, if the policy names any. The next step runs without them and does
+        not preempt for a waiting request again, so that there is progress in between."""
         refused = any(reason in PREEMPTION_HELPS for _, reason, _ in step._rejected)
         if not (refused and worker.batch.num_further) or step.num_admissions or step.preempted:
             return False

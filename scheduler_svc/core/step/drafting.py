@@ -1,7 +1,7 @@
 """Speculative decoding: which sequences draft, and their draft rows.
 
-A policy schedules a drafting sequence like any other decoding one, and pays one token for it. In place of its decode
-row the step then has a draft row, with draft tokens that only take what the step leaves of tokens and blocks. While
+A policy schedules a drafting sequence like any other decoding one, and pays one token for it. Its decode row is
+replaced by a draft row. Draft tokens use only the token budget and the blocks that the rest of the step leaves. While
 tokens of the sequence are in flight, it has no row in the step at all.
 
     decodes -> (its latest tokens were those that the lookup proposes) -> drafts -> (nothing proposed, too many rows, no

@@ -99,9 +99,9 @@ class Rounds:
         return self._step_scheduler.schedule_step(self._decider, worker, self._workers, now_s, closed)
 
     def _accept(self, worker: WorkerState, step: Step, pending_steps: PendingSteps, is_retry: bool) -> bool:
-        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns whether the worker may
-        schedule again: always, except after an empty step for which no sequence was preempted, and if only drafting
-        sequences run, which wait for their tokens in flight."""
+        """Turn a scheduled step into a plan, or into a pending step for the cache. Returns False in two cases: the step
+        is empty and no sequence was preempted for it, or only drafting sequences run and wait for their tokens in
+        flight. Otherwise the worker may schedule again."""
         decision = step._decision()
         if worker.may_draft and not is_retry:
             drafted = self._drafting.add(worker, step, decision, self._cache)

@@ -36,7 +36,8 @@ MAX_WHY = 500
 
 
 class StepScheduler:
-    """`policies` are the current policies. If one raises, the error is counted, and the default policy decides."""
+    """`policies` are the current policies. If one raises while a step is scheduled, the error is counted, and the
+    default policies schedule that step, with the waiting requests oldest first."""
 
     def __init__(
         self,

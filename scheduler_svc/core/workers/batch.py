@@ -58,7 +58,7 @@ class Batch:
         return apart or int(self.slots.base[slot]) + self.decode_step
 
     def num_computed_tokens(self, slot: int) -> int:
-        """Known tokens that are computed after the steps in flight. The last token may still be uncomputed."""
+        """Known tokens that are computed once the steps in flight have run. The last token may still be uncomputed."""
         if (prefill := self.prefills.get(slot)) is not None:
             return prefill.num_planned
         num_known = self.running[slot].num_tokens
@@ -103,8 +103,8 @@ class Batch:
 
     @property
     def context_tokens(self) -> int:
-        """Known tokens of the running sequences, without those that have their last token in flight: what a step that
-        runs all others attends to."""
+        """Known tokens of the running sequences that do not have their last token in flight. A step that runs all of
+        these attends to this many tokens."""
         rows = self.slots.decode_rows()
         tokens = rows.base_tokens + len(rows) * self.decode_step
         tokens += sum(self.paused.values()) + sum(self.drafting.values())

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from paceline.v1.worker_pb2 import GrammarOrders
 
 MAX_IDLE = 32  # unused grammars that a worker keeps; each may take megabytes of its memory
-# unanswered orders; the limit lets the longest-waiting request's grammar go before those of later requests
+# Most unanswered orders. With few of them, the grammar of the request that has waited longest is ordered before those
+# of later requests.
 MAX_ASKED = 8
 
 

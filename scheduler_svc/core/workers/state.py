@@ -162,8 +162,8 @@ class WorkerState:
         return serves and request.max_total_tokens - 1 <= self.pool_tokens
 
     def has_grammar(self, request: Request) -> bool:
-        """Whether a step may run the request as far as its grammar goes: the worker has prepared it or prepares none in
-        advance, or the request has none."""
+        """Whether the request's grammar allows a step to run it: the worker has prepared the grammar or prepares none
+        in advance, or the request has none."""
         return not request.grammar or self.grammars.has(request.grammar)
 
     def want_grammar(self, request: Request, *, early: bool = False) -> None:

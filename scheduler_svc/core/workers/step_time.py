@@ -94,8 +94,8 @@ class StepTimeFit:
             self._solve()
 
     def _watch_speed(self, ratio: float) -> None:
-        """OTHER_SPEED_STEPS steps in a row that took twice as long as predicted are no stall: the machine has become
-        slower (or faster, likewise). The model is scaled, and the sums are dropped."""
+        """If OTHER_SPEED_STEPS steps in a row take more than twice or less than half of the prediction, the machine has
+        another speed: this is no stall. The model is scaled, and the sums are dropped."""
         side = (ratio > OTHER_SPEED) - (ratio < 1 / OTHER_SPEED)
         if not side or side != self._side:
             self._side, self._num_ratios, self._ratios = side, 0, 0.0

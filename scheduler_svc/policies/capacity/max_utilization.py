@@ -1,10 +1,11 @@
 """Fill the pool, pause from the end (TensorRT-LLM MAX_UTILIZATION).
 
 One pass over all requests, running and waiting together, in order of rank. Each needs what its next step takes: a
-running sequence the block that its next token may open, a waiting request its whole prompt. A request that does not
-fit, for want of blocks or slots, pauses the last running sequence behind it and tries again; the pass looks at nothing
-from that sequence on. If no running sequence is behind a waiting request that does not fit, the pass ends. So a new
-request of higher priority preempts running ones of lower priority, and the first request always runs.
+running sequence the block that its next token may open, a waiting request its whole prompt. If a request does not fit
+(blocks, slots), the pass pauses the least urgent running sequence behind it and tries again. The paused sequence, and
+every request behind it in rank, is not considered any more in this pass. If no running sequence is behind a waiting
+request that does not fit, the pass ends. So a new request of higher priority preempts running ones of lower priority,
+and the first request always runs.
 
 Under an order that ranks only waiting requests (fair, lpm, dfs-weight, hrrn), running sequences come first, by queue
 position: no waiting request preempts them.

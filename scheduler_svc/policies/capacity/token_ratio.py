@@ -1,11 +1,11 @@
 """Reserve a share of the tokens that may still be generated, and adapt the share (SGLang's `new_token_ratio`).
 
 A request is admitted if its prompt, the tokens that it may generate (at most `clip_max_new_tokens` of them) and a block
-fit the room that is left. That room is what remains after every running sequence is promised `ratio` of the tokens that
-it may still generate. The ratio falls a little with every decode step, so admission gets bolder, down to
-`min_ratio_factor` of the initial ratio. A preemption shows that admission was too bold. The new ratio is then: the
-output tokens of the remaining sequences, plus `retract_decode_steps` for each, divided by all tokens that they may
-generate. When nothing runs or waits, the ratio is the initial one again.
+fit the room that is left. That room is what remains after every decoding sequence is promised `ratio` of the tokens
+that it may still generate, and every sequence in prefill all of them. The ratio falls a little with every decode step,
+so admission gets bolder, down to `min_ratio_factor` of the initial ratio. A preemption shows that admission was too
+bold. The new ratio is then (output tokens of the remaining sequences + `retract_decode_steps` for each of them) /
+(tokens that they may generate in all). When nothing runs or waits, the ratio is the initial one again.
 """
 
 from __future__ import annotations

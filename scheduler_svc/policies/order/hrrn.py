@@ -1,9 +1,9 @@
 """Highest response ratio next (SGLang `hrrn`): tokens served since a request arrived / tokens that it has to compute.
 
 The clock is the work admitted so far, so short requests go first and no request waits for ever. A request with its
-whole prompt cached comes before all others. It ran before and has output, because a match never includes a request's
-last token. A request advances the clock when it first runs, and keeps its age when it has to wait again. The ratios
-grow at different rates, so a pass looks at every waiting request.
+whole prompt cached comes before all others. Only a request that already has output can have its whole prompt cached,
+because a match never includes the last token. A request advances the clock when it first runs, and keeps its age when
+it has to wait again. The ratios grow at different rates, so a pass looks at every waiting request.
 """
 
 from __future__ import annotations

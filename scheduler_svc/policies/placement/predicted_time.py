@@ -3,7 +3,7 @@
 The cost of a worker, in seconds summed over requests:
 
     first token        steps in flight, prefill queued ahead, own uncached prefill, at the worker's own fitted rates
-  + own decoding       expected output tokens, each a step of the running requests there and this request
+  + own decoding       expected output tokens x the time of one step with the requests there and this request
   + others' slowdown   each row there waits for this request's prefill once, and in every step for its row and context
 
 A cached prefix is worth the prefill time that it saves, once. So one request alone hardly ever pays for a second copy
@@ -27,16 +27,16 @@ from scheduler_svc.policies.api import FleetView, PlacementPolicy, RequestView, 
 # Costs that differ by less than this part count as equal: the fits of equal workers differ by about as much (5 % jitter
 # over MEMORY_STEPS steps).
 SAME = 0.02
-# A wait of n times this many steps for the first token counts n + 1 times: with a plain sum of seconds, a few requests
-# would wait so that many others save little. Steps are those of the fastest worker with one row, so the rule holds for
-# slow and fast models. Of the values from 2 to 100, this one had the lowest 99th percentiles, and cost no throughput
-# (in the simulated cases of docs/placement-comparison.md).
+# If a request waits n times this many steps for its first token, that wait is weighted by n + 1. With a plain sum of
+# seconds, a few requests would wait long only to save many others a little. Steps are those of the fastest worker with
+# one row, so the rule holds for slow and fast models. Of the values from 2 to 100, this one had the lowest 99th
+# percentiles, and cost no throughput (in the simulated cases of docs/placement-comparison.md).
 PATIENCE_STEPS = 4.0
 # With 1/50, workers stayed without the prefix for too long: 99th percentiles of TTFT were up to twice as long.
 LEAST_LOST = 1 / 20
 # Part of a copy's cost that the sum must reach if the copying worker has no rows: there the copy delays no other
-# request. With 1, such workers did nothing for longer: the average imbalance was 2.1 % above the best rule's, not 1.7 %
-# (in the simulated cases of docs/placement-comparison.md).
+# request. With 1, such workers were idle longer: the average imbalance was 2.1 % above the best rule's. With 1/2 it is
+# 1.7 % above (in the simulated cases of docs/placement-comparison.md).
 IDLE_COPY = 1 / 2
 LEAST_STEP_S = 1e-6
 GUESSED_OUTPUT_TOKENS = 256.0  # expected of a request before the first one has ended

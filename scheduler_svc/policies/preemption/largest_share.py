@@ -4,9 +4,10 @@ If running sequences need more blocks than there are, the policy takes the tenan
 tenant's weight), then that tenant's request with the most running sequences. The victim is the sequence of this request
 that was admitted last. With one tenant and one sequence for each request, that is `last-in`.
 
-If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims are sequences
-of requests that run several, from the request with the most, the last admitted first. A request always keeps one
-sequence, and no sequence is preempted that the order would admit again first. So a request with n = 64 uses every slot
+If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims come from
+requests that run several sequences. The request with the most running sequences gives first, and its last admitted
+sequence first. A request always keeps one sequence. A sequence is not preempted if the order would admit it again
+before the waiting request. So a request with n = 64 uses every slot
 that no other request wants, and the next request waits for one step, not for the end of a sample.
 """
 

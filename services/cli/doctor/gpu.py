@@ -40,7 +40,8 @@ def check_torch(torch: TorchFacts | None, why: str, driver: Driver | None) -> Ch
         return Check("torch", CheckStatus.FAILS, "cannot be imported", advice)
     found = f"{torch.version} ({f'CUDA {torch.cuda}' if torch.cuda else 'CPU build'})"
     if driver is not None and not torch.cuda:
-        advice = f"this build cannot use the GPU: rm .venv/serve.stamp, then make up TORCH=pip; or {INSTALL_GPU}"
+        remedy = "pip uninstall -y torch; then rm .venv/serve.stamp and make up TORCH=pip"
+        advice = f"this build cannot use the GPU: {remedy}, or {INSTALL_GPU}"
         return Check("torch", CheckStatus.SLOW, found, advice)
     if driver is not None and not torch.sees_gpu:
         advice = f"torch cannot use the GPU: {torch.trouble or 'is the driver older than its CUDA version?'}"

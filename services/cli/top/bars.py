@@ -37,8 +37,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def stacked(parts: Sequence[tuple[float, str]], whole: float, width: int) -> str:
-    """Parts of a time, each with its character, at the scale of `whole` = `width` cells. A border between two parts is
-    at the nearest cell."""
+    """Draws the parts of a time, each with its own character, scaled so that `whole` seconds fill `width` cells. A
+    border between two parts is at the nearest cell."""
     cells, upto = "", 0.0
     for seconds, character in parts:
         upto += max(seconds, 0.0)
@@ -48,7 +48,7 @@ def stacked(parts: Sequence[tuple[float, str]], whole: float, width: int) -> str
 
 
 def seconds(value: float | None) -> str:
-    """Three digits and a unit; a dash without a value."""
+    """At most three digits and a unit; a dash without a value."""
     if value is None:
         return "-"
     if value < 0.9995e-3:

@@ -36,7 +36,7 @@ Without a terminal, a snapshot is printed every two seconds.
 def parser() -> Parser:
     parser = Parser(prog=PROG, description=__doc__, epilog=_KEYS)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print one snapshot as text; its rates are of one second")
+    how.add_argument("--once", action="store_true", help="print one snapshot as text (rates of the last 1 to 10 s)")
     how.add_argument("--json", action="store_true", help="print one snapshot as the server's JSON (GET /v1/live)")
     add_flags(parser, "admin key")
     return parser

@@ -1,8 +1,8 @@
 """The records of a trace, and the clocks of the services that they came from.
 
-Records keep the times of their own service. How far its clock is ahead of the gateway's is estimated from round trips:
-the gateway's calls for the scheduler; plans and results for a worker, exchanges for the cache, both relative to the
-scheduler. A restarted scheduler counts as another one.
+Records keep the times of their own service. The offset of each clock is estimated from round trips. Scheduler: from the
+gateway's calls. Worker: from plans and results. Cache: from exchanges. The last two are relative to the scheduler's
+clock. A restarted scheduler counts as another one.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def plan(settings: UpSettings, ports: Ports, *, is_terminal: bool) -> list[Child
     cache = [*inside("cache"), "--port", str(ports.cache), *s.flags("keys_file")]
     scheduler = [*inside("scheduler"), "--port", str(ports.scheduler), "--cache", ports.cache_address]
     scheduler += s.flags("window", "speculative_tokens", "preset", "keys_file")
-    worker = [*dial, *worker_flags(s)]  # each gets a name, by which viewers recognise it after a restart
+    worker = [*dial, *worker_flags(s)]  # below each worker gets a --name, so that `top` and the page know it again
     gateway = [*common, *dial, "--cache", ports.cache_address, "--host", s.host]
     gateway += ["--port", str(ports.http), "--grpc-port", str(ports.grpc)]
     gateway += s.flags("model", "served_model_name", "max_model_len", "dtype", "keys_file")

@@ -28,7 +28,7 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
         "gateway has its own at the HTTP port. 0 takes free ones",
     )
     model: str = Field("", description="checkpoint folder or hub name; empty: the built-in demo model")
-    served_model_name: str = Field("", description="the name that clients use; empty: the folder's")
+    served_model_name: str = Field("", description="the name that clients use; empty: the folder's or the hub model's")
     workers: int = Field(1, ge=0, description="workers to start")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights from config.json alone")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="type of weights and KV")

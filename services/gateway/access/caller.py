@@ -11,8 +11,8 @@ from services.runtime.keys.entries import ApiKey
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a request. `key` None: the server has no keys, and every request may do everything. `offline`: the
-    owner does not wait for the answer, so the request yields to others."""
+    """The owner of a request. `key` None: the server has no keys, so every request may do everything; or the path needs
+    no key. `offline`: the owner does not wait for the answer, so the request yields to others."""
 
     key: ApiKey | None = None
     offline: bool = False
@@ -28,8 +28,8 @@ class Caller:
 
         On a server without keys, OpenAI's `user` stands for a tenant. On a server with keys it names an end user, and
         may differ from the key's tenant. Raises ApiError 403 for another tenant than the key's, and for a priority
-        above the key's. In the queue order, a deadline or an SLO that is less than the key's `min_slo_s` after the
-        request's arrival counts as `min_slo_s` after it.
+        above the key's. In the queue order, a deadline or an SLO that is shorter than the key's `min_slo_s` counts as
+        `min_slo_s` after the arrival.
         """
         key = self.key
         if self.offline:

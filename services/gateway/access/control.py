@@ -24,7 +24,8 @@ _LOG_EVERY_S = 10.0
 
 
 class AccessControl:
-    """Without keys every caller is ANYONE. A request costs one SHA-256 of its key; its output tokens cost nothing."""
+    """Without keys every caller is ANYONE. The check takes the CPU time of one SHA-256 for each request, and none for
+    its output tokens."""
 
     def __init__(
         self, keys: KeySource | None = None, *, open_metrics: bool = False, clock: Callable[[], float] = time.monotonic

@@ -15,13 +15,13 @@ _KEPT_S = 1.0
 class AdmissionControl:
     """Admits as many new requests as the scheduler's queue has free positions. It reads no clock.
 
-    The scheduler reports how many positions were free after how many submissions of the stream. Until the first report
-    every request is admitted. Each later submission takes one of the free positions. Only online requests count:
-    offline ones have a queue of their own.
+    Each report of the scheduler has two numbers: the free positions, and how many submissions of this stream it had
+    counted then. Until the first report every request is admitted. Each later submission takes one of the free
+    positions. Only online requests count: offline ones have a queue of their own.
 
-    Other gateways take positions too, and requests leave the queue. So the last report holds only while messages of the
-    scheduler come, with or without a new report. If none came between two ticks, each tick sets the number of free
-    positions to the largest number that was reported on this stream, until the next message.
+    Other gateways take positions too, and requests leave the queue. The last report is valid while the scheduler sends
+    messages. If no message came between two ticks, the report is stale. Then each tick assumes the largest number of
+    free positions that was reported on this stream, until the next message.
 
     A request takes a position from `enter` on: many requests may enter before the first of them is submitted.
     """

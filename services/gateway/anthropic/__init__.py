@@ -1,4 +1,5 @@
 """Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
 
-A request is converted to a chat of `openai`, and admitted and run as one. May import `openai` and the rooms below it.
+A request is converted to a chat of `openai`. The chat is then admitted and run like any other chat. May import `openai`
+and the rooms below it.
 """

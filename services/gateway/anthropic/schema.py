@@ -107,8 +107,8 @@ def _describe_types(schema: dict[str, Any]) -> None:
 
 
 class Block(_OpenPart):
-    """A content block. A field of another block type must have a valid form and is ignored; `content` must be
-    empty."""
+    """A content block. A field that belongs to another block type must be valid and is ignored. Only a tool_result may
+    have a `content` that is not empty."""
 
     model_config = ConfigDict(json_schema_extra=_describe_types)
 
@@ -322,7 +322,8 @@ class MessagesRequest(BaseModel):
 
 
 def read_request(body: Any, max_model_len: int) -> MessagesRequest:
-    """The request in a decoded JSON body. Raises ApiError 400, that names all unsupported or all wrong fields."""
+    """The request in a decoded JSON body. Raises ApiError 400 that names the unsupported fields, or else the wrong
+    ones (up to 10)."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     _check_sizes(body, max_model_len)

@@ -19,7 +19,8 @@ MAX_LINES = 50_000  # OpenAI's limit of a batch
 MAX_FILES = 1000  # of one owner
 MAX_NAME_CHARS = 255
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
-# What has bytes that count for an owner. A batch has those of its results, until they are stored as files.
+# Kinds of documents with a size that counts for their owner's limit. A batch counts the size of its results until its
+# output files are stored.
 _KINDS: tuple[DocumentKind, ...] = ("file", "batch")
 # The label of a file that is being written. Such a file counts for its owner, and no client sees it. If its gateway
 # dies meanwhile, the file is deleted after this time.

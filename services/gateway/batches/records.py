@@ -52,8 +52,8 @@ class Counts(NamedTuple):
 class BatchRecord:
     """A stored batch. `model`: the model of the gateway that made the batch. `times`: by the names of their fields.
     `outcome`: _OUTCOME_FIELDS that are known. `ttl_s`: of its output files. `kept_s`: how long the batch is stored
-    after its completion window. `unrun`: why some lines were not run. `num_bytes`: of the results that are in no file
-    yet, without those of about the last second."""
+    after its completion window. `unrun`: why some lines were not run. `num_bytes`: size of the results that are in no
+    output file yet. It is stored about once a second, so the latest results may be missing."""
 
     name: DocumentName
     model: str

@@ -89,8 +89,8 @@ class BatchRun:
         self.is_idle = False  # its turn is over, and no line is in flight any more: it waits to be cancelled
 
     def end_turn(self) -> None:
-        """Begin no further line. Lines in flight are not cancelled: a line that takes longer than a turn would begin
-        again in each turn, and never end."""
+        """Begin no further line. Lines in flight are not cancelled. Otherwise a line that takes longer than a turn
+        would begin again in each turn and never end."""
         self._turn_is_over = True
 
     async def run(self) -> None:

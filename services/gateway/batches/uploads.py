@@ -17,7 +17,8 @@ from services.gateway.batches.files import INPUT, MAX_NAME_CHARS
 from services.gateway.batches.schema import file_ttl_s
 from services.gateway.errors import ApiError, invalid
 
-# Starlette keeps 1 MiB of an upload in memory, and the rest in a temporary file. So these bound memory and disk.
+# Starlette keeps an upload of up to 1 MiB in memory. A larger upload is in a temporary file as a whole. So these bound
+# memory and disk.
 MAX_UPLOADS, MAX_OWNER_UPLOADS = 16, 4
 UPLOAD_S = 600.0  # for all of an upload; 200 MiB in 10 minutes are 350 KB/s
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")

@@ -46,8 +46,8 @@ class RequestKey:
         return ApiError(422, message, param=self.field, code="idempotency_key_reused")
 
     def _digest(self, purpose: str) -> bytes:
-        # The lengths make the text unambiguous: no two pairs of tenant and key give the same bytes. The same holds for
-        # the owner: a name has no colon, and only texts with an owner begin with "owner ".
+        # The length of the tenant makes the text unambiguous: no two pairs of tenant and key give the same bytes. The
+        # same holds for the owner: a name has no colon, and only texts with an owner begin with "owner ".
         owner = f"owner {self.owner}:" if self.owner else ""
         return sha256(f"{owner}{purpose}:{len(self.tenant)}:{self.tenant}:{self.key}".encode()).digest()
 

@@ -1,4 +1,5 @@
-"""Which connection reads which runs. Requests without a key end with their connection; the others wait for a client.
+"""Which connection reads which runs. Requests without an idempotency key end with their connection. Other requests wait
+for a client.
 
          submit                    connection lost                  all ended
     ──────────────▶  being read  ──────────────────▶  waiting  ─────────────────▶  finished
@@ -152,8 +153,9 @@ class RequestStore:
     """Requests with keys. `clock` gives seconds. Call `tick` a few times a second.
 
     `grace_s`: how long a request without a client runs before it is cancelled. Above MAX_WAITING such requests, the
-    oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept, up to `max_bytes` (an
-    estimate) and MAX_FINISHED answers of all owners; above them, the oldest of the owner with the most is dropped.
+               oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept. Above
+               `max_bytes` (estimated), the owner with the most bytes loses its oldest answer. Above MAX_FINISHED
+               answers, the owner with the most answers does.
     """
 
     def __init__(

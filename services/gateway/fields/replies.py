@@ -79,7 +79,7 @@ def reply_structure(
     if use.is_forced:
         if answer is not None:
             name = answer.field.partition(".")[0]
-            raise invalid("tool_choice", f"tool_choice forces a call, and {name} an answer: they exclude each other")
+            raise invalid("tool_choice", f"tool_choice forces a tool call, and {name} forces an answer: use only one")
         return Structure("tools", "grammar", grammars.forced(tools, parallel=use.parallel), prefix=prefix)
     if answer is not None:
         if answer.kind != "json_schema":

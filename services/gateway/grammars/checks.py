@@ -84,8 +84,8 @@ class GrammarChecks:
             raise invalid(structure.field, f"{structure.field}: {mistake}")
         mask_s = int(result["mask_us"]) * 1e-6
         if mask_s > SHARE_S and num_sequences * mask_s > SLOW_STEP_S:
-            takes = f"takes {1000 * mask_s:.0f} ms of CPU time for a token of each of {num_sequences} sequences"
-            raise invalid(structure.field, f"{structure.field}: {takes}; a step has {1000 * SLOW_STEP_S:.0f} ms")
+            takes = f"takes {1000 * mask_s:.0f} ms of CPU time for each token, and there are {num_sequences} sequences"
+            raise invalid(structure.field, f"{structure.field}: {takes}; a step has {1000 * SLOW_STEP_S:.0f} ms in all")
         return result["grammar"]
 
     async def close(self) -> None:
@@ -184,8 +184,8 @@ class GrammarChecks:
                 process = None
             raise
         finally:
-            # Here, and not in a callback of the task: a trial that is queued before the callback runs could find enough
-            # runners, and start none, although this runner has ended.
+            # The runner leaves `_runners` here, and not in a callback of the task. Otherwise a trial that is queued
+            # before the callback would still count this runner, and start no new one.
             self._runners -= {asyncio.current_task()}
             if process is not None:
                 self._idle.append(process)

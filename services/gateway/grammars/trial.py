@@ -86,7 +86,7 @@ def grammar_of(kind: Kind, text: str, any_whitespace: bool = True, prefix: str =
 
 
 def _behind(prefix: str, grammar: str) -> str:
-    """The grammar of an output in which `grammar` is the rule `@answer` of `prefix`."""
+    """The grammar of the whole output: the Lark rules in `prefix`, which refer to `grammar` as `@answer`."""
     is_json = grammar.startswith("{")  # llguidance's own form; Lark begins with a rule
     answer = json.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": prefix}, {**answer, "name": "answer"}]})

@@ -131,7 +131,8 @@ class Output:
     prompt_scored: list[ScoredToken] = field(default_factory=list)
 
     def add(self, piece: SamplePiece, *, keep_scores: bool) -> None:
-        """Append a piece. Without `keep_scores`, its log probabilities have been sent."""
+        """Append a piece. Without `keep_scores`, drop its log probabilities, because they were already sent to the
+        client."""
         self.token_ids += piece.token_ids
         if keep_scores:
             self.scored += piece.scored

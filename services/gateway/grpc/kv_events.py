@@ -1,4 +1,5 @@
-"""The cache's events in the form of smg's contracts. All workers together are one engine.
+"""The cache's events in the form of the contracts of smg (the SGLang Model Gateway, a router). All workers together are
+one engine.
 
 A block may be on several workers, and on a worker in device and in host memory. A router is told that a block is stored
 when its first copy is stored, and that it is removed when its last copy is removed.

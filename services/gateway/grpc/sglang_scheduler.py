@@ -1,4 +1,5 @@
-"""The contract `sglang.grpc.scheduler.SglangScheduler`, by which smg drives an SGLang scheduler."""
+"""The contract `sglang.grpc.scheduler.SglangScheduler`, by which smg (the SGLang Model Gateway, a router) drives an
+SGLang scheduler."""
 
 from __future__ import annotations
 

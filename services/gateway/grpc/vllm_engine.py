@@ -1,4 +1,5 @@
-"""The contract `vllm.grpc.engine.VllmEngine`, by which smg drives a vLLM engine."""
+"""The contract `vllm.grpc.engine.VllmEngine`, by which smg (the SGLang Model Gateway, a router) drives a vLLM
+engine."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class TooManyBodies(Exception):
 
 
 class Bodies:
-    """Counts the bytes of request bodies and gRPC messages from their first byte until they have become token ids.
+    """Counts the bytes of request bodies from their first byte, and of gRPC messages once they are complete, until they
+    have become token ids.
 
     When the sum is above `max_bytes`, the largest body that is still arriving is dropped. Otherwise a few clients that
     send most of a large body, and never its end, could block all other clients. A complete body is never dropped.

@@ -28,8 +28,8 @@ class Reader:
     def __init__(self, sock: socket.socket, transport: asyncio.Transport) -> None:
         self._sock, self._transport = sock, transport
         self._is_tls = transport.get_extra_info("sslcontext") is not None
-        # At the last check: the acknowledged bytes or, if the system does not report them, minus the unsent bytes.
-        # None: no data waited.
+        # At the last check: the acknowledged bytes. If the system does not report them: the number of unsent bytes,
+        # negated, so that it also grows as the client reads. None: no data waited.
         self._taken: int | None = None
         self._idle_looks = 0
 

@@ -39,7 +39,7 @@ class TreeNode(BaseModel):
 
 
 class PrefixTreeView(BaseModel):
-    """The nodes with the most saved tokens and those before them, parents first. Totals are of the whole tree."""
+    """The nodes with the most saved tokens and their ancestors, parents first. Totals are of the whole tree."""
 
     nodes: list[TreeNode]
     num_nodes: int

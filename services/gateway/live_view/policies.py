@@ -38,8 +38,8 @@ KINDS = ("order", "capacity", "batch", "preemption", "placement")
 _WHY = "policies apply to all tenants"
 _TIMEOUT_S = 10.0
 _FROM_ELSEWHERE = (
-    "without API keys, policies are changed from this machine only: give the server keys, and use one with admin "
-    "(docs/keys.md)"
+    "without API keys, policies can be changed only from the gateway's own machine: configure API keys, and use an "
+    "admin key (docs/keys.md)"
 )
 _NO_ANSWER = "the scheduler does not answer"
 _Metadata = tuple[tuple[str, str | bytes], ...]
@@ -64,9 +64,9 @@ class PoliciesRequest(RequestBody):
 
 
 class PoliciesAnswer(BaseModel):
-    """The policies in force, and all that the scheduler knows. `preset` is empty if the policies are those of no
-    preset; `options` has all defaults filled in. `why_not_settable`: why this caller may not set them, and what to do;
-    null if it may."""
+    """The policies in force, and all policies and presets that the scheduler offers. `preset` is empty if the policies
+    are those of no preset; `options` has all defaults filled in. `why_not_settable`: why this caller may not set them,
+    and what to do; null if it may."""
 
     preset: str
     policies: dict[str, str]
@@ -81,7 +81,7 @@ def policies_api(gateway: Gateway) -> OtherApi:
 
     @described(answer=PoliciesAnswer, errors=(401, 403, 503))
     async def policies(request: Request) -> Response:
-        """The policies in force, all that the scheduler knows, and whether the caller may set them. With API keys,
+        """The policies in force, all that the scheduler offers, and whether the caller may set them. With API keys,
         only an admin key may read them."""
         return _answer(await _call(gateway, request, _get), why_not_settable(request))
 

@@ -47,9 +47,9 @@ def live_api(gateway: Gateway, feed: LiveFeed, traces: LiveTraces) -> list[Other
 
     @described(answer=TraceRecord, event=TraceRecord, query=_SECONDS, errors=(400, 401, 403, 429, 503))
     async def trace(request: Request) -> Response:
-        """A stream of what all services do, each with its own clock, for the given time: `paceline trace` makes a file
-        for Perfetto of it. With API keys, only an admin key may read it, since it names all tenants and requests. Only
-        one trace at a time."""
+        """A stream of trace records of all services, for `seconds`. Each service uses its own clock. `paceline trace`
+        turns the stream into a file for Perfetto. With API keys, only an admin key may read it, since it names all
+        tenants and requests. Only one trace at a time."""
         check_admin(caller_of(request), "a trace names all tenants")
         seconds = check_seconds(request.query_params.get("seconds"))
         return EventStream(traces.begin(seconds), max_s=seconds + MAX_BEHIND_S)

@@ -1,9 +1,9 @@
 """The records of a trace as JSON, a part at a time.
 
-An answer of a busy scheduler has tens of thousands of items. Converting all of them at once would hold back the tokens
-of other requests for some 100 ms, also in a thread, which would hold Python's lock. So a record has at most MAX_ITEMS
-items of each kind, and the rest is in the records that follow it. Plain values: pydantic models would take ten times as
-long.
+An answer of a busy scheduler has tens of thousands of items. Converting all of them at once would delay the tokens of
+other requests by about 100 ms. A thread would not help, because it holds Python's lock. So a record has at most
+MAX_ITEMS items of each kind, and the rest is in the records that follow it. Plain values: pydantic models would take
+ten times as long.
 """
 
 from __future__ import annotations

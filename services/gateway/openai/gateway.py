@@ -180,7 +180,8 @@ class Gateway:
         return self.session.refusal("too many requests wait to be parsed")
 
     def open(self, jobs: Sequence[GenerateJob], key: RequestKey | None, caller: Caller) -> Reading:
-        """Read the output of these jobs. Jobs of a known key are not submitted again, and not charged to the caller.
+        """Read the output of these jobs. Jobs of a known idempotency key are not submitted or charged again, unless the
+        kept request has failed or cannot answer this client (RequestStore.open).
 
         Raises ApiError: 422 if the key belongs to another request, 429 and 503 from the session, 400 and 429 from the
         caller's quotas.

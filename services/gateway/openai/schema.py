@@ -79,12 +79,12 @@ class RequestBody(BaseModel):
 
     @classmethod
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
-        """Raises ApiError 400 that names all fields of the body that are not served."""
+        """Raises ApiError 400 that names up to 10 fields of the body that are not served."""
         refuse_unserved(_served(cls), body, refused=cls.refused, ignored=cls.ignored, renamed=cls.renamed)
 
 
 class CacheRetention(ClosedPart):
-    """Tokens start ... end - 1 (end 0: all that follow) keep their KV with a priority of 0 to 100, forever or for
+    """The KV of tokens start to end - 1 (end 0: all that follow) has this eviction priority, 0 to 100, forever or for
     `duration_ms` after their last use. Tokens outside all ranges have priority 35. With `decode`, positions count from
     the first generated token."""
 
@@ -139,7 +139,7 @@ class SharedFields(MetadataFields):
     user: str | None = None
     # How long parts of the sequence stay cached (as TensorRT-LLM's KvCacheRetentionConfig).
     cache_retention: list[CacheRetention] | None = None
-    # The answer's id after its prefix, unless the request has a key or a header X-Request-Id.
+    # The answer's id after its prefix, unless the request has an Idempotency-Key or X-Request-Id.
     request_id: str | None = None
     truncate_prompt_tokens: Integer | None = None
     truncation_side: Side | None = None
@@ -363,8 +363,8 @@ def _served(cls: type[RequestBody]) -> frozenset[str]:
 
 
 def parse(cls: type[R], body: Any, max_model_len: int) -> R:
-    """The request in a decoded JSON body. Raises ApiError 400, which names all fields that are unsupported or have a
-    wrong type."""
+    """The request in a decoded JSON body. Raises ApiError 400 that names the fields that are unsupported, or else
+    those with a wrong type (up to 10)."""
     if not isinstance(body, dict):
         raise invalid(None, "the body must be a JSON object")
     check_lengths(body, max_model_len)

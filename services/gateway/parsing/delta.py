@@ -51,8 +51,8 @@ def earliest(text: str, markers: Sequence[str]) -> tuple[int, str]:
 
 
 def settled(text: str, markers: Sequence[str]) -> int:
-    """How many characters of a text can be shown. The text must not contain a complete marker. Not shown are an
-    incomplete marker at the end of the text and white space at the end, because a marker may follow."""
+    """How many characters of a text can be shown. The text must not contain a complete marker. An incomplete marker or
+    white space at the end of the text is not shown, because a marker may follow."""
     cut = len(text)
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), 0, -1):

@@ -78,10 +78,10 @@ class EventWriter:
         }
 
     def error(self, code: str | None, message: str, after: int = -1) -> list[bytes]:
-        """The event of a break: the stream ends here, and the response may go on. It repeats the number of the event
-        before it, so that a client that goes on after the last number it saw loses nothing. `after`: the number of the
-        last event that the client has; it may be above the numbers here. The error has at least this number, because a
-        client that goes on after a smaller number would get events twice."""
+        """The event of a break: the stream ends here, and the response may go on. The error repeats the number of the
+        last event, so that a client that resumes after the error loses no event. `after`: the number of the client's
+        last event, which may be larger than the numbers of this gateway. Then the error has that number, so that the
+        client gets no event twice."""
         self._number = max(0, self._number - 1, after)
         self._event("error", code=code, message=message, param=None)
         return self._take()

@@ -87,8 +87,8 @@ def responses_api(responses: Responses) -> OtherApi:
         record = await found(request)
         if not record.background:
             # Its first sentence is OpenAI's.
-            message = "Cannot cancel a synchronous response. Close the connection instead, or create it with background"
-            raise invalid("response_id", message)
+            message = "Cannot cancel a synchronous response."
+            raise invalid("response_id", f"{message} Close its connection, or create it with background: true")
         return await _shown(await responses.cancel(record))
 
     @described(answer=DeletedResponse, errors=_STORED_ERRORS)

@@ -17,9 +17,10 @@ class RunningResponse:
     """The pieces of a response so far. The response ends with an `outcome`, or with an error in `broken`. After such an
     error, a client can ask for the response again.
 
-    `is_stored`: the store has its record. `late_record`: its record, if no client can know its id before its end; then
-    the record is stored only at the end. `runs_alone`: it goes on without a client. Otherwise its generation stops
-    `grace_s` after its last client has left; a stored response then stays in progress, for any gateway to go on.
+    `is_stored`: the store has its record. `late_record`: the record to store at the end, if no client can know the id
+                 earlier. `runs_alone`: the response runs without a client. Otherwise its generation stops `grace_s`
+                 after the last client has left. If it is stored, its status stays in_progress, and any gateway can
+                 continue it.
     """
 
     def __init__(

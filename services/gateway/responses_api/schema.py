@@ -198,4 +198,4 @@ class ResponsesRequest(PlainFields):
     def refuse_unserved(cls, body: Mapping[str, Any]) -> None:
         super().refuse_unserved(body)
         if body.get("background") and body.get("store") is False:
-            raise invalid("store", "background can only be used when `store` is true: the response is read there")
+            raise invalid("store", "background needs `store` true, because its response is read from the store")

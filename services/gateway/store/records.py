@@ -111,9 +111,12 @@ def too_large(num_bytes: int, max_bytes: int) -> ApiError:
 
 
 def full() -> ApiError:
-    """The error for a new response without room. It may displace no response in progress, and none of another owner
-    that has no more bytes than its own owner."""
-    message = "the response store has no room beside the responses in progress: wait for some, or set store: false"
+    """The error for a new response without room. A new response never displaces a response in progress. It displaces
+    ended responses only of its own owner, or of owners that use more bytes."""
+    message = (
+        "the response store is full, and no stored response may be deleted for this one: try again when responses in "
+        "progress have ended, or set store: false"
+    )
     return ApiError(429, message, code="store_full", retry_after_s=1.0)
 
 

@@ -154,8 +154,8 @@ class SqliteStore:
         self, db: sqlite3.Connection, usage: dict[str, int], excess: int, *, for_owner: str | None = None, most: int = 0
     ) -> int:
         """Delete ended responses of the owner with the most bytes, until `excess` bytes are gone. Returns how many, at
-        most `most` (0: no limit). Responses in progress stay: clients wait for them. `for_owner`: other owners
-        that have no more than this one keep what they have."""
+        most `most` (0: no limit). Responses in progress stay: clients wait for them. `for_owner`: nothing is deleted of
+        another owner that uses no more bytes than this one."""
         sql = (
             "SELECT rowid, num_bytes FROM responses INDEXED BY ended "
             f"WHERE owner = ? AND status <> '{IN_PROGRESS}' ORDER BY expires_s LIMIT 1"

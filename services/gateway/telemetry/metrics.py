@@ -156,13 +156,9 @@ class GatewayMetrics(Collector):
             ),
             ("e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", self.e2e_latency_s),
             ("request_queue_time_seconds", "In the scheduler's queue, until the sequence first ran.", self.queue_s),
-            ("request_prefill_time_seconds", "From where a sequence first ran to its first token.", self.prefill_s),
+            ("request_prefill_time_seconds", "From when a sequence first ran to its first token.", self.prefill_s),
             ("request_decode_time_seconds", "From a sequence's first token to its end.", self.decode_s),
-            (
-                "request_inference_time_seconds",
-                "From where a sequence first ran to the sequence's end.",
-                self.inference_s,
-            ),
+            ("request_inference_time_seconds", "From when a sequence first ran to its end.", self.inference_s),
             ("request_num_preemptions", "Times that a sequence was preempted.", self.num_preemptions),
             ("request_prompt_tokens", "Prompt tokens of a sequence.", self.prompt_length),
             (
@@ -177,7 +173,7 @@ class GatewayMetrics(Collector):
                 self.longest_generation,
             ),
             ("request_params_n", "Samples of a prompt.", self.num_samples),
-            ("request_params_max_tokens", "Output tokens that a prompt's samples may have.", self.max_tokens),
+            ("request_params_max_tokens", "The max_tokens of each sample of a prompt.", self.max_tokens),
         ):
             yield histogram_family(prefix + name, documentation, histogram, labels)
 

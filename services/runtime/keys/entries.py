@@ -24,7 +24,7 @@ from paceline.request_fields import METADATA
 MAX_FILE_BYTES = 4 * 2**20
 PREFIX = "pl-"  # secret scanners find keys by their prefix
 _SECRET_BYTES = 32
-# A goal for the first token, or a deadline, below this brings a request no further forward in the queue.
+# The queue order treats a TTFT SLO or a deadline that is shorter than this as this long.
 DEFAULT_MIN_SLO_S = 1.0
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -48,7 +48,7 @@ class ApiKey(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tenant: str = Field("", max_length=METADATA["tenant"].max_chars)
     any_tenant: bool = False  # a request may name another tenant
-    admin: bool = False  # policies, pins, reset, explain, cache events
+    admin: bool = False  # policies, pins, reset, explain, cache events, live view, trace, /metrics
     metrics: bool = False  # the gateway's /metrics
     max_priority: float = Field(0.0, allow_inf_nan=True)
     # The queue order moves an earlier deadline or SLO of the key's requests to this many seconds after arrival.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
-# Keys of config.json that do not change what the model computes.
+# Keys of config.json that are not part of the model's identity. (The registration compares the data type.)
 _BOOKKEEPING = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # The weights' hash reads this many evenly spread pieces of each file.
 _SAMPLE_PIECES, _SAMPLE_BYTES = 64, 4096

@@ -47,7 +47,7 @@ async def test_a_body_without_a_legal_choice_changes_nothing(start: Start, body:
     ("code", "message", "status", "reason"),
     [
         (grpc.StatusCode.INVALID_ARGUMENT, "order: there is no 'x'", 400, "invalid_policy"),
-        (grpc.StatusCode.PERMISSION_DENIED, "from this machine only", 403, "admin_required"),
+        (grpc.StatusCode.PERMISSION_DENIED, "only from the gateway's own machine", 403, "admin_required"),
         (grpc.StatusCode.UNAUTHENTICATED, "the API key is not known here", 403, "admin_required"),
         (grpc.StatusCode.INTERNAL, "a bug", 503, "service_unavailable"),
     ],

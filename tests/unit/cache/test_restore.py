@@ -218,7 +218,7 @@ BAD_ENTRIES = {
     "beyond the pool": (d.restored(3, A[:8], 8, [1, 17]), Code.INVALID_ARGUMENT, "block 17 is not within 1..16"),
     "a negative block": (d.restored(3, A[:8], 8, [1, -1]), Code.INVALID_ARGUMENT, "block -1 is not"),
     "a block twice": (d.restored(3, A[:8], 8, [1, 1]), Code.INVALID_ARGUMENT, "block 1 occurs twice"),
-    "a short table": (d.restored(3, A[:8], 5, [1]), Code.INVALID_ARGUMENT, "1 blocks of 4 tokens, where 5"),
+    "a short table": (d.restored(3, A[:8], 5, [1]), Code.INVALID_ARGUMENT, "1 blocks of 4 tokens cannot hold 5"),
     "computed too much": (d.restored(3, A[:4], 5, [1, 2]), Code.INVALID_ARGUMENT, "5 is more than the 4 tokens"),
     "crossed ranges": (CROSSED, Code.INVALID_ARGUMENT, "retention.start"),
     "a known one": (d.restored(1, A[:4], 4, [1]), Code.ALREADY_EXISTS, "sequence 1 is known already"),
@@ -233,7 +233,7 @@ BAD_ENTRIES = {
     "not all computed": (
         d.restored(3, A[:9], 7, [5, 3, 1]),
         Code.FAILED_PRECONDITION,
-        "this sequence has not computed",
+        "refused sequence has not computed",
     ),
     "both kinds": (d.restored(3, A[:4], 4, [1], host=[1]), Code.INVALID_ARGUMENT, "block_table: not empty"),
     "too few host blocks": (d.restored(3, A[:8], 5, host=[1]), Code.INVALID_ARGUMENT, "5 computed tokens need 2"),

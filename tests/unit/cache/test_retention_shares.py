@@ -259,6 +259,15 @@ def test_a_retention_may_end_before_its_time(num_host: int) -> None:
         assert (retained_blocks(cache, "a"), retained_blocks(cache, "b")) == left
 
 
+def test_the_retention_of_a_prefix_without_a_whole_block_may_end_before_its_time() -> None:
+    cache = Driver(retained=0.5, total_retained=1.0)
+    cache.add_worker(0, 64, partial_reuse=True)
+    stored(cache, 1, [7, 8, 9], tenant="a")
+    assert retained_blocks(cache, "a") == 1
+    cache.one(pb.CacheOp(end_retention=pb.EndRetentionOp(token_ids=d.pack([7, 8, 9]), tenant="a")))
+    assert retained_blocks(cache, "a") == 0
+
+
 def test_the_end_of_an_unknown_retention_changes_nothing() -> None:
     cache = link(num_blocks=16)
     for tokens in ([], [1, 2], prompt(3, 9)):

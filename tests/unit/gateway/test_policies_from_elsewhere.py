@@ -21,7 +21,7 @@ def test_a_request_from_this_machine_may_change_policies(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "2001:db8::1", ""])
 def test_a_request_from_another_machine_may_not_change_policies(host: str) -> None:
-    with pytest.raises(ApiError, match="from this machine only") as refused:
+    with pytest.raises(ApiError, match="only from the gateway's own machine") as refused:
         check_local(request_from(host))
     assert (refused.value.status, refused.value.code) == (403, "admin_required")
     assert why_not_settable(request_from(host)) == refused.value.message

@@ -80,8 +80,8 @@ async def test_an_invalid_choice_is_refused_and_changes_nothing() -> None:
         ({"options": {"watermark": "true"}}, "options.watermark: Input should be a valid number"),
         ({"options": {"watermark": "NaN"}}, "options.watermark: Input should be a finite number"),
         ({"preset": "sglang", "options": {"watermark": "0.5"}}, "options.watermark: none of the policies has it"),
-        ({"order": "json:loads"}, "order: 'json:loads' names a module, and only the scheduler's own configuration may"),
-        ({"capacity": "this:x"}, r"--capacity.*watermark.*group paceline\.policies that is installed"),
+        ({"order": "json:loads"}, "order: 'json:loads' names a module. Only the scheduler's own configuration"),
+        ({"capacity": "this:x"}, r"--capacity.*watermark.*entry point of paceline\.policies"),
         ({"placement": "no.such.module:x", "preset": "vllm-v1"}, "placement: 'no.such.module:x' names a module"),
     ):
         with pytest.raises(Aborted, match=word) as aborted:

@@ -182,6 +182,6 @@ def test_a_request_ends_when_no_worker_that_can_hold_it_is_attached_within_the_l
     if comes_back:
         assert client.endings[1].reason == FINISH_REASON_LENGTH
     else:
-        message = "no attached worker can run this request of 102 tokens, and none that can was attached within 30 s"
+        message = "no attached worker can run this request of 102 tokens, and no suitable worker came within 30 s"
         assert (client.endings[1].code, client.endings[1].message) == (CODE_UNAVAILABLE, message)
     system.assert_at_rest()

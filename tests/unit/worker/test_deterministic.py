@@ -141,6 +141,9 @@ def test_a_matmul_that_depends_on_other_rows_is_refused_at_the_start() -> None:
     by_count = Planted(lambda product: product * len(product))
     weights = [torch.ones(4, 5)]
     check_matmul(TiledMatmul(), weights, weights[0])
+    check_matmul(
+        TiledMatmul(), [torch.tensor([[1.0, torch.nan], [2.0, 3.0]])], weights[0]
+    )  # requests fail, not the start
     with pytest.raises(ModelError, match=r"products with \[4, 5\] torch.float32 depend on a row's position"):
         check_matmul(by_place, weights, weights[0])
     with pytest.raises(ModelError, match="depend on other rows"):

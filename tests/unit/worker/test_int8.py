@@ -169,6 +169,18 @@ def test_weights_take_the_memory_that_was_checked_before(name: str, reference: C
     assert held == need.weights_bytes
 
 
+def test_an_embedding_model_holds_no_head(tmp_path: Path) -> None:
+    folder = embedding_checkpoints.make("llama", tmp_path, "last")
+    weights = loaded(folder)
+    assert isinstance(weights.head, Tensor)
+    assert weights.head.numel() == 0
+    config = replace(read_config(folder), has_head=False)
+    settings = WorkerSettings(model=str(folder), quantization="int8")
+    need = memory_need(settings, config, BFLOAT16).weights_bytes
+    with_head = memory_need(settings, replace(config, has_head=True, tie_embeddings=True), BFLOAT16).weights_bytes
+    assert with_head - need == config.vocab_size * (config.hidden_size + 8)
+
+
 def test_matrices_are_quantized_one_after_the_other() -> None:
     """Loading needs the memory of the quantized weights and of one fused matrix, not of all weights."""
     config = read_config(CHECKPOINT)

@@ -172,9 +172,9 @@ def test_encoders_are_refused_at_load(changes: dict[str, Any], why: str, tmp_pat
 def test_vectors_of_a_step_must_fit_a_message(tmp_path: Path, build: Build) -> None:
     folder = checkpoints.make("llama", tmp_path, "last", hidden_size=2048)
     assert build(folder, max_num_seqs=1024).runner.limits.max_num_seqs == 1024
-    with pytest.raises(ModelError, match="at most 1024 of them fit"):
+    with pytest.raises(ModelError, match="can carry at most 1024"):
         build(folder, max_num_seqs=1025)
     # A step on a CPU has room for twice as many tokens as there are slots.
     folder = checkpoints.make("llama", tmp_path / "small", "last", hidden_size=1024)
-    with pytest.raises(ModelError, match="at most 2048 of them fit"):
+    with pytest.raises(ModelError, match="can carry at most 2048"):
         build(folder, max_num_seqs=2049)

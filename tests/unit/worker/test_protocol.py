@@ -316,7 +316,7 @@ VIOLATIONS: dict[str, tuple[Callable[[], StepPlan], str]] = {
     "draft of a resumed slot": (lambda: draft(2, 0, 5, hold_slots=pack([0]), resume_slots=pack([0])), "must be held"),
     "draft twice": (
         lambda: draft(2, 0, hold_slots=pack([0]), draft_slots=pack([0, 0]), draft_counts=pack([0, 0])),
-        "named once",
+        "named only once",
     ),
     "draft without counts": (
         lambda: draft(2, 0, hold_slots=pack([0]), draft_counts=b""),

@@ -10,8 +10,9 @@ MIN_SESSIONS = 20
 
 
 class RampSearch:
-    """Ask next_rate(), measure it, and tell note(). Ends when the highest rate that holds and the lowest that does not
-    are within `precision` of each other, when the limit holds, or when no rate down to GIVE_UP of the first holds."""
+    """Ask next_rate(), measure it, and tell note(). The search ends in three cases. The highest rate that meets the SLO
+    and the lowest that does not are within `precision`. The rate `limit` meets the SLO. No rate down to GIVE_UP times
+    the first rate meets it."""
 
     def __init__(self, first: float, limit: float, precision: float) -> None:
         if not (0 < first <= limit and precision > 0):

@@ -89,7 +89,7 @@ def both_over_load(stages: list[ComparedStage], titles: tuple[str, str], *, has_
 
 
 def both_distributions(stages: list[ComparedStage], titles: tuple[str, str]) -> Iterator[LineChart]:
-    """Two runs: the distributions of the first, the middle and the last stage of equal load."""
+    """Two runs: the distributions at the lowest, the middle and the highest load that both runs measured."""
     ordered = sorted(stages, key=lambda stage: stage.a.load.value)
     chosen = {ordered[i].title: ordered[i] for i in (0, len(ordered) // 2, -1)}
     for stage in chosen.values():

@@ -36,7 +36,7 @@ test("the page says plainly what is missing, and since when", () => {
   assert.equal(said({ snapshot: null }), "Connecting …");
   assert.match(said({ silentSince: 4000 }), /No connection to the gateway for 6 s/);
   const gone = { snapshot: snapshot(101, null), withoutSchedulerSince: 7000 };
-  assert.match(said(gone), /No connection to the scheduler for 3 s\. 2 live requests wait and will go on\./);
+  assert.match(said(gone), /No connection to the scheduler for 3 s\. 2 live requests wait for it\./);
   assert.match(said({ snapshot: snapshot(101, view({ cache_connected: false })) }), /no connection to the cache/);
   assert.match(said({ problem: new ApiProblem(429, "64 viewers watch") }), /64 viewers watch/);
 });

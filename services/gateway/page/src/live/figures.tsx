@@ -48,7 +48,7 @@ export function Figures({ snapshot, history }: { snapshot: LiveSnapshot; history
         series={line(count(load?.num_waiting), "var(--c-orange)", (sample) => sample.waiting)}
         least={1}
         format={count}
-        note={load ? `${counted(load.num_waiting_tokens, "token")}, about ${seconds(load.waiting_s)}` : ""}
+        note={load ? `${counted(load.num_waiting_tokens, "token")}, about ${seconds(load.waiting_s)} until the queue is empty` : ""}
       />
       <LineChart
         {...common}

@@ -10,8 +10,8 @@ import { eventsOf } from "./sse.ts";
 const SILENCE_MS = 5000;
 const FIRST_RETRY_MS = 500;
 const LAST_RETRY_MS = 5000;
-/** Drawing is most of what an open page costs its machine, and may take 1/200 of the time. On a machine that is slow or
- * busy, snapshots are left out for this, but never for longer than LONGEST_PAUSE_MS. */
+/** Drawing is most of what an open page costs its machine, so it is limited to 1/200 of the time. On a slow or busy
+ * machine, the page leaves snapshots out, but never for longer than LONGEST_PAUSE_MS. */
 const PAUSE_PER_DRAWING = 200;
 const SHORTEST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 3500;

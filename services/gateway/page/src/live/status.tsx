@@ -19,7 +19,7 @@ export function connectionSaid(state: LiveState, nowMs: number): Said {
   if (!snapshot) return { text: "Connecting …", bad: false };
   if (withoutSchedulerSince !== null) {
     const streams = snapshot.gateway.live_requests;
-    const going = streams ? ` ${streams} live ${streams === 1 ? "request waits" : "requests wait"} and will go on.` : "";
+    const going = streams ? ` ${streams} live ${streams === 1 ? "request waits" : "requests wait"} for it.` : "";
     return { text: `No connection to the scheduler for ${since(withoutSchedulerSince)}.${going}`, bad: true };
   }
   if (snapshot.gateway.draining) return { text: "The gateway is shutting down: it takes no new requests.", bad: true };

@@ -54,10 +54,10 @@ function Worker({ worker, map }: { worker: WorkerShown; map: Blocks | undefined 
         </div>
         <div>
           <dt>Fitted step time</dt>
-          <dd title="base; each prompt token; each row">
+          <dd title="base; each prompt token; each token attended to; each row">
             {seconds(worker.base_s)}
             <small class="muted">
-              + {seconds(worker.token_s)}/token, {seconds(worker.row_s)}/row
+              + {seconds(worker.token_s)}/token, {seconds(1000 * worker.context_s)}/1,000 attended, {seconds(worker.row_s)}/row
             </small>
           </dd>
         </div>

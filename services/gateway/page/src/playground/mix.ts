@@ -63,7 +63,7 @@ export function mixProblem(mix: Part[]): string {
   for (const [index, part] of mix.entries()) {
     const numbers = [part.count, part.times, part.maxTokens];
     if (numbers.some((value) => !Number.isInteger(value) || value < 1) || !(part.afterS >= 0)) {
-      return `Part ${index + 1}: requests, times and tokens must be whole numbers from 1 on, and the start from 0 on.`;
+      return `Part ${index + 1}: requests, times and output tokens must be whole numbers of at least 1; the start must be at least 0 s.`;
     }
     if (!part.prompt.trim()) return `Part ${index + 1} has no prompt.`;
   }

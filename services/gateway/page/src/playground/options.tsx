@@ -21,7 +21,7 @@ const HINTS: Record<Structure, string> = {
   none: "",
   json: '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}',
   regex: "[0-9]{1,3}",
-  choice: "one\nanswer\na line",
+  choice: "yes\nno\nmaybe",
   grammar: 'start: "yes" | "no"',
 };
 const TOOL_HINT = `[{"type": "function", "function": {"name": "get_weather",
@@ -67,7 +67,7 @@ export function OptionFields({ fields, options, onChange, problem, hasTools }: P
             <option value="">none</option>
             {[0, 2, 4, 8, 16].map((num) => (
               <option key={num} value={num}>
-                {num === 0 ? "of the token" : `of it and the ${num} likeliest`}
+                {num === 0 ? "of the sampled token" : `of the sampled and the ${num} likeliest tokens`}
               </option>
             ))}
           </select>
@@ -131,7 +131,7 @@ export function OptionFields({ fields, options, onChange, problem, hasTools }: P
           </div>
         </details>
       )}
-      {/* A problem opens what hides its field. */}
+      {/* If an error concerns a hidden option, open the section that contains it. */}
       <details key={String(isAmongOthers)} open={isAmongOthers}>
         <summary>More options ({others.length})</summary>
         <div class="option-grid">{others.map(control)}</div>

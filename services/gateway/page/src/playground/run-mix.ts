@@ -18,7 +18,7 @@ export async function compare(
 ): Promise<Run[]> {
   const before = await getJson<PoliciesAnswer>("v1/policies", signal);
   const runs: Run[] = [];
-  // Before the policies change: a mix that the server refuses (a tenant, a limit) must change nothing.
+  // Before the policies change: one small request of each part shows whether the server refuses its tenant or the key.
   for (const part of mix) await runPart({ ...part, count: 1, times: 1, maxTokens: 1 }, 0, "probe", signal);
   try {
     for (const preset of presets) {

@@ -72,7 +72,7 @@ export function Tokens({ tokens }: { tokens: Token[] }) {
   );
 }
 
-/** 0 for a certain token, 1 for one of 1 % or less. */
+/** 0 for a token with probability 1, and 1 for a probability of 1 % or less. */
 function doubt(logprob: number): number {
   return Math.min(1, -logprob / Math.log(100));
 }
