@@ -317,7 +317,7 @@ def test_the_page_says_that_the_scheduler_is_gone_and_streams_go_on(own_stack: S
         until(lambda: shown(page, "running") == "1", page)
         stack.kill("scheduler")
         expect(page.locator(".status .notice")).to_contain_text("No connection to the scheduler for")
-        expect(page.locator(".status .notice")).to_contain_text("1 live request waits and will go on")
+        expect(page.locator(".status .notice")).to_contain_text("1 live request waits for it")
         expect(page.locator(".services .state-down")).to_contain_text("scheduler")
         stack.start("scheduler")
         expect(page.locator("[data-state=good]")).to_be_visible()
