@@ -44,7 +44,7 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     etcd_key: str = Field(
         "paceline/scheduler",
         pattern=r"^[!-~]{1,200}$",
-        description="key in etcd: the same for all schedulers of a server, different for each server",
+        description="prefix of the keys in etcd: the same for all schedulers of a server, different for each server",
     )
     etcd_ttl_s: int = Field(
         5,
@@ -86,9 +86,14 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     policy_options: dict[str, Any] = Field(default_factory=dict, description="options of the policies, as JSON")
     max_num_seqs: int = Field(0, ge=0, description="running sequences per worker; 0: as many as the worker allows")
     tenant_max_running_tokens: int = Field(
-        0, ge=0, description="tokens that the running requests of one tenant may grow to; 0: any number"
+        0,
+        ge=0,
+        description="tokens that the running requests of one tenant may grow to, online and offline ones each; a "
+        "larger request runs alone; 0: any number",
     )
-    tenant_max_queued_tokens: int = Field(0, ge=0, description="waiting tokens of one tenant; 0: any number")
+    tenant_max_queued_tokens: int = Field(
+        0, ge=0, description="waiting tokens of one tenant, online and offline each; 0: any number"
+    )
     waiting_timeout_s: float = Field(
         0, ge=0, description="seconds after which an online request that has never run fails; 0: never"
     )
@@ -114,8 +119,9 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
     )
     cache_secret_file: str = Field(
         "",
-        description="file with 16 to 64 bytes, the same for every standby: the key of the hash that workers get in "
-        "place of tenants and salts (default: one in etcd, else a file that the scheduler makes in its state folder)",
+        description="file with a secret of 16 to 64 bytes, the same for every standby. The scheduler hashes tenants "
+        "and salts with it; workers and cache get only the hash (default: a secret in etcd, else a file that the "
+        "scheduler makes in its state folder)",
     )
     partial_reuse: bool = Field(True, description="also reuse the beginning of a cached block, by a copy")
     host_cache: bool = Field(True, description="keep evicted KV in the workers' host memory, if they have any")

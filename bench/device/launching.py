@@ -35,7 +35,8 @@ from tests.support.late_device.worker import late_gpu
 STEPS = 230
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 
-# A step with a chunk: as many layers as Llama-3.1-8B has, and small products, because torch computes them.
+# For steps with a prompt chunk: a model with as many layers as Llama-3.1-8B. Its matrices are small, because torch
+# really multiplies them.
 LAYERS, DECODES, ROWS, MIXED_STEPS = 32, 32, 128, 100
 DEEP = SHAPES["tiny"] | {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "head_dim": 16, "max_position_embeddings": 16384,
@@ -45,7 +46,7 @@ MIXED: dict[str, tuple[int, ...]] = {"eager": (), "pieces": (ROWS,)}
 
 
 def launch_ms(rows: int) -> dict[str, float]:
-    """The median for steps of `rows` decodes, by sampling."""
+    """The median launch time of a step of `rows` decodes, in ms, for each kind of SAMPLINGS."""
     with reference_kernels(make_attention=_NoAttention) as flashinfer:
         runner = twin(
             flashinfer, CHECKPOINT, num_blocks=rows * STEPS // 8, max_num_seqs=rows, graph_sizes=(rows,),
@@ -65,8 +66,9 @@ def _measure(runner: ModelRunner, rows: int, sampling: SamplingParams) -> float:
 
 
 def mixed_launch_ms() -> dict[str, float]:
-    """The median for steps of DECODES decodes and a chunk, ROWS rows in all. The eager time contains small products,
-    which torch computes."""
+    """The median for steps of DECODES decodes and a chunk, ROWS rows in all. Both times contain small matmuls that
+    torch computes: the eager time those of all layers, the time with pieces only those after the last attention
+    call."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = deep_checkpoint(Path(folder), LAYERS)
@@ -124,7 +126,8 @@ def _count_operations(layers: int, graph_max_tokens: int) -> int:
 
 
 def mixed_steps(runner: ModelRunner, decodes: int, count: int) -> Iterator[PlannedStep]:
-    """First the steps that prefill the decoding requests, then `count` steps with decodes and one chunk."""
+    """One step that prefills the decoding requests, `count` steps with decodes and one chunk, one with decodes only,
+    and a plan that only frees slots."""
     requests = [LoadRequest(ROWS // decodes, 0, count + 2) for _ in range(decodes)]
     requests.append(LoadRequest(count * (ROWS - decodes), 0, 1))
     return Load(runner.limits, requests).steps(decodes + 1)

@@ -1,12 +1,14 @@
 """Measures placement on running services: `python -m bench.placement.live`.
 
-Each worker also sleeps in each step, as if it had a device of its own (bench/overload/slow_worker.py); `--real-steps`
-turns this off.
-
 One or two workers of 16 sequences each serve the demo model over HTTP. In four loads, all requests share a system
 prompt (842 or 1,500 tokens; 32 requests at a time, or 2.5 a second). One request warms one worker's cache. Then
-requests with this prefix and 8 tokens of their own arrive. The second load is conversations: each turn's prompt is the
-previous prompt and 128 more tokens. The results (printed, and in bench/results/placement_live.json if all was measured)
+requests with this prefix and 8 tokens of their own arrive. The fifth load is conversations: each turn's prompt is the
+previous prompt and 128 more tokens.
+
+The workers share the machine's cores, so two would not be faster than one. So each worker computes a step and then
+sleeps, in place of a device of its own (bench/overload/slow_worker.py). `--real-steps` turns the sleep off.
+
+The results (printed, and in bench/results/placement_live.json if all was measured)
 are the first worker's share of the decode tokens, output tokens per second, and the cached share of the prompt tokens.
 """
 

@@ -25,7 +25,7 @@ class CacheCounters:
     promoted_blocks: int = 0
     forked_sequences: int = 0
     sharing_sequences: int = 0  # admitted with blocks that another sequence computes in the same step
-    copied_blocks: int = 0  # blocks of which a sequence copied the beginning, on the device or the host
+    copied_blocks: int = 0  # of which an admitted sequence (no fork) copied the beginning, on the device or the host
     copied_host_blocks: int = 0  # those of the host among them
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0

@@ -40,7 +40,7 @@ def check_state(
         _require(here, f"worker {worker.worker_id} has a sequence of another worker")
     _require(by_worker == admitted, "the workers' sequences are not the admitted ones")
     off_device = {sequence_id: s for worker in workers.values() for sequence_id, s in worker.swapped.items()}
-    _require(off_device == swapped, "the workers' swapped sequences are not the swapped ones")
+    _require(off_device == swapped, "the workers and the core list different swapped-out sequences")
     _require(len({worker.number for worker in workers.values()}) == len(workers), "two workers have one number")
     if tree is None:
         return
@@ -149,11 +149,11 @@ def _check_device(worker: WorkerBlocks, pins: Pins) -> None:
 
 
 def _check_memory(name: str, memory: Memory, residencies: list[BlockResidency], private: list[int]) -> None:
-    """Checks that each block has one state and that copies read stored blocks only, and recounts the counters."""
+    """Checks that each block has one state and that each block in `sources` is stored, and recounts the counters."""
     pool = memory.pool
     stored = [block for residency in residencies for block in residency.blocks]
     withheld = list(memory.withheld)
-    _require(memory.sources <= set(stored), f"{name}: a copy reads a block that is not stored")
+    _require(memory.sources <= set(stored), f"{name}: a block in `sources` is not stored")
     states = [*pool.given_back(), *stored, *private, *withheld]
     handed_out = pool.first_untouched - 1
     _require(sorted(states) == list(range(1, handed_out + 1)), f"{name}: a block is lost, or in two states")
@@ -201,7 +201,8 @@ def _check_shares(name: str, memory: Memory, residencies: list[BlockResidency]) 
         _require(set(share.retained.values()) == own, f"{name}: tenant {tenant!r}: wrong retained blocks")
         _require(paid <= shares.max_tenant_blocks, f"{name}: tenant {tenant!r} retains more than its share")
     total = sum(share.num_blocks for share in shares.tenants.values())
-    _require(shares.num_blocks == total <= shares.max_blocks, f"{name}: all tenants retain more than their share")
+    _require(shares.num_blocks == total, f"{name}: the shares count {shares.num_blocks} retained blocks, not {total}")
+    _require(total <= shares.max_blocks, f"{name}: all tenants together retain {total} blocks of {shares.max_blocks}")
 
 
 def check_no_copies_due(workers: dict[int, WorkerBlocks]) -> None:

@@ -36,7 +36,8 @@ LINKS = {
     "scheduler": [*WORKERS, *GATEWAYS, "scheduler"],
     "gateway": ["gateway"],
 }
-# A freeze is long enough that pings detect it (every 2 s, unanswered for 2 s). Then the process goes on as a zombie.
+# A freeze is long enough to be noticed: a service gives up a peer after 1.5 s without a heartbeat, or after at most 2.5
+# s without an answer to a ping. Then the process goes on as a zombie.
 FREEZE_S, CUT_S = 6.0, 0.5
 # Seconds of silence after which a client takes its gateway for dead and goes to the other one.
 PATIENCE_S = 3.0

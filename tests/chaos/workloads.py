@@ -85,7 +85,7 @@ def _streaming() -> list[Question]:
 
 
 def _tools() -> list[Question]:
-    """Calls of functions with more arguments than there is room for."""
+    """Function calls with a list argument that needs more tokens than `max_tokens` allows."""
     names = {"type": "object", "properties": {"names": LONG_LIST}, "required": ["names"]}
     tools = [{"type": "function", "function": {"name": name, "parameters": names}} for name in ("invite", "forget")]
     chat = {"messages": MESSAGES, "max_tokens": 200, "stream": True, "tools": tools, "tool_choice": "required"}

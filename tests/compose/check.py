@@ -1,4 +1,4 @@
-"""Checks of the compose file against a real engine, in order. run.sh starts the engine first.
+"""Checks of the compose file on a real Docker engine, in order. run.sh starts the Docker engine if none runs.
 
 One line per check, then `N passed, N failed`. The first failure ends the run, because later checks need the state that
 earlier ones leave. At the end of every run the project is taken down.

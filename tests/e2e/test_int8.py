@@ -23,7 +23,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_answers_are_right_beside_a_second_worker_of_the_same_kind(stack: Stack) -> None:
-    """Look-ups need the exact tokens of the prompt, so a wrong product would show. The gateway's --dtype fits."""
+    """The demo task `lookup` copies exact tokens of the prompt, so a wrong int8 matmul gives wrong answers. The gateway
+    has the same --dtype as the workers, and serves them."""
     stack.start("worker-2")
     examples = held_out("lookup", 20, seed=3)
     with httpx.Client(base_url=stack.url, timeout=120, trust_env=False) as http:

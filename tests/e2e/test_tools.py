@@ -1,4 +1,5 @@
-"""A tool round trip of the unmodified OpenAI client with real processes, also when a gateway dies amid a call.
+"""With real processes: a tool round trip of the unmodified OpenAI client, and a streamed call that
+examples/resuming_stream.py resumes after its gateway was killed.
 
 The calls are forced, because a grammar can make them as long as the tests need them. (test_readme.py has calls that the
 demo model makes of its own accord.)"""

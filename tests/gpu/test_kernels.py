@@ -94,7 +94,7 @@ def test_attention(
 
 
 def test_the_norms_are_the_cuda_kernels(flashinfer: Any) -> None:
-    """test_layer_ops tests these, also where CuTe DSL is installed."""
+    """FlashInfer uses its CUDA norm kernels even if CuTe DSL is installed, so test_layer_ops tests those kernels."""
     assert flashinfer.norm._use_cuda_norm(DEVICE)
 
 

@@ -77,8 +77,8 @@ class Covering:
         self._lines, self._seconds = lines, seconds
 
     def tests(self, path: str, line: int) -> list[str]:
-        """The quickest first. For a line that only runs at import: all tests in the files that test the module, because
-        a test may look at a constant alone."""
+        """The quickest first. A line that runs only at import is recorded for no test. Then the result is all tests in
+        the files that test the module."""
         by_line = self._lines.get(path, {})
         found = by_line.get(str(line)) or {test for tests in by_line.values() for test in tests}
         if str(line) not in by_line:

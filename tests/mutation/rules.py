@@ -137,7 +137,8 @@ def _changes(site: _Site) -> Iterator[tuple[Rule, ast.AST, ast.AST]]:
             yield from _dropped(statement)
     for root in roots:
         for node in _expressions(root):
-            # A limit plus one is often as good as the limit; twice the limit should be noticed.
+            # A module's constant is often a limit. With one more, the code often still works, so it is doubled, which a
+            # test should notice.
             yield from _in_expression(node) if site.function else _doubled(node)
 
 

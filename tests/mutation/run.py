@@ -232,8 +232,9 @@ def write_recorded(noticed: dict[str, str]) -> None:
 
 
 def run_recorded(count: int, first: int, processes: int) -> int:
-    """Plants some mutations again that a test noticed in a recorded run, and runs that test. If that test passes
-    now, the tests in its folder run. Status 1 if none of these fails, or if fewer than half of the mutations exist.
+    """Plants some mutations again that a test noticed in a recorded run, and runs that test. If that test passes now,
+    the tests in its folder run. Status 1 if there is a mutation with which none of its tests fails, or if fewer than
+    half of the recorded mutations still exist.
 
     A property test may draw other examples with another version of hypothesis or of the code.
     """

@@ -29,8 +29,9 @@ VOCAB = 2**31 - 1
 
 
 def match_what_can_be_reused(req: Req, cache: RadixCache, tokens: array[int], **options: Any) -> MatchResult:
-    """The match that orders the queue. SGLang's own subtracts one token from the longest match, even if that leaves a
-    part of a block. So a prompt of whole blocks that are all cached gets more tokens than it can reuse."""
+    """The match that orders the queue. SGLang's own match subtracts one token from the longest match, and may so end
+    within a block. For a fully cached prompt of whole blocks it reports more cached tokens than the request can reuse,
+    because only whole blocks are reused."""
     return match_kv_cache(req, cache, tokens, max_prefix_len=len(tokens) - 1, **options)
 
 

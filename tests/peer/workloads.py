@@ -46,7 +46,8 @@ def workload(seed: int, preset: str) -> dict[str, Any]:
     budget = rng.randint(max_num_seqs, max_num_seqs + 40) if chunked else max_model_len + rng.randint(0, 30)
     num_blocks = max(1, need_blocks) + rng.randint(0, rng.choice([1, 4, 4 * need_blocks + 4]))
     watermark = rng.choice([0.0, 0.0, 0.01, 0.1, 0.3])
-    # vLLM takes the share of a pool that includes its null block. Use only shares for which both give the same number.
+    # vLLM computes the watermark from a pool with one block more, its null block. Use only a watermark that gives the
+    # same number of blocks in vLLM and in Paceline.
     if int(watermark * num_blocks) == int(watermark * (num_blocks + 1)):
         options["watermark"] = watermark
     return {

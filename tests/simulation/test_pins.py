@@ -83,7 +83,7 @@ def test_every_stream_equals_its_undisturbed_run(first: int) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_pins_delay_no_request_that_fits_beside_them(preset: str) -> None:
+def test_a_pin_is_given_up_for_requests_that_do_not_fit_beside_it(preset: str) -> None:
     system = LocalSystem(policies=build(choose(preset, {}, {"chunked_prefill": True})))
     system.attach(ToyWorker(block_size=4, num_blocks=24, max_num_seqs=4, max_batched_tokens=64))
     client = system.open("a")
@@ -92,7 +92,7 @@ def test_pins_delay_no_request_that_fits_beside_them(preset: str) -> None:
     system.submit("a", 1, pinned, sampling)
     system.run()
     admin.pin(system.cache, "system", d.pack(pinned))
-    long = SamplingParams(top_p=1, max_tokens=70, ignore_eos=True, seed=1)  # in 20 blocks of 24; 12 are pinned
+    long = SamplingParams(top_p=1, max_tokens=70, ignore_eos=True, seed=1)  # needs 20 of the 24 blocks; 12 are pinned
     for handle in (2, 3):
         system.submit("a", handle, [9] * 8, long)
     system.run()

@@ -54,8 +54,8 @@ def test_a_shared_prompt_spreads_over_two_workers(per_s: float, concurrency: int
 
 
 def test_under_load_two_workers_serve_a_shared_prompt_faster_than_one() -> None:
-    """A step of 64 rows takes 8 ms, and a step of 32 rows 6.3 ms. So half a batch on each of two workers would not be
-    twice as fast. Instead, two workers serve twice the clients of one."""
+    """A step of 64 rows takes 8 ms, and a step of 32 rows 6.3 ms. So two workers with half a batch each are not twice
+    as fast as one. Therefore this test gives two workers twice as many clients as one worker."""
     sessions = one_prompt(1500, 0.0)
     one = played(sessions, WorkerSpec(), concurrency=64)
     two = played(sessions, WorkerSpec(), WorkerSpec(), concurrency=128)

@@ -148,7 +148,7 @@ def test_20_requests_wait_for_a_prefix_that_is_being_computed(preset: str) -> No
     requests = [request(i, range(21), 2) for i in range(3)]
     outcome = run(preset, requests, max_num_seqs=3, prefix_caching=True)
     assert ranges(outcome) == "0-0 {0}; 1-1 {0,1,2}; 2-2 {1,2}"
-    assert prefills(outcome, "1") == prefills(outcome, "2") == [(1, 1, 20)]  # 4 reused blocks
+    assert prefills(outcome, "1") == prefills(outcome, "2") == [(1, 1, 20)]  # each of the two requests reuses 2 blocks
 
 
 def test_20_a_static_batch_does_not_wait() -> None:

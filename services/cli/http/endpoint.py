@@ -89,7 +89,7 @@ def _context_of(folder: Path) -> ssl.SSLContext:
         if paths.cert.exists():  # for a server that demands certificates
             context.load_cert_chain(paths.cert, paths.key)
     except OSError as error:  # ssl.SSLError too
-        raise TlsError(f"--tls-dir {folder}: {error.strerror or error}") from error
+        raise TlsError(f"--tls-dir {folder}: {Path(error.filename or paths.cas[0]).name}: {error.strerror}") from error
     return context
 
 

@@ -13,15 +13,13 @@ from services.gateway.openapi.answers import Error
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "openapi_description"
 EVENT_STREAM = "text/event-stream"  # the value of `text` for streams with events of many shapes
-# Every path that takes a body or a key may answer with these. Their shape is answers.Error.
-COMMON_ERRORS = (400, 401, 403, 404, 429, 500, 503)
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
     """What /openapi.json says of one route. `body`: the model that parses the request. `form`: the model of a
-    multipart body. `query`: parameters, each with its meaning. `answer`: the JSON of status 200. `event`: the JSON of
-    one event of a stream. `text`: the media type of an answer without a schema; with
+    multipart body. `query`: parameters, each with its meaning. `answer`: the JSON of status 200, and of `statuses`
+    from 300 on. `event`: the JSON of one event of a stream. `text`: the media type of an answer without a schema; with
     application/json the answer is any object. `statuses`: further statuses without the error shape, each with its
     meaning. `errors`: statuses with the shape `error`. `headers`: of the request, each with its meaning.
     """
@@ -31,7 +29,7 @@ class Described:
     event: type[BaseModel] | None = None
     text: str = ""
     statuses: dict[int, str] = field(default_factory=dict)
-    errors: Sequence[int] = COMMON_ERRORS
+    errors: Sequence[int] = ()
     headers: dict[str, str] = field(default_factory=dict)
     error: type[BaseModel] = Error
     form: type[BaseModel] | None = None
@@ -45,7 +43,7 @@ def described(
     event: type[BaseModel] | None = None,
     text: str = "",
     statuses: dict[int, str] | None = None,
-    errors: Sequence[int] = COMMON_ERRORS,
+    errors: Sequence[int] = (),
     headers: dict[str, str] | None = None,
     error: type[BaseModel] = Error,
     form: type[BaseModel] | None = None,

@@ -139,7 +139,7 @@ async def test_the_trace_of_the_client_is_on_the_lines_of_its_request(running: R
     assert [one.trace_id for one in running.scheduler.submissions] == [trace, ""]
 
 
-async def test_a_gateway_without_tracing_passes_the_parent_of_a_sampled_request_on(running: Running) -> None:
+async def test_a_gateway_without_tracing_forwards_the_parent_span_of_a_sampled_request(running: Running) -> None:
     """If the scheduler does trace, its spans belong to the client's trace."""
     parent = "4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
     await asked(running, {"traceparent": f"00-{parent}-01"})

@@ -290,7 +290,7 @@ async def test_max_requests_limits_the_requests_of_a_key_at_a_time(start: Start,
     assert (await post(running, secret)).status_code == 200
 
 
-async def test_a_client_that_disconnects_frees_its_request_of_max_requests(start: Start, keys: Keys) -> None:
+async def test_a_client_that_disconnects_no_longer_counts_towards_max_requests(start: Start, keys: Keys) -> None:
     secret = keys.add("a", max_requests=1)
     running = await launch(start, keys, step_s=0.01)
     async with running.http.stream("POST", PATH, json=LONG, headers=bearer(secret)) as stream:
@@ -302,7 +302,7 @@ async def test_a_client_that_disconnects_frees_its_request_of_max_requests(start
     await eventually(served)
 
 
-async def test_a_client_that_disconnects_before_its_submission_frees_its_request_of_max_requests(
+async def test_a_client_that_disconnects_before_its_submission_no_longer_counts_towards_max_requests(
     start: Start, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`return_prompt_text` may wait for a thread, and the client may leave then."""
@@ -394,7 +394,7 @@ async def test_an_idempotency_key_belongs_to_the_key_that_made_it(start: Start, 
     assert (await running.http.post(PATH, json=BODY, headers=bearer(mine, **{KEY: "k"}))).status_code == 422
 
 
-async def test_grpc_keys_belong_to_the_key_that_made_them(start: Start, keys: Keys) -> None:
+async def test_an_idempotency_key_over_grpc_belongs_to_its_api_key(start: Start, keys: Keys) -> None:
     mine, theirs = keys.add("a", tenant="t"), keys.add("b", tenant="t")
     running = await launch(start, keys)
     address, got = running.addresses.grpc or "", []

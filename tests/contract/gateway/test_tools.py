@@ -165,7 +165,7 @@ async def test_the_template_gets_the_tools_as_they_were_sent(start: Start) -> No
 
 
 async def test_forced_and_strict_calls_have_a_grammar_and_other_requests_none(start: Start) -> None:
-    running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's template shows no tools
+    running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's own template shows calls of Hermes
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[1, 5])
     for choice, finish in (("required", "tool_calls"), (NAMED, "stop")):
         running.scheduler.submissions.clear()

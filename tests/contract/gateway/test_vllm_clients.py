@@ -116,7 +116,7 @@ async def test_a_stream_interval_sends_fewer_events_with_the_same_text(start: St
     assert text == (await post(running, COMPLETIONS, **body))["choices"][0]["text"]
 
 
-async def test_the_id_of_an_answer_is_the_requests(running: Running) -> None:
+async def test_an_answer_has_the_id_of_its_request(running: Running) -> None:
     for path, prefix, of_kind in ((COMPLETIONS, "cmpl-", {"prompt": "x"}), (CHATS, "chatcmpl-", {"messages": CHAT})):
         body = {**of_kind, "max_tokens": 1}
 

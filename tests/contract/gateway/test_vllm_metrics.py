@@ -16,7 +16,8 @@ from tests.contract.gateway.test_metrics import BODY, PATH
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm-metrics.md"
 OF_ENGINE = frozenset({"model_name", "engine"})
-# Name without the prefix `vllm:` and, as vLLM declares counters, without a counter's `_total`: kind, labels.
+# By name: kind and labels. The name has no prefix `vllm:`. A counter's name has no `_total`, because vLLM declares
+# counters without it.
 FROM_THE_SCHEDULER: dict[str, tuple[str, frozenset[str]]] = {
     "num_requests_running": ("gauge", OF_ENGINE),
     "num_requests_waiting": ("gauge", OF_ENGINE),

@@ -156,7 +156,7 @@ def test_the_certificate_of_this_machines_server_is_trusted_and_no_other(
             line = failure(capsys, 1, "--url", script.url, *flags, "hi")
             assert line.startswith(f"{script.url}: no TLS connection, see --tls-dir: ")
     line = failure(capsys, 2, "--url", script.url, "--tls-dir", str(tmp_path / "none"), "hi")
-    assert line == f"--tls-dir {tmp_path / 'none'}: No such file or directory"
+    assert line == f"--tls-dir {tmp_path / 'none'}: ca.pem: No such file or directory"
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "x:8000", "http://", "http://x:99999", "http://x:p"])

@@ -161,7 +161,7 @@ def render(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """The committed chat template, rendered as transformers renders it."""
+    """The committed chat template, rendered as transformers does for texts without < > & '."""
     environment = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
 
     def refuse(message: str) -> None:

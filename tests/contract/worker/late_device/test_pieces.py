@@ -100,7 +100,8 @@ def test_swaps_copies_and_forks_are_as_on_a_cpu(reference: Checkpoints) -> None:
 
 def test_a_step_with_chunks_queues_three_operations_for_a_layer() -> None:
     """A graph, and attention for the decodes and for the chunks. Eagerly there are 11 kernels and 2 allocations. The
-    others are the plan and its copies, the last layer's rest, and sampling."""
+    step's other operations, which belong to no layer, are the plan and its copies, the rest of the last layer, and
+    sampling."""
     counted = mixed_operations()
     assert {name: operations.by_layer for name, operations in counted.items()} == {"eager": 13, "pieces": 3}
     assert counted["pieces"].others <= 36

@@ -67,7 +67,8 @@ def plan(planner: ctypes.CDLL, kv_blocks: list[int], window: int) -> list[int]:
 @pytest.mark.parametrize("window", [-1, 1023])
 @pytest.mark.parametrize("size", [1, 2, 8, 64, 256])
 def test_a_graph_plans_the_same_numbers_for_any_lengths(size: int, window: int, planner: ctypes.CDLL) -> None:
-    """They are arguments of the captured kernels. Only the tables behind them may change."""
+    """The numbers of a plan are arguments of the captured kernels, so they must not change. Only the tables in the
+    workspace may change."""
     rng = np.random.default_rng(size)
     wanted = plan(planner, [1] * size, window)
     for longest in (1, 8, 9, 100, 2048):
