@@ -163,7 +163,8 @@ def test_host_blocks_dropped_with_their_parent_count_as_evicted() -> None:
     cache.commit(4, [], 10)
     cache.swap_out(4)  # takes the other host blocks
     assert cache.core.counters.evicted_host_blocks == 0
-    cache.start(5, FILL)  # no block of A may be evicted for A's beginning, so the beginning finds no room
+    # The only cached host block is A's last one. It may not make room for A's first blocks, so the host drops all of A.
+    cache.start(5, FILL)
     assert tiers(cache, A) == (0, 0)
     assert cache.core.counters.evicted_host_blocks == 1
 

@@ -136,4 +136,4 @@ async def test_the_worker_of_another_machine_is_enough() -> None:
 async def test_up_ends_with_the_reason_of_the_last_worker() -> None:
     stack = ShellStack({"worker-1": REFUSED_BY_MODEL, "worker-2": TOO_LARGE}, 2, others_serve=False)
     assert (await until_over(stack)).startswith("worker-")
-    assert stack.said("it stays down"), "the message is about the worker that ended first"
+    assert stack.said("it stays down"), "a message about the worker that ended first; `up` ends with the other's"

@@ -35,7 +35,7 @@ def batch() -> BatchRecord:
 
 def test_a_batch_is_read_back_as_it_was_stored() -> None:
     moved = replace(batch().after("valid", 1001.0).after("run", 1002.0), num_bytes=7)
-    assert moved.document().num_bytes == 7, "counts for the owner"
+    assert moved.document().num_bytes == 7, "the bytes count towards the owner's limit"
     assert stored_batch(moved.document()) == moved
     shown = moved.shown()
     assert (shown["status"], shown["in_progress_at"], shown["finalizing_at"]) == ("finalizing", 1001, 1002)

@@ -145,7 +145,8 @@ def test_an_unknown_decoder_has_no_table(decoder: dict[str, object] | None) -> N
 
 
 def naive_stop(text: str, stops: Sequence[str], after: int = 0) -> tuple[str, bool]:
-    """The text before the stop string that ends first after `after` characters (if several do, before the longest)."""
+    """The text before the first stop string that ends beyond position `after`. If several end at the same position, the
+    longest counts."""
     for end in range(after + 1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

@@ -487,7 +487,8 @@ def test_the_shortest_deadline_does_not_become_no_deadline() -> None:
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 @pytest.mark.parametrize("given", [1e-45, 1e-46, 1e-300])
 def test_the_smallest_shares_stay_above_zero(builder: RequestBuilder, name: str, given: Any) -> None:
-    """Shares are sent as 32-bit floats, and there 0 means that the request asks for none."""
+    """top_p and typical_p are sent as 32-bit floats. There a 0 is invalid for top_p, and for typical_p it means that
+    the field is not set."""
     assert getattr(make_job(builder, **{name: given}).sampling, name) == 2.0**-149
 
 

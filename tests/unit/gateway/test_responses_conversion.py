@@ -154,7 +154,7 @@ IGNORED_OBJECTS: dict[str, Any] = {
 
 
 def nested(path: str, value: Any) -> Any:
-    """The value of the path's first field that has `value` at the path."""
+    """Wraps `value` so that it is at `path` in the request: for "tools.0" the result is a list with `value`."""
     *_, last = path.split(".")
     return [value] if last == "0" else value
 

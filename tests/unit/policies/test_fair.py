@@ -349,7 +349,7 @@ def test_samples_take_turns_with_later_requests() -> None:
     assert names(samples.order) == [11, 21, 12, 3, 4]
 
 
-def test_the_beams_of_a_search_stand_together_behind_the_first() -> None:
+def test_the_other_beams_of_a_search_come_together_after_one_sequence_of_each_request() -> None:
     samples = Samples()
     samples.submit(1, 3, is_beam=True)
     samples.submit(11, 3, is_beam=True)

@@ -19,7 +19,7 @@ def test_a_cut_prompt_gets_whole_blocks_if_a_block_fits(budget: int, largest: in
     assert Left(cast(Step, step), 100, unit=4).largest_cut() == largest
 
 
-def test_without_chunks_the_first_prompt_may_be_longer_than_the_prompts_of_a_step() -> None:
+def test_without_chunks_the_first_prompt_may_exceed_max_prefill_tokens() -> None:
     options = {"chunked_prefill": False, "max_prefill_tokens": 20}
     outcome = run([request("a", 40, 3), request("b", 40, 3)], preset={"batch": "prefill-first"}, options=options)
     assert (prefills(outcome, "a"), prefills(outcome, "b")) == ([(0, 40)], [(1, 40)])

@@ -66,7 +66,7 @@ def test_only_the_budget_limits_prompts() -> None:
 
 
 class CancellingRun(ScenarioRun):
-    """The second request is cancelled before step 5."""
+    """Request b is cancelled before step 5."""
 
     def _submit(self, step: ScenarioStep) -> None:
         super()._submit(step)
@@ -78,9 +78,8 @@ class CancellingRun(ScenarioRun):
 def test_waiting_requests_are_tried_in_every_step(options: dict[str, Any], expected: int) -> None:
     """vLLM's _schedule_prefills looks at the queue whenever no sequence is swapped out.
 
-    Here the first request in the queue is rejected because blocks are missing; the second one would fit. vLLM admits
-    the second request as soon as the first one is cancelled. SGLang looks at the queue again when a sequence has left
-    the batch.
+    Here b is rejected because blocks are missing; c would fit. vLLM admits c as soon as b is cancelled. SGLang looks at
+    the queue again when a sequence has left the batch.
     """
     requests = [
         {"prompt_len": 40, "max_new_tokens": 40},

@@ -32,7 +32,7 @@ def test_the_memory_of_a_system_without_such_files_is_unknown(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("at", [f"{V2}/box", V2])
-def test_version_2_limits_count_on_every_level_without_file_cache(tmp_path: Path, at: str) -> None:
+def test_a_cgroup_v2_limit_on_any_level_counts_and_file_cache_is_no_usage(tmp_path: Path, at: str) -> None:
     files = {
         **MEMINFO,
         "proc/self/cgroup": "0::/kubepods/pod1/box\n",

@@ -55,7 +55,7 @@ def test_commits_wait_for_the_exchange_that_frees_an_ended_request() -> None:
 def test_all_that_end_in_a_step_are_freed_in_one_operation() -> None:
     ops = [op for ops in operations(4, 3, 64) for op in ops]
     frees = [len(op.free.sequences) for op in ops if op.HasField("free")]
-    assert frees == [1, 4]  # the first `free` is of a name that a request had before the model was known
+    assert frees == [1, 4]  # the first `free` ends the sequence id that a request had before the model was known
 
 
 def test_no_more_candidates_are_matched_again_than_a_step_can_begin() -> None:

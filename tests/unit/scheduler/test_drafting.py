@@ -84,7 +84,7 @@ def see_one_by_one(drafter: Drafter, tokens: list[int]) -> None:
 def test_drafts_pay_when_the_latest_tokens_would_have_been_proposed() -> None:
     drafter = Drafter(4, 2)
     drafter.see(packed([1, 2, 3, 4, 5, 6, 7]))
-    see_one_by_one(drafter, [1, 2])  # the lookup proposes 3 from now on
+    see_one_by_one(drafter, [1, 2])  # the lookup now proposes token 3, then 4, 5, ...
     for token in [3, 4, 5][:PROBE_TOKENS]:
         assert not drafter.pays
         see_one_by_one(drafter, [token])
@@ -93,7 +93,7 @@ def test_drafts_pay_when_the_latest_tokens_would_have_been_proposed() -> None:
     assert not drafter.pays
 
 
-def test_tokens_that_come_together_prove_nothing() -> None:
+def test_tokens_of_one_call_do_not_show_that_drafts_pay() -> None:
     drafter = Drafter(4, 2)
     drafter.see(packed([1, 2] * 10))
     assert drafter.num_tokens == 20
@@ -276,7 +276,7 @@ def test_a_request_may_opt_out() -> None:
     assert not worker.draft_counts
 
 
-def test_a_request_with_the_scores_of_its_prompt_drafts() -> None:
+def test_a_request_that_asks_for_prompt_scores_may_draft() -> None:
     worker = Recording()
     ask_and_check(worker, sampling(prompt_logprobs=True))
     assert worker.draft_counts

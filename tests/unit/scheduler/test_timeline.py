@@ -196,7 +196,7 @@ def test_decisions_of_several_workers_make_one_range_per_reason() -> None:
         ("order", "behind r1, which waits for slots", 1, 9),
         ("full", "no sequence has left", 2, 10),
     ]
-    notes.decided(1, [], None, 11.0)  # worker 1 would admit each candidate, but looks at none
+    notes.decided(1, [], None, 11.0)  # worker 1 rejects no request in this decision, so its range ends
     notes.decided(1, [(first, "slots", "all 2 are taken")], None, 12.0)
     assert [span[0] for span in told(notes, "r1")] == ["waiting", "slots", "full", "slots"]
 

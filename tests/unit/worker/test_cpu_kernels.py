@@ -330,7 +330,7 @@ def compiled(folder: Path) -> tuple[int, str]:
     return int(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
-def test_a_damaged_cache_costs_a_start_its_time_and_no_more(tmp_path: Path) -> None:
+def test_with_a_damaged_kernel_cache_a_start_compiles_again(tmp_path: Path) -> None:
     assert compiled(tmp_path)[0] == 0
     assert compiled(tmp_path)[0] == 1
     for index in tmp_path.rglob("*.nbi"):

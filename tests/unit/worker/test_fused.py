@@ -133,7 +133,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_limits_among_many_tokens_keep_the_tokens_that_torch_keeps(shape: str, dtype: torch.dtype) -> None:
-    """Top-k keeps more tokens than a row has candidates, and top-p ends anywhere among them."""
+    """Every top_k except 0 is above 96 (3/4 of a tile), so the kernel finds the limits with histograms. Top-p ends
+    anywhere among the kept tokens."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(SHAPES[shape](rng, VOCAB)).to(dtype)
     count = 24
@@ -159,9 +160,9 @@ def test_top_p_takes_its_share_also_of_the_last_tokens_that_top_k_keeps() -> Non
 
 
 def test_top_p_does_not_trust_a_wrong_estimate() -> None:
-    """All 400 tokens are almost equally likely. But a border between two bins is in their middle: the estimate takes
-    those above it for less likely than they are, and those below it for more likely. So top-p seems to end among the
-    first 200, with more tokens below than a row has candidates."""
+    """All 400 tokens are almost equally likely, but a border between two bins is in their middle. The estimate takes a
+    bin's middle, so it overestimates the tokens above the border and underestimates those below it. So top-p seems to
+    end among the first 200, and the scratch memory has no room for the 200 tokens below."""
     logits = torch.full((40, VOCAB), -40.0)
     logits[:, 0], logits[:, 1:201], logits[:, 201:401] = 0.0, -0.119, -0.123
     with counts._count_loads(logits) as loads:
@@ -172,7 +173,8 @@ def test_top_p_does_not_trust_a_wrong_estimate() -> None:
 
 
 def test_the_earliest_clock_is_not_rounded_to_zero() -> None:
-    """Token 743 has an exceptionally small random number, which 1 - x rounds away; but its logit is far too small."""
+    """Token 743 has the smallest random number of the row, so small that 1 - x would round to 1. A time of 0 would make
+    the token win, although its logit is much too low to be drawn."""
     logits = torch.zeros(157, VOCAB)
     logits[:, 743] = -60.0
     parameters = make_parameters(157, seed=158)[156:]

@@ -28,7 +28,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cluster(rng: Random, size: int) -> npt.NDArray[np.float64]:
-    """A sixth of the tokens has different logits in less than one of 252 bins, which the other tokens make wide."""
+    """A sixth of the tokens have different logits that all lie in a part of one bin. The other tokens make the range
+    wide, and so each of the 252 bins."""
     logits = np.where(np.arange(size) < size // 6, -1.0 - 0.02 * rng.random(size), -30.0)
     logits[-1] = 0.0
     return rng.permutation(logits)

@@ -184,7 +184,8 @@ def test_a_grammar_is_forgotten_by_its_number() -> None:
 def test_a_grammar_with_slow_masks_fails_alone(
     build: Callable[..., BuiltWorker], demo_ids: list[int], monkeypatch: pytest.MonkeyPatch, few_rows: int
 ) -> None:
-    """The test's clock tells the time of each mask: with few rows, and with many rows after a slow step."""
+    """The worker measures each mask by itself if a step has few rows, or if it has many rows and the step was slow.
+    Both cases run on the test's clock."""
     slow_rows, clock = [JSON], [0.0]
     fill = fill_next_token_bitmask
 

@@ -86,7 +86,7 @@ def test_large_products_are_those_of_the_dequantized_matrix(
 
 
 def _check_products(dtype: torch.dtype, count: int, out: int, width: int, seed: int) -> None:
-    """Only the weights are rounded to 8 bits. Rows of one number with many small ones are the hardest."""
+    """Only the weights are rounded to 8 bits. Rows with one large number among many small ones are the hardest."""
     weight = _random(out, width, seed=seed, dtype=dtype) / width**0.5
     matmul, matrix = MATMUL[dtype, 1], packed_int8(weight)
     assert matrix.shape == (width, out)
@@ -97,7 +97,8 @@ def _check_products(dtype: torch.dtype, count: int, out: int, width: int, seed: 
 
     def close(ours: Tensor, expected: Tensor) -> None:
         assert ours.dtype == dtype
-        # A row's error: half a low part in each of its numbers, and one rounding to `dtype`.
+        # A row's error: each number is off by at most scale / 508 (half a step of the low part, cpu/int8.py), and the
+        # result is rounded once to `dtype`.
         low = rows.double().abs().amax(1, keepdim=True) / LARGEST / 508
         allowed = low * dequantized(weight).double().abs().sum(1) + 1e-6
         allowed += expected.abs() * (2**-8 if dtype == torch.bfloat16 else 1e-6)
@@ -203,8 +204,8 @@ def test_matrices_are_quantized_one_after_the_other() -> None:
     assert live == {}
 
 
-def test_the_largest_tensor_counts_twice_while_it_is_quantized() -> None:
-    config = replace(read_config(CHECKPOINT), vocab_size=32000)  # of float32
+def test_the_largest_tensor_counts_in_three_types_while_it_is_quantized() -> None:
+    config = replace(read_config(CHECKPOINT), vocab_size=32000)  # in a file of float32
     need = memory_need(WorkerSettings(model="m", quantization="int8"), config, BFLOAT16)
     assert need.loading_bytes == config.vocab_size * config.hidden_size * (2 + 1 + 4)
 

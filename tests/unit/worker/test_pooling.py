@@ -174,7 +174,8 @@ def test_vectors_of_a_step_must_fit_a_message(tmp_path: Path, build: Build) -> N
     assert build(folder, max_num_seqs=1024).runner.limits.max_num_seqs == 1024
     with pytest.raises(ModelError, match="can carry at most 1024"):
         build(folder, max_num_seqs=1025)
-    # A step on a CPU has room for twice as many tokens as there are slots.
+    # On a CPU a step has at least twice as many tokens as slots, so only the number of slots limits the vectors of a
+    # step.
     folder = checkpoints.make("llama", tmp_path / "small", "last", hidden_size=1024)
     with pytest.raises(ModelError, match="can carry at most 2048"):
         build(folder, max_num_seqs=2049)

@@ -110,7 +110,7 @@ def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill
     assert (rows.slots.tolist(), rows.starts.tolist()) == ([0, 2], [7, 4])
 
 
-def test_two_slots_decode_past_their_block_together(table: SlotBuffers) -> None:
+def test_a_decode_past_the_last_block_is_refused(table: SlotBuffers) -> None:
     for step in (2, 3):
         table.commit(table.apply(StepPlan(step=step)))
     with pytest.raises(ProtocolViolation, match="too few for 9 tokens"):
@@ -162,7 +162,7 @@ def test_blocks_of_a_prefill_may_come_with_its_chunks(table: SlotBuffers) -> Non
     assert table.block_table[2, :3].tolist() == [6, 7, 8]
 
 
-def test_a_sequence_may_come_with_no_more_blocks_than_its_cached_tokens_fill(table: SlotBuffers) -> None:
+def test_a_sequence_may_come_with_only_the_blocks_of_its_cached_tokens(table: SlotBuffers) -> None:
     table.commit(table.apply(StepPlan(step=2, new_sequences=[new(2, 9, (6,), num_cached_tokens=4)])))
     rows = table.apply(prefill(3, 2, 5, grow_slots=pack([2, 2]), grow_blocks=pack([7, 8])))
     assert (rows.starts[-1], rows.counts[-1]) == (4, 5)
