@@ -91,12 +91,16 @@ def write(name: str, report: dict[str, Any], console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", choices=PARTS, help="only this one")
+    parser.add_argument("--part", choices=PARTS, help="only this part (default: all but cpu and speculation)")
     streams = sorted(whole_path.REQUESTS)
     parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="concurrent streams")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
     parser.add_argument("--window", type=int, default=2, help="steps in flight")
-    parser.add_argument("--sweep", action="store_true", help="1 and 2 threads, windows 1 and 2, 1 and 2 workers")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="only the whole path, with 1 and 2 threads, windows 1 and 2, and once 2 workers",
+    )
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="folder of the peers' environments")
     rules = placement.POLICIES
     only = "only these placement policies; the others keep their rows in placement.json"

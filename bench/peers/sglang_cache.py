@@ -25,8 +25,8 @@ TREES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
 
 class Allocator:
-    """Counts freed token slots and does no more. So SGLang's figures leave out the time of a free list; ours include
-    it."""
+    """Counts freed token slots and does no more. So SGLang's figures leave out the time of a free list. Our evict
+    makes one call to the empty pool, and passes evicted blocks directly to the caller."""
 
     device = torch.device("cpu")
     freed = 0

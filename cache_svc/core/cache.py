@@ -119,14 +119,14 @@ class CacheCore(Operations):
     def _report_demotions(self, worker: WorkerBlocks, response: pb.CacheServiceLinkResponse) -> None:
         moves = worker.host.moves
         self.counters.demoted_blocks += len(moves)
-        self.counters.demoted_tails += worker.host.moved_partial_blocks
+        self.counters.demoted_tails += len(worker.host.moved_partial_blocks)
         response.demotions.add(
             worker=worker.worker_id,
             device_blocks=pack_int32(array("i", moves.values())),
             host_blocks=pack_int32(array("i", moves)),
         )
         moves.clear()
-        worker.host.moved_partial_blocks = 0
+        worker.host.moved_partial_blocks.clear()
 
     def _report_matches(self, response: pb.CacheServiceLinkResponse) -> None:
         """Reports matches that were asked for, and matches of stale subscriptions, if they differ from the last report.

@@ -12,7 +12,8 @@ copy. No path has a gap:
 No sequence uses a node here. A swapped-out sequence has blocks of its own, outside the tree.
 
 Order of copies in one exchange: first those to the host, then those from the host, then everything else on the worker.
-So a block that a copy reads must not be the target of another copy in the same exchange (`sources`).
+So a device block that is copied to the host may be granted, and written, in the same exchange. A block that a later
+copy reads (from the host, or within the device) must not be granted before the end of the exchange (`sources`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class HostMemory(Memory):
     ) -> None:
         super().__init__(index, tree, num_blocks, True, eviction, retained)
         self.above = above
-        self.moves: dict[int, int] = {}  # copies of this exchange: host block -> device block
-        self.moved_partial_blocks = 0  # partial blocks among them
+        self.moves: dict[int, int] = {}  # copies to the host in this exchange: target block -> source block
+        self.moved_partial_blocks: set[int] = set()  # those targets that get a partial block
         self.orphans: dict[PrefixNode, int] = {}  # nodes not held here -> how many of their children are held here
 
     def take(self, count: int) -> array[int]:
@@ -51,6 +52,7 @@ class HostMemory(Memory):
         if self.moves:
             for block in blocks:
                 self.moves.pop(block, None)
+                self.moved_partial_blocks.discard(block)
         return blocks
 
     # ------------------------------------------------------------------------------------------ down from the device
@@ -126,7 +128,7 @@ class HostMemory(Memory):
         if count:
             if isinstance(node, PartialBlock):
                 self.drop_covered(node.key, parent)
-                self.moved_partial_blocks += 1
+                self.moved_partial_blocks.add(blocks[0])
             residency = self.hold(node, blocks, gone.priority)
             residency.num_children = self.orphans.pop(node, 0)
             if parent.parent is not None and self.index not in parent.residencies:
@@ -191,8 +193,8 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Returns the end of the part of a path that the device and the host hold together. The device holds the path
-        up to `device_end`."""
+        """Returns where the held part of a path ends: up to `device_end` the device holds it, and after it the
+        host."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent

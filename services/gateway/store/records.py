@@ -2,7 +2,7 @@
 
     put ──▶ in_progress ──── finish ────▶ completed, incomplete, failed or cancelled ──▶ deleted or expired
              │       ▲
-             └ claim ┘   the lease is over, because the gateway is gone, and another gateway takes the response over
+             └ claim ┘   the lease is over: the gateway is gone or gave it back, and a gateway takes the response over
 
 A response belongs to its owner, the API key that made it ("" without keys). Every operation for a client names the
 owner, so no key reaches a response of another key. `abandoned` and `purge` are for the gateways: they reach all owners.
@@ -61,8 +61,9 @@ class ResponseStore(Protocol):
     """
 
     async def put(self, response: StoredResponse, lease_s: float) -> bool:
-        """Add a response, in progress or ended. False if the owner has one of this id already. Raises ApiError 400 if
-        the response is larger than the whole store, and ApiError 429 if there is no room for it now."""
+        """Add a response, in progress or ended. False if the owner has one of this id already. A store with a size
+        limit (SQLite) raises ApiError 400 if the response is larger than the limit, and 429 if there is no room for it
+        now. (Redis limits its memory itself: ApiError 503 if it refuses the write.)"""
         ...
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -104,18 +105,18 @@ class ResponseStore(Protocol):
 def too_large(num_bytes: int, max_bytes: int) -> ApiError:
     """The error for a response that the store could never hold."""
     message = (
-        f"store: the request takes {num_bytes} bytes in the response store, which holds {max_bytes} "
-        "(--response-store-bytes); shorten it, or set store: false"
+        f"store: the response, with the conversation before it, takes {num_bytes} bytes in the response store, which "
+        f"holds {max_bytes} (--response-store-bytes); shorten the conversation, or set store: false"
     )
     return invalid("store", message)
 
 
 def full() -> ApiError:
-    """The error for a new response without room. A new response never displaces a response in progress. It displaces
-    ended responses only of its own owner, or of owners that use more bytes."""
+    """The error for a new response without room in an SQLite store. There a new response never displaces a response in
+    progress. It displaces ended responses only of its own owner, or of owners that use more bytes."""
     message = (
-        "the response store is full, and no stored response may be deleted for this one: try again when responses in "
-        "progress have ended, or set store: false"
+        "the response store is full, and too few stored responses may be deleted for this one: try again when "
+        "responses in progress have ended, or set store: false"
     )
     return ApiError(429, message, code="store_full", retry_after_s=1.0)
 

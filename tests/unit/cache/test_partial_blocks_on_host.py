@@ -36,6 +36,20 @@ def test_a_partial_block_is_demoted_and_comes_back() -> None:
     assert admitted(cache, 2, A[:5])[0] == 4  # on the device now
 
 
+def test_a_partial_block_that_makes_room_in_the_same_exchange_was_not_demoted() -> None:
+    cache = host(num_host=2)
+    cache.run(10, A[:6])  # a whole and a partial block, which stay cached
+    cache.start(1, [5] * 8)
+    cache.commit(1, [], 8)
+    ops = d.match_op(2, [6] * 24), d.admit_op(2, 0, 24), d.swap_out_op(1)  # sequence 2 evicts both, 1 takes their room
+    assert not [result.error for result in cache.exchange(*ops).results if result.HasField("error")]
+    assert cache.core.counters.demoted_blocks == 0
+    cache.free(1, 2)
+    cache.run(3, [8] * 8)
+    cache.run(4, FILL)
+    assert cache.core.counters.demoted_blocks > cache.core.counters.demoted_tails == 0
+
+
 def test_a_prompt_that_comes_again_is_reused_to_its_last_token_but_one() -> None:
     cache = Driver()
     cache.add_worker(0, 2, 16, num_host_blocks=4, partial_reuse=True, host_tier=True)

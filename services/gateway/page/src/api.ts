@@ -1,9 +1,10 @@
-/** Calls of the gateway: addresses relative to the page, the API key, and errors in one shape. */
+/** The page's calls to the gateway: addresses relative to the page, the API key, and errors in one shape. */
 
 const KEY = "paceline-key";
 const keyListeners = new Set<() => void>();
 
-/** An answer that is no success. `message` is the server's own sentence. */
+/** A call that failed. `message`: the server's own sentence if it sent one. `status`: 0 without an answer, and 200 for an
+ * error within a stream. */
 export class ApiProblem extends Error {
   readonly status: number;
   /** The error's stable name. */
@@ -19,7 +20,7 @@ export class ApiProblem extends Error {
     this.param = param;
   }
 
-  /** Whether another API key could help. */
+  /** Whether the page asks for another API key: it is missing or unknown, or is no admin key. */
   get needsKey(): boolean {
     return this.status === 401 || this.reason === "admin_required";
   }
@@ -47,7 +48,7 @@ export function onKeyChange(listener: () => void): () => void {
   return () => keyListeners.delete(listener);
 }
 
-/** fetch with the key, for every status: the caller reads the body of an error. */
+/** fetch with the key. Returns the response for every status, so that the caller can read the body of an error. */
 export function rawFetch(path: string, init: RequestInit = {}): Promise<Response> {
   const headers = new Headers(init.headers);
   const key = storedKey();
