@@ -1,7 +1,7 @@
 """The whole path on this machine, with the demo model: tokens per second over HTTP at 1, 32 and 128 streams.
 
-The table also shows where a step's time goes: the scheduler's core, the cache, the worker's forward pass, and the
-worker's wait between two steps.
+The table also shows times per step: of the scheduler's core, of the cache, of the worker's step (from its beginning
+until its tokens are ready), and the rest of the wall time. With two steps in flight they overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples of the README, as they are written there, with a real server."""
+"""The Python examples of the README, against a real server. Only the addresses are replaced."""
 
 from __future__ import annotations
 

@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping
 from services.gateway.store.records import IN_PROGRESS, ResponseName, Status, StoredResponse, full, too_large
 from services.gateway.store.sqlite_file import SqliteFile, marks
 
-# Responses that one transaction deletes. Between two transactions, other gateways can write.
+# The most responses that one transaction of `purge` deletes. Between two transactions, other gateways can write.
 _BATCH = 256
 _COLUMNS = "owner, id, model, created_s, background, fingerprint, request, work, status, result"
 
 
 class SqliteStore:
-    """Stores responses in SQLite. `ttl_s`: seconds after which a response is deleted. Above `max_bytes` of all
-    responses, ended responses of the owner with the most bytes are deleted, the first to expire first. A new response
-    displaces only responses of its own owner, and of owners that have more bytes than its owner."""
+    """Stores responses in SQLite. `ttl_s`: seconds from when a response ended (in progress: from when it was stored)
+    until it is deleted. Above `max_bytes` of all responses, ended responses of the owner with the most bytes are
+    deleted, the first to expire first. A new response displaces only responses of its own owner, and of owners that
+    have more bytes than its owner."""
 
     def __init__(
         self, file: SqliteFile, *, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time
@@ -69,8 +70,8 @@ class SqliteStore:
 
     async def claim(self, owner: str, response_id: str, lease_s: float) -> bool:
         now_s = self._clock()
-        # A client that polls asks for the lease each time. Only a lease that is over is worth a write, which waits for
-        # the writes of all gateways.
+        # This is called each time that a client polls a response in progress. Only a lease that is over is worth a
+        # write, which waits for the writes of all gateways.
         is_over = "SELECT 1 FROM progress WHERE owner = ? AND id = ? AND lease_until_s <= ?"
         asked = owner, response_id, now_s
         if not await self._file.run(lambda db: db.execute(is_over, asked).fetchone() is not None, reads=True):

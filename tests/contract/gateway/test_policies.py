@@ -1,4 +1,5 @@
-"""GET and POST /v1/policies: the scheduler decides, and the gateway passes the caller's key on."""
+"""GET and POST /v1/policies: the gateway and the scheduler both check the caller, and the gateway passes the caller's
+key on."""
 
 from __future__ import annotations
 

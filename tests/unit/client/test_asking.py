@@ -1,4 +1,4 @@
-"""The kill matrix and the soak notice wrong answers."""
+"""`Answer.differs`, on which the kill matrix and the soak rely, finds wrong answers."""
 
 from __future__ import annotations
 

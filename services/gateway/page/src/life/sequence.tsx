@@ -8,7 +8,7 @@ import { hasEnded, lastS, phases, totals, waits } from "./timeline.ts";
 
 const MISSES: Record<MissReason, [string, string]> = {
   new: ["new to the cache", "--c-grey"],
-  block_border: ["after the last block boundary", "--c-yellow"],
+  block_border: ["in the block of the last token", "--c-yellow"],
   evicted: ["was cached, and evicted", "--c-vermilion"],
   other_worker: ["cached on another worker", "--c-orange"],
   in_flight: ["being computed for another request", "--c-purple"],
