@@ -79,7 +79,10 @@ class WorkerSettings(ServiceSettings, section="worker"):
         "MiB or more); a CPU limit of the container counts as that many cores",
     )
     local_workers: int = Field(
-        1, ge=1, description="workers on this machine, which share its cores; used if threads are not given"
+        1,
+        ge=1,
+        description="workers on this machine (or in this container, if it has a CPU limit), which share its cores; "
+        "used if threads are not given",
     )
 
     step_deadline_s: float = Field(

@@ -30,7 +30,9 @@ class PolicyErrors:
         self._seen[key] = now_s, 0
         same = {"same_error_since": suppressed} if suppressed else {}
         self._log(
-            "a policy raised an error; if it was scheduling a step, the default policies did", exc_info=error, **same
+            "a policy raised an error; if a step was being scheduled, the default policies scheduled it",
+            exc_info=error,
+            **same,
         )
 
     @staticmethod

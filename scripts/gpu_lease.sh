@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # On a borrowed GPU machine without a network, for a checkout that is not installed there (docs/gpu.md):
 #
-# scripts/gpu_lease.sh wheels TOOLS   here, beforehand: .whl/ with what the machine lacks. TOOLS has make_wheels.sh
-# scripts/gpu_lease.sh check          there, up to 4 minutes: a few kernels, and whether a worker of full size starts
-# scripts/gpu_lease.sh tests          there, up to 9.5 minutes: tests/gpu, a process for each file scripts/gpu_lease.sh
-# bench [ARGS]   there, 5 minutes: one model. ARGS go to bench.gpu
+#   scripts/gpu_lease.sh wheels TOOLS   here, beforehand: .whl/ with what the machine lacks. TOOLS has make_wheels.sh
+#   scripts/gpu_lease.sh check          there, up to 4 minutes: a few kernels, and whether a worker of full size starts
+#   scripts/gpu_lease.sh tests          there, up to 9.5 minutes: tests/gpu, a process for each file
+#   scripts/gpu_lease.sh bench [ARGS]   there, 5 minutes: one model. ARGS go to bench.gpu
 #
 # The results of the last three are in $OUT.
 set -uo pipefail

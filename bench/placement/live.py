@@ -8,8 +8,8 @@ previous prompt and 128 more tokens.
 The workers share the machine's cores, so two would not be faster than one. So each worker computes a step and then
 sleeps, in place of a device of its own (bench/overload/slow_worker.py). `--real-steps` turns the sleep off.
 
-The results (printed, and in bench/results/placement_live.json if all was measured)
-are the first worker's share of the decode tokens, output tokens per second, and the cached share of the prompt tokens.
+The results (printed, and in bench/results/placement_live.json if all was measured) are the first worker's share of the
+decode tokens, output tokens per second, and the cached share of the prompt tokens.
 """
 
 from __future__ import annotations

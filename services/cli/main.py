@@ -45,16 +45,22 @@ MODULES = {
 USAGE = """\
 usage: paceline COMMAND [flags]
 
-  up                 start all services on this machine and serve a model chat [QUESTION]    talk to a running server
-  top                what a running server does now: queue, workers, latencies, tenants, steps trace FILE         record
-  what all services do for some seconds, for Perfetto or chrome://tracing doctor             what `up` would refuse on
-  this machine, and what will be slow worker             start one more worker for a running server serve SERVICE
-  start one service: cache, scheduler, worker or gateway policy             show or change the scheduling policies of a
-  running scheduler cache              what the cache of a running server holds; pin prefixes, reset it, watch its
-  events explain ID         why a request waited keys               make an API key; check a key file scenario FILE
-  what every step of a small workload decides, under any preset certs DIR          make certificates for development: a
-  CA, and one for each service bench              put load on an OpenAI-compatible server and measure it; compare two
-  runs completion SHELL   print the completion script for bash, zsh or fish version            print the version
+  up                 start all services on this machine and serve a model
+  chat [QUESTION]    talk to a running server
+  top                what a running server does now: queue, workers, latencies, tenants, steps
+  trace FILE         record what all services do for some seconds, for Perfetto or chrome://tracing
+  doctor             what `up` would refuse on this machine, and what will be slow
+  worker             start one more worker for a running server
+  serve SERVICE      start one service: cache, scheduler, worker or gateway
+  policy             show or change the scheduling policies of a running scheduler
+  cache              what the cache of a running server holds; pin prefixes, reset it, watch its events
+  explain ID         why a request waited
+  keys               make an API key; check a key file
+  scenario FILE      what every step of a small workload decides, under any preset
+  certs DIR          make certificates for development: a CA, and one for each service
+  bench              put load on an OpenAI-compatible server and measure it; compare two runs
+  completion SHELL   print the completion script for bash, zsh or fish
+  version            print the version
 
 `paceline COMMAND --help` shows the flags. Every flag of up, worker and serve is also an environment variable
 (PACELINE_UP_PORT, PACELINE_WORKER_MODEL, ...) and a key of the YAML file that --config or PACELINE_CONFIG names.

@@ -120,8 +120,8 @@ class ApiError(Exception):
 
 
 class QueueFull(ApiError):
-    """A 429: the gateway or the scheduler has no room for the request. `limit`: which limit of the queue
-    was reached, that of requests or that of tokens."""
+    """A 429: the gateway or the scheduler has no room for the request. `limit`: which limit of the
+    queue was reached, that of requests or that of tokens."""
 
     def __init__(self, message: str, limit: QueueLimit, *, retry_after_s: float) -> None:
         super().__init__(429, message, retry_after_s=retry_after_s)

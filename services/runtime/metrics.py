@@ -37,7 +37,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop the endpoint at once. The server's thread checks only twice a second whether it must stop. Shutting its
-        socket down wakes it at once. A socket that is shut down wakes it at once."""
+        socket down wakes it at once."""
         with contextlib.suppress(OSError):  # on systems other than Linux
             self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()

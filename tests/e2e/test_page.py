@@ -245,9 +245,7 @@ def test_policies_that_cannot_be_switched_are_not_offered(stack: Stack, browser:
             page = context.new_page()
             page.goto(url)
             card = page.locator("section", has_text="in force:")
-            expect(card.locator(".notice")).to_contain_text(
-                "give the server keys, and use one with admin (docs/keys.md)"
-            )
+            expect(card.locator(".notice")).to_contain_text("configure API keys, and use an admin key (docs/keys.md)")
             expect(page.get_by_label("Preset")).to_be_disabled()
             expect(card.get_by_role("button", name="Switch")).to_be_disabled()
     finally:

@@ -6,12 +6,14 @@ step on the cache as it was before the step, and then allocates. `Watch.firsts` 
   evicts_match          a waiting request that the step looked up had a shorter hit than before the step
   shares_unwritten      the hit was longer: it includes a block that this step will write (Paceline shares it as well)
   stores_twice          a block was stored though the cache had an equal one. Paceline continues with the older block,
-  and holds both until the sequence ends evicts_then_preempts  running requests took cached blocks, but a request was
-  still preempted afterwards keeps_chunk_short     (priority) the preempted request was already scheduled in this step.
-  The preempted request's tokens return to the budget. But another request's chunk, for which the blocks were taken, had
-  been cut to the smaller budget before, and vLLM does not lengthen that chunk stores_unwritten      (priority) the
-  preempted request was already scheduled in this step, and a block that it was to fill stays in the cache though no
-  step writes it stops_at_itself       (priority) a running request preempted itself, so no request behind it runs
+                        and holds both until the sequence ends
+  evicts_then_preempts  running requests took cached blocks, but a request was still preempted afterwards
+  keeps_chunk_short     (priority) the preempted request was already scheduled in this step. Its tokens return to the
+                        budget. But another request's chunk, for which its blocks were taken, had been cut to the
+                        smaller budget before, and vLLM does not lengthen that chunk
+  stores_unwritten      (priority) the preempted request was already scheduled in this step, and a block that it was to
+                        fill stays in the cache though no step writes it
+  stops_at_itself       (priority) a running request preempted itself, so no request behind it runs
 """
 
 from __future__ import annotations

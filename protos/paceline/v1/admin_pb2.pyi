@@ -347,10 +347,9 @@ class MissedTokens(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """other_worker: only another worker has them. in_flight: another sequence was computing them. evicted: they were cached,
-    and evicted lately. new: not computed before, or too long ago. block_border: tokens of the block
-    with the prompt's last token. A match never has the last token; without partial reuse it ends at a block boundary.
-    whole_prompt: the request needs all of its prompt
-    computed.
+    and evicted lately. new: not computed before, or too long ago. block_border: tokens of the block with the
+    prompt's last token. A match never has the last token; without partial reuse it ends at a block boundary.
+    whole_prompt: the request needs all of its prompt computed.
     """
     num_tokens: _builtins.int
     detail: _builtins.str

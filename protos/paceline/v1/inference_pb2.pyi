@@ -527,9 +527,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that the client has, resume_after of them. If the gateway has no answer to the
-        key (or there is no key), generation continues after these tokens. The scheduler's own endpoint supports this, too.
-        Needs a seed, a key or a temperature of 0. INVALID_ARGUMENT: the answer to the key begins with other tokens.
+        """The tokens that the client has, resume_after of them. If the gateway has no answer to the key (or there is
+        no key), generation continues after these tokens. The scheduler's own endpoint supports this, too. Needs a seed, a
+        key or a temperature of 0. INVALID_ARGUMENT: the answer to the key begins with other tokens.
         """
 
     def __init__(
@@ -1008,8 +1008,8 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """Of requests with a pooling: one each, before its ending. A message with embeddings or prompt_scores has no
-        tokens, scores, endings or room.
+        """Of requests with a pooling: one each, before its ending. A message with embeddings or prompt_scores has no tokens,
+        scores, endings or room.
         """
 
     def __init__(

@@ -7,8 +7,8 @@ that was admitted last. With one tenant and one sequence for each request, that 
 If a request without running sequences waits, and the worker has no slot or no blocks for it, the victims come from
 requests that run several sequences. The request with the most running sequences gives first, and its last admitted
 sequence first. A request always keeps one sequence. A sequence is not preempted if the order would admit it again
-before the waiting request. So a request with n = 64 uses every slot
-that no other request wants, and the next request waits for one step, not for the end of a sample.
+before the waiting request. So a request with n = 64 uses every slot that no other request wants, and the next request
+waits for one step, not for the end of a sample.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def check_torch(torch: TorchFacts | None, why: str, driver: Driver | None) -> Ch
         return Check("torch", CheckStatus.FAILS, "cannot be imported", advice)
     found = f"{torch.version} ({f'CUDA {torch.cuda}' if torch.cuda else 'CPU build'})"
     if driver is not None and not torch.cuda:
-        remedy = "pip uninstall -y torch; then rm .venv/serve.stamp and make up TORCH=pip"
-        advice = f"this build cannot use the GPU: {remedy}, or {INSTALL_GPU}"
+        remedy = ".venv/bin/pip uninstall -y torch && rm .venv/serve.stamp && make up TORCH=pip"
+        advice = f"this build cannot use the GPU: {remedy}"
         return Check("torch", CheckStatus.SLOW, found, advice)
     if driver is not None and not torch.sees_gpu:
         advice = f"torch cannot use the GPU: {torch.trouble or 'is the driver older than its CUDA version?'}"

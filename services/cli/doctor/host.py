@@ -30,9 +30,11 @@ def check_cores(cores: int, quota: float | None, workers: int, threads: int, on_
     torch in each worker; not used on a GPU."""
     usable = cores if quota is None else min(cores, quota)
     found = f"{cores}" if usable == cores else f"{usable:g} of {cores} (cgroup limit)"
-    if not on_gpu and workers * threads > usable:
-        fewer = max(1, int(usable) // workers if workers > 1 else int(usable) - 1)
-        remedy = f"give --threads {fewer}" if fewer < threads else f"start at most {max(1, int(usable))} worker(s)"
+    whole = max(1, int(usable))
+    if not on_gpu and workers * threads > whole:
+        remedy = f"give --threads {max(1, whole // workers if workers > 1 else whole - 1)}"
+        if workers > whole:
+            remedy = f"start at most {whole} worker(s), with --threads 1"
         advice = f"torch would start {workers * threads} threads, which then wait for each other: {remedy}"
         return Check("cores", CheckStatus.SLOW, found, advice)
     if usable < COMFORTABLE_CORES:

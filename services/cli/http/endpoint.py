@@ -84,12 +84,14 @@ def _checked(url: str, origin: str) -> str:
 
 def _context_of(folder: Path) -> ssl.SSLContext:
     paths = TlsPaths.of(folder, "cli")
+    read = paths.cas[0].name
     try:
         context = ssl.create_default_context(cafile=paths.cas[0])
         if paths.cert.exists():  # for a server that demands certificates
+            read = f"{paths.cert.name} and {paths.key.name}"
             context.load_cert_chain(paths.cert, paths.key)
     except OSError as error:  # ssl.SSLError too
-        raise TlsError(f"--tls-dir {folder}: {Path(error.filename or paths.cas[0]).name}: {error.strerror}") from error
+        raise TlsError(f"--tls-dir {folder}: {read}: {error.strerror or error}") from error
     return context
 
 

@@ -127,6 +127,8 @@ class Supervisor:
             async with asyncio.timeout(self._drain_s + 5):
                 await process.wait()
         except TimeoutError:
+            if process.returncode is not None:  # it ended in the same moment
+                return
             self.screen.say(child, "[red]did not stop; killed[/]")
             process.kill()
             await process.wait()

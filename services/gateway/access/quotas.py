@@ -125,10 +125,10 @@ class Quotas:
         so a request that is still in `entering` does not count twice.
 
         `prompt`: tokens to compute before the first output. `output`: the most tokens that its sequences may then
-        generate; it is 0 for a beam search, and then `prompt` counts the output tokens, too. `delivered`: how many
-        tokens of `prompt` are output of an earlier run that the client has. `offline`: the request may use half of a
-        quota, so that the rest is left to the key's online requests. If the key has no tokens in flight, the request
-        may use all of max_tokens_in_flight.
+                  generate; it is 0 for a beam search, and then `prompt` counts the output tokens, too. `delivered`: how
+                  many tokens of `prompt` are output of an earlier run that the client has. `offline`: the request may
+                  use half of a quota (of requests, rounded up), so that the rest is left to the key's online requests.
+                  If the key has no tokens in flight, the request may use all of max_tokens_in_flight.
 
         Raises ApiError: 429, and 400 for a request that could never run.
         """

@@ -14,7 +14,7 @@ _SHORT_BYTES = 2048  # added to the bytes of each line, because a short line tak
 
 class Throttle:
     """`limit` is how many lines may be in flight. It has additive increase and multiplicative decrease, as in TCP (RFC
-    5681): a refusal halves `limit` and pauses new lines; After as many served lines as `limit` says, it grows by one,
+    5681): a refusal halves `limit` and pauses new lines; after as many served lines as `limit` says, it grows by one,
     up to `most`.
 
     So a batch that meets a quota or a full server takes what others leave, and does not retry all the time.

@@ -153,9 +153,9 @@ class RequestStore:
     """Requests with keys. `clock` gives seconds. Call `tick` a few times a second.
 
     `grace_s`: how long a request without a client runs before it is cancelled. Above MAX_WAITING such requests, the
-               oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept. Above
-               `max_bytes` (estimated), the owner with the most bytes loses its oldest answer. Above MAX_FINISHED
-               answers, the owner with the most answers does.
+    oldest of the owner with the most is cancelled. `keep_s`: how long a finished answer is kept. Above `max_bytes`
+    (estimated), the owner with the most bytes loses its oldest answer. Above MAX_FINISHED answers, the owner with the
+    most answers does.
     """
 
     def __init__(

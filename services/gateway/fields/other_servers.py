@@ -110,8 +110,8 @@ def refuse_unserved(
     renamed: Mapping[str, str] = RENAMED,
 ) -> None:
     """Refuse a body with fields that are not served; the error names up to 10. Ignored fields and neutral values of
-    refused fields are accepted. `served`: the names of the fields that are served. `refused`,
-    `ignored` and `renamed`: as the tables of these names. Raises ApiError 400."""
+    refused fields are accepted. `served`: the names of the fields that are served. `refused`, `ignored` and `renamed`:
+    as the tables of these names. Raises ApiError 400."""
     unserved = body.keys() - served
     if not unserved:  # nearly every request
         return
@@ -147,7 +147,7 @@ def describe_unserved(
     renamed: Mapping[str, str],
 ) -> None:
     """Forbid additional properties in the JSON Schema of a request (/openapi.json), and add the fields that are not
-    served. Adds the fields that are not served, each with the values that refuse_unserved() accepts."""
+    served, each with the values that refuse_unserved() accepts."""
     described: dict[str, Any] = {
         name: {"enum": [*neutral, None], "description": "Not supported. These values change nothing."}
         for name, neutral in refused.items()

@@ -101,10 +101,10 @@ class RequestMiddleware:
     """Gives each request an id, adds the id to its log lines, and returns it as X-Request-ID.
 
     `admit`: the caller of a request, by its head; raises ApiError 401 and 403. `refusal`: the error for a request that
-             may not enter (429, or 403 for a wrong host or a foreign origin). Both errors are sent before the body is
-             read and before routing. Routing would take most of the time. `root_path`: a prefix that paths may have.
-             `apis`: the APIs beside OpenAI's. `load`: the scheduler's, for a caller that asks for a report; None while
-             it is unknown, or if the caller may not know it.
+    may not enter (429, or 403 for a wrong host or a foreign origin). Both errors are sent before the body is read and
+    before routing. Routing would take most of the time. `root_path`: a prefix that paths may have. `apis`: those with
+    routes in other packages. `load`: the scheduler's, for a caller that asks for a report; None while it is unknown, or
+    if the caller may not know it.
     """
 
     def __init__(

@@ -18,9 +18,8 @@ class RunningResponse:
     error, a client can ask for the response again.
 
     `is_stored`: the store has its record. `late_record`: the record to store at the end, if no client can know the id
-                 earlier. `runs_alone`: the response runs without a client. Otherwise its generation stops `grace_s`
-                 after the last client has left. If it is stored, its status stays in_progress, and any gateway can
-                 continue it.
+    earlier. `runs_alone`: the response runs without a client. Otherwise its generation stops `grace_s` after the last
+    client has left. If it is stored, its status stays in_progress, and any gateway can continue it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prevents that text of users becomes control tokens in a chat.
+"""Prevents text of users from becoming control tokens in a chat.
 
 A chat template writes control tokens (`<|im_end|>`) between texts of users, and the tokenizer reads the whole. So a
 text with a control token in it would end its message and begin another one, in another role. Texts are broken before
@@ -82,8 +82,8 @@ def _first_of_each(tokens: Sequence[str]) -> re.Pattern[str] | None:
 
 def _parts_of_any(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """Matches (1) the first of two adjacent characters of a text that are adjacent in a token, too; (2) the last
-    character of a text, if a token has this character before the token's end. Ignores the case of letters. A pair
-    of two word characters does not count, nor a word character at the end: otherwise "user" would be a part of
+    character of a text, if a token has this character before the token's end. Ignores the case of letters. A pair of
+    two word characters does not count, nor a word character at the end: otherwise "user" would be a part of
     `<|user|>`."""
     seconds: dict[str, set[str]] = defaultdict(set)  # by first
     for token in tokens:

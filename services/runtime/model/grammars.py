@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from llguidance import LLParserLimits
 
-# Measured on one core with a vocabulary of 1,024 tokens: a JSON Schema with 400 optional properties compiles in 8 to 31
-# ms, with a mask of 2 ms for the first token and 0.02 ms for later ones; it needs 4,000 items a step, and rows of 1,607
-# items. With 128,000 tokens the expression `[a-z ]{1,200}` needs between 10,000 and 20,000 items a step. With
-# llguidance's default fuel (1,000,000), 15,000 copies of the regular expression `x*` take 3 s and 0.9 GB; with a fuel
-# of 50,000 they are refused after 13 ms. With its default fuel for a step (200,000), a mask of a large schema takes 17
-# ms, with 20,000 it takes 2 ms; ambiguous grammars take longer (docs/adr/0008). A lexer state takes 0.5 kB. All
-# matchers of a grammar share the states. When their number reaches max_lexer_states, the worker compiles the grammar
-# again (if that is fast) and reads the text so far.
+# Measured on one core with a vocabulary of 1,024 tokens: a JSON Schema with 400 optional properties compiles in 8 to
+# 31 ms, with a mask of 2 ms for the first token and 0.02 ms for later ones; it needs 4,000 items a step, and rows of
+# 1,607 items. With 128,000 tokens the expression `[a-z ]{1,200}` needs between 10,000 and 20,000 items a step.
+# With llguidance's default fuel (1,000,000), 15,000 copies of the regular expression `x*` take 3 s and 0.9 GB; with a
+# fuel of 50,000 they are refused after 13 ms. With its default fuel for a step (200,000), a mask of a large schema
+# takes 17 ms, with 20,000 it takes 2 ms; ambiguous grammars take longer (docs/adr/0008).
+# A lexer state takes 0.5 kB. All matchers of a grammar share the states. When their number reaches max_lexer_states,
+# the worker compiles the grammar again (if that is fast) and reads the text so far.
 LIMITS = LLParserLimits(
     max_grammar_size=10_000,
     max_items_in_row=2_000,

@@ -223,7 +223,7 @@ async def test_sqlite_deletes_no_response_in_progress(tmp_path: Path, clock: Clo
     for number in range(7):
         assert await store.put(replace(runs, id=f"resp_{number}"), LEASE_S)
     for refused in (replace(runs, id="resp_x"), replace(row, owner="bob", id="resp_x")):
-        with pytest.raises(ApiError, match="no room beside the responses in progress") as caught:
+        with pytest.raises(ApiError, match="the response store is full") as caught:
             await store.put(refused, LEASE_S)
         assert (caught.value.status, caught.value.code) == (429, "store_full")
     assert not await store.put(replace(runs, id="resp_0"), LEASE_S), "the store has this response already"

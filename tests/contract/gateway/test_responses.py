@@ -291,7 +291,7 @@ async def test_background_responses_are_polled_and_cancelled(start: Start, store
     assert (await running.openai.responses.retrieve(response_id)).status == "cancelled"
     with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a synchronous response\."):  # OpenAI's words
         await running.openai.responses.cancel((await create(running)).id)
-    with pytest.raises(openai.BadRequestError, match="background can only be used when `store` is true"):
+    with pytest.raises(openai.BadRequestError, match="background needs `store` true"):
         await create(running, background=True, store=False)
     with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found\."):
         await running.openai.responses.retrieve("resp_none")

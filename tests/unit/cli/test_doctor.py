@@ -47,6 +47,8 @@ def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (64, 4.0, 1, 63, False, CheckStatus.SLOW, "63 threads, which then wait for each other: give --threads 3"),
         (64, 4.0, 2, 4, False, CheckStatus.SLOW, "8 threads, which then wait for each other: give --threads 2"),
         (64, 4.0, 5, 1, False, CheckStatus.SLOW, "5 threads, which then wait for each other: start at most 4 worker"),
+        (2, None, 3, 2, False, CheckStatus.SLOW, "start at most 2 worker(s), with --threads 1"),
+        (2, 0.5, 1, 1, False, CheckStatus.SLOW, "four services share 0.5 core"),
         (64, 4.0, 1, 3, False, CheckStatus.OK, ""),
         (64, 4.0, 1, 63, True, CheckStatus.OK, ""),
         (2, None, 1, 1, False, CheckStatus.SLOW, "four services share 2 core"),

@@ -44,7 +44,7 @@ def test_a_worker_counts_the_cores_of_its_control_group(
 def test_the_smallest_limit_of_the_control_groups_counts(tmp_path: Path) -> None:
     assert core_quota(tmp_path) is None
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    (tmp_path / "proc/self/cgroup").write_bytes(b"\nno group\n0::/\xff\n0::/a/b\n")
     for name, limit in (("a/b", "max 100000"), ("a", "150000 100000"), ("", "400000 100000")):
         (tmp_path / "sys/fs/cgroup" / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/fs/cgroup" / name / "cpu.max").write_text(limit)
