@@ -1,5 +1,5 @@
-"""Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a line per
-tenth, or every five seconds if a tenth takes longer."""
+"""Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a first line
+after a second, then a line per tenth, or every five seconds if a tenth takes longer."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def _line_report(what: str, show: Callable[[int], str]) -> Report:
         nonlocal began, last_s, last_percent
         now_s = time.monotonic()
         if began is None or done == 0:  # piece graphs are captured after whole graphs, with the same callback
-            began = last_s = now_s
-            last_percent = 0
+            began, last_percent = now_s, 0
         percent = 100 * done // max(total, 1)
         is_due = percent // 10 > last_percent // 10 or (percent > last_percent and now_s - last_s > _LINE_EVERY_S)
         if is_due and now_s - began > _QUIET_S:
