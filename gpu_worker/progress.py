@@ -1,5 +1,5 @@
-"""Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a first line
-after a second, then a line per tenth, or every five seconds if a tenth takes longer."""
+"""Shows the progress of reading weights and capturing CUDA graphs on stderr: a bar on a terminal, otherwise a first
+line after a second, then a line per tenth, or every five seconds if a tenth takes longer."""
 
 from __future__ import annotations
 
