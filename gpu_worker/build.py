@@ -14,6 +14,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packing
@@ -279,7 +280,10 @@ def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtyp
         return Int8Matmul(Int8Kernels(dtype, torch.get_num_threads(), by_size=not settings.deterministic))
     if settings.deterministic:
         return TiledMatmul()
-    return PackedMatmul() if device.type == "cpu" else PlainMatmul()
+    if device.type != "cpu":
+        return PlainMatmul()
+    has_kernels = uses_kernels(settings, device, dtype)
+    return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if has_kernels else None)
 
 
 def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,20 +7,14 @@ Python's lock.
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 import time
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_name
-from numba import config, njit, prange, set_num_threads, types
+from numba import config, njit, prange, types
 
-from gpu_worker.cpu import numbers
+from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.numbers import (
     FASTMATH,
     KERNEL_TYPES,
@@ -36,11 +30,7 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# Changes with the code of the kernels and with the CPU.
-_SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, numbers.__file__))
-_VERSION = hashlib.sha256(_SOURCES + get_host_cpu_name().encode()).hexdigest()[:12]
 _MIN_ROWS = 128
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 # Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
 # fetch the next ones by itself. 2 to 16 are equally fast.
@@ -251,9 +241,9 @@ class Int8Kernels:
         vector, scales = types.Array(number, 1, "C"), types.Array(types.float32, 1, "C")
         least = _MIN_ROWS if by_size else 0
         # Not rounded as the compiler likes: a row must be split the same way in both variants.
-        self.split = _Kernel(_split, (matrix, parts, scales), threads, least, fastmath=False)
+        self.split = CompiledKernel(_split, (matrix, parts, scales), threads, least, fastmath=False)
         joined = product, scales, vector, types.boolean, matrix
-        self.join = _Kernel(_join, joined, threads, least, rows_at=1, fastmath=False)
+        self.join = CompiledKernel(_join, joined, threads, least, rows_at=1, fastmath=False)
 
 
 class Kernels:
@@ -277,7 +267,7 @@ class Kernels:
     def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True, compiles_here: bool = False) -> None:
         """`by_size`: a few rows run in one thread, where that is faster. Without it every call runs in the same number
         of threads, so that a row's result depends only on the row's own inputs, bit for bit. `compiles_here`: what the
-        cache lacks is compiled by this process; see _compile_in_child()."""
+        cache lacks is compiled by this process; see compile_in_child()."""
         number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
@@ -289,75 +279,11 @@ class Kernels:
         rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
         began_s = time.monotonic()
         if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
-            _compile_in_child(dtype, _silu_and_mul, (matrix, matrix))
-        self.attend = _Kernel(_attend, attend, threads, least_decodes, rows_at=6)
+            compile_in_child(dtype, _silu_and_mul, (matrix, matrix))
+        self.attend = CompiledKernel(_attend, attend, threads, least_decodes, rows_at=6)
         softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single, matrix
-        self.mask_softmax = _Kernel(_mask_softmax, softmax, threads, least)
-        self.norm = _Kernel(_norm, (matrix, vector, single, matrix), threads, least)
-        self.rotate = _Kernel(_rotate, rotate, threads, least)
-        self.silu_and_mul = _Kernel(_silu_and_mul, (matrix, matrix), threads, least)
+        self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
+        self.norm = CompiledKernel(_norm, (matrix, vector, single, matrix), threads, least)
+        self.rotate = CompiledKernel(_rotate, rotate, threads, least)
+        self.silu_and_mul = CompiledKernel(_silu_and_mul, (matrix, matrix), threads, least)
         _log.info("the kernels are ready", seconds=round(time.monotonic() - began_s, 1))
-
-
-class _Kernel:
-    """A kernel, and its variant for several threads, which runs for `least` rows or more. `rows_at`: the index of an
-    argument with one element per row."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        arguments: tuple[types.Type, ...],
-        threads: int,
-        least: int,
-        rows_at: int = 0,
-        fastmath: set[str] | bool = FASTMATH,
-    ) -> None:
-        self._threads = min(threads, config.NUMBA_NUM_THREADS)  # numba has a thread per usable core
-        self._least, self._rows_at = least, rows_at
-        self._serial = _compiled(kernel, arguments, parallel=False, fastmath=fastmath)
-        if self._threads > 1:
-            self._parallel = _compiled(kernel, arguments, parallel=True, fastmath=fastmath)
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._threads == 1 or len(arguments[self._rows_at]) < self._least:
-            self._serial(*arguments)
-        else:
-            set_num_threads(self._threads)  # of this Python thread, which may not be the one that built the worker
-            self._parallel(*arguments)
-
-
-def _compiled(
-    kernel: Any, arguments: tuple[types.Type, ...], parallel: bool, fastmath: set[str] | bool = FASTMATH
-) -> Any:
-    """The kernel, compiled or from numba's cache."""
-    copy = _renamed(kernel, arguments, parallel)
-    signature = types.void(*arguments)
-    try:
-        return njit(signature, parallel=parallel, cache=True, fastmath=fastmath, **_OPTIONS)(copy)
-    except Exception as error:  # no folder, no room, a damaged file, or one of another user
-        _log.warning("a kernel is compiled at each start", kernel=copy.__name__, reason=repr(error))
-        return njit(signature, parallel=parallel, fastmath=fastmath, **_OPTIONS)(copy)
-
-
-def _renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
-    """The kernel under a name of its own. numba's cache goes by names: it knows neither options nor the code of other
-    modules, and workers of different types that start together would write the same files."""
-    name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
-    copy = FunctionType(kernel.__code__, kernel.__globals__, name)
-    copy.__qualname__ = name
-    return copy
-
-
-def _compile_in_child(dtype: torch.dtype, last: Any, arguments: tuple[types.Type, ...]) -> None:
-    """Let another process compile the kernels, if the cache lacks the one that is compiled last. A kernel for several
-    threads rounds differently in the process that compiled it than when it is loaded from the cache, because only the
-    compiling process optimizes it together with its loop. But a worker must compute the same bits when it starts
-    again."""
-    copy = _renamed(last, arguments, parallel=True)
-    try:
-        folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)
-    except RuntimeError:  # no folder: every start compiles
-        return
-    if not any(folder.glob(f"*{copy.__name__}*.nbi")):
-        made = f"Kernels({dtype}, 2, compiles_here=True)"
-        subprocess.run([sys.executable, "-c", f"import torch; from {__name__} import Kernels; {made}"], check=False)

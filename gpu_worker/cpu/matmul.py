@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_worker.cpu.few_rows import FewRows
+from gpu_worker.cpu.numbers import as_array
+from gpu_worker.cpu.vectors import LANES
 from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
 
 # torch's inductor compiles linear layers to these operations. They have no public name.
 _mkldnn: Any = torch.ops.mkldnn
@@ -43,14 +51,68 @@ class PackedMatmul(PlainMatmul):
     torch's own products of float32 run in MKL, which uses less than half of an AMD core.
     """
 
+    def __init__(self, few_rows: FewRows | None = None) -> None:
+        """`few_rows`: a kernel for products of a few rows; without it oneDNN computes them, too."""
+        self._few_rows = few_rows
+        # By id, each matrix and its memory, if the kernel can read it.
+        self._memory: dict[int, tuple[Tensor, np.ndarray | None]] = {}
+
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not weight.is_mkldnn:
             return super().of(rows, weight, bias, out)
-        product: Tensor = _mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        if (memory := self._memory_for(rows, weight)) is not None:
+            out = rows.new_empty(len(rows), weight.shape[0]) if out is None else out
+            return self._multiply_few(rows, memory, bias, False, out)
+        product = _product(rows, weight, bias)
         return product if out is None else out.copy_(product)
 
     def added(self, total: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         if not weight.is_mkldnn:
             return super().added(total, rows, weight)
+        if (memory := self._memory_for(rows, weight)) is not None:
+            return self._multiply_few(rows, memory, None, True, total)
         result: Tensor = _mkldnn._linear_pointwise.binary(rows, total, weight, None, "add")
         return result
+
+    def _memory_for(self, rows: Tensor, weight: Tensor) -> np.ndarray | None:
+        """The matrix's memory, if the kernel computes the product with these rows."""
+        if self._few_rows is None or len(rows) > self._few_rows.most_rows:
+            return None
+        if id(weight) not in self._memory:
+            self._memory[id(weight)] = weight, self._checked_memory(weight, rows.dtype)
+        return self._memory[id(weight)][1]
+
+    def _multiply_few(self, rows: Tensor, memory: np.ndarray, bias: Tensor | None, adds: bool, out: Tensor) -> Tensor:
+        assert self._few_rows is not None
+        bias_array = memory[:0] if bias is None else as_array(bias)
+        self._few_rows.multiply(as_array(rows), memory, bias_array, adds, as_array(out))
+        return out
+
+    def _checked_memory(self, weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
+        memory = packed_memory(weight, dtype)
+        if memory is None:
+            return None
+        rows = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = _product(rows, weight, None).float()
+        found = self._multiply_few(rows, memory, None, False, rows.new_empty(2, weight.shape[0])).float()
+        # The two round differently. In another order of memory, the numbers would have nothing in common.
+        size = expected.nan_to_num(posinf=0.0, neginf=0.0).abs().max()
+        if torch.allclose(found, expected, rtol=0.02, atol=0.01 * float(size), equal_nan=True):
+            return memory
+        _log.warning("oneDNN packs matrices in an unknown order", shape=list(weight.shape), dtype=str(dtype))
+        return None
+
+
+def packed_memory(weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
+    """The memory of a packed matrix [out, in] of this type, if the kernel for few rows may know its order."""
+    outputs, inputs = weight.shape
+    size = outputs * inputs * dtype.itemsize
+    if outputs % LANES or inputs % 2 or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
+        return None
+    buffer = (ctypes.c_uint8 * size).from_address(_mkldnn.data_ptr(weight))
+    return np.ctypeslib.as_array(buffer).view(np.int16 if dtype == torch.bfloat16 else np.float32)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = _mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return product

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from llvmlite.binding import get_host_cpu_name
 from numba import njit
 
-from gpu_worker.cpu import kernels as kernels_module
+from gpu_worker.cpu import compiling
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packing
@@ -312,8 +312,9 @@ def test_more_threads_than_cores_are_possible() -> None:
 COMPILE = """
 from numba import types
 from gpu_worker.cpu import kernels
+from gpu_worker.cpu.compiling import compiled
 matrix = types.Array(types.float32, 2, "C")
-print(sum(kernels._compiled(kernels._silu_and_mul, (matrix, matrix), False).stats.cache_hits.values()))
+print(sum(compiled(kernels._silu_and_mul, (matrix, matrix), False).stats.cache_hits.values()))
 """
 
 
@@ -362,17 +363,15 @@ def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(tmp_pa
 
 def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
     """Without the version in their names, numba would reuse cached kernels of an older numbers.py."""
-    source = Path(kernels_module.__file__)
-    assert (
-        hashlib.sha256(source.read_bytes() + source.with_name("numbers.py").read_bytes() + get_host_cpu_name().encode())
-        .hexdigest()
-        .startswith(kernels_module._VERSION)
-    )
+    sources = sorted(Path(compiling.__file__).parent.glob("*.py"))
+    assert {"numbers.py", "vectors.py", "kernels.py"} < {source.name for source in sources}
+    code = b"".join(source.read_bytes() for source in sources)
+    assert hashlib.sha256(code + get_host_cpu_name().encode()).hexdigest().startswith(compiling._VERSION)
     names = {
         kernel.__name__
         for ready in KERNELS.values()
-        for kernel in (ready.norm._serial.py_func, ready.norm._parallel.py_func if ready.norm._threads > 1 else None)
+        for kernel in (ready.norm._serial.py_func, ready.norm._parallel.py_func if ready.norm.threads > 1 else None)
         if kernel is not None
     }
     assert len(names) == 4
-    assert all(name.endswith(kernels_module._VERSION) for name in names)
+    assert all(name.endswith(compiling._VERSION) for name in names)

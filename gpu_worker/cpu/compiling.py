@@ -1,0 +1,89 @@
+"""Compiles the kernels for CPUs with numba, and keeps them in its cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from llvmlite.binding import get_host_cpu_name
+from numba import config, njit, set_num_threads, types
+
+from gpu_worker.cpu.numbers import FASTMATH
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+# Changes with the code of the kernels and with the CPU.
+_SOURCES = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+_VERSION = hashlib.sha256(_SOURCES + get_host_cpu_name().encode()).hexdigest()[:12]
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+class CompiledKernel:
+    """A kernel, and its variant for several threads, which runs for `least` rows or more. `rows_at`: the index of an
+    argument with one element per row."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        arguments: tuple[types.Type, ...],
+        threads: int,
+        least: int,
+        rows_at: int = 0,
+        fastmath: set[str] | bool = FASTMATH,
+    ) -> None:
+        self.threads = min(threads, config.NUMBA_NUM_THREADS)  # numba has a thread per usable core
+        self._least, self._rows_at = least, rows_at
+        self._serial = compiled(kernel, arguments, parallel=False, fastmath=fastmath)
+        if self.threads > 1:
+            self._parallel = compiled(kernel, arguments, parallel=True, fastmath=fastmath)
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.threads == 1 or len(arguments[self._rows_at]) < self._least:
+            self._serial(*arguments)
+        else:
+            set_num_threads(self.threads)  # of this Python thread, which may not be the one that built the worker
+            self._parallel(*arguments)
+
+
+def compiled(
+    kernel: Any, arguments: tuple[types.Type, ...], parallel: bool, fastmath: set[str] | bool = FASTMATH
+) -> Any:
+    """The kernel, compiled or from numba's cache."""
+    copy = renamed(kernel, arguments, parallel)
+    signature = types.void(*arguments)
+    try:
+        return njit(signature, parallel=parallel, cache=True, fastmath=fastmath, **_OPTIONS)(copy)
+    except Exception as error:  # no folder, no room, a damaged file, or one of another user
+        _log.warning("a kernel is compiled at each start", kernel=copy.__name__, reason=repr(error))
+        return njit(signature, parallel=parallel, fastmath=fastmath, **_OPTIONS)(copy)
+
+
+def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
+    """The kernel under a name of its own. numba's cache goes by names: it knows neither options nor the code of other
+    modules, and workers of different types that start together would write the same files."""
+    name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
+    copy = FunctionType(kernel.__code__, kernel.__globals__, name)
+    copy.__qualname__ = name
+    return copy
+
+
+def compile_in_child(dtype: torch.dtype, last: Any, arguments: tuple[types.Type, ...]) -> None:
+    """Let another process compile the kernels, if the cache lacks the one that is compiled last. A kernel for several
+    threads rounds differently in the process that compiled it than when it is loaded from the cache, because only the
+    compiling process optimizes it together with its loop. But a worker must compute the same bits when it starts
+    again."""
+    copy = renamed(last, arguments, parallel=True)
+    try:
+        folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)
+    except RuntimeError:  # no folder: every start compiles
+        return
+    if not any(folder.glob(f"*{copy.__name__}*.nbi")):
+        made = f"Kernels({dtype}, 2, compiles_here=True)"
+        code = f"import torch; from gpu_worker.cpu.kernels import Kernels; {made}"
+        subprocess.run([sys.executable, "-c", code], check=False)

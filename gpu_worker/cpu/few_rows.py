@@ -1,0 +1,108 @@
+"""Products of a few rows with a matrix that is packed for oneDNN.
+
+For a few rows, a product takes as long as it takes to read the matrix. oneDNN reads it slower than memory delivers it,
+and a call of oneDNN costs 14 us. This kernel reads the same packed matrix, so there is no second copy of the weights.
+
+A matrix [out, in] is packed as [out / 64, in / 2, 64, 2] in bfloat16 and as [out / 64, in, 64] in float32 on a CPU with
+AVX-512. This order of memory is not documented. So for each matrix, the first product is compared with oneDNN's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange, types
+
+from gpu_worker.cpu.compiling import CompiledKernel
+from gpu_worker.cpu.numbers import KERNEL_TYPES, load, store
+from gpu_worker.cpu.vectors import LANES, add_scaled, first_weights, second_weights, store_vector, zeros
+
+# Up to so many rows this kernel is faster than oneDNN, on two Zen 4 cores. For more rows of bfloat16, oneDNN has
+# instructions that multiply them directly.
+MOST_ROWS = {torch.float32: 12, torch.bfloat16: 4}
+
+
+def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
+    count, inputs = rows.shape
+    blocks = out.shape[1] // LANES
+    for thread in prange(threads):
+        numbers = np.empty((count, inputs), np.float32)
+        for row in range(count):
+            for i in range(inputs):
+                numbers[row, i] = load(rows[row, i])
+        sums = np.empty((4, LANES), np.float32)
+        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            row = 0
+            while row < count:
+                # One row, or four; if fewer than four are left, the last one several times.
+                num_rows = 1 if row == count - 1 else min(4, count - row)
+                if num_rows == 1:
+                    _one_row(numbers[row], packed, block * LANES * inputs, sums)
+                else:
+                    _four_rows(numbers[row:], packed, block * LANES * inputs, sums)
+                for j in range(num_rows):
+                    _write(sums[j], bias, adds, row + j, block * LANES, out)
+                row += num_rows
+
+
+@njit(inline="always")
+def _one_row(row: Any, packed: Any, begin: int, sums: Any) -> None:
+    total = zeros()
+    for i in range(0, len(row), 2):
+        at = begin + i * LANES
+        total = add_scaled(total, first_weights(packed, at), row[i])
+        total = add_scaled(total, second_weights(packed, at), row[i + 1])
+    store_vector(sums[0], total)
+
+
+@njit(inline="always")
+def _four_rows(rows: Any, packed: Any, begin: int, sums: Any) -> None:
+    last = len(rows) - 1
+    a, b, c, d = rows[0], rows[min(1, last)], rows[min(2, last)], rows[min(3, last)]
+    total_a, total_b, total_c, total_d = zeros(), zeros(), zeros(), zeros()
+    for i in range(0, rows.shape[1], 2):
+        at = begin + i * LANES
+        weights = first_weights(packed, at)
+        total_a, total_b = add_scaled(total_a, weights, a[i]), add_scaled(total_b, weights, b[i])
+        total_c, total_d = add_scaled(total_c, weights, c[i]), add_scaled(total_d, weights, d[i])
+        weights = second_weights(packed, at)
+        total_a, total_b = add_scaled(total_a, weights, a[i + 1]), add_scaled(total_b, weights, b[i + 1])
+        total_c, total_d = add_scaled(total_c, weights, c[i + 1]), add_scaled(total_d, weights, d[i + 1])
+    store_vector(sums[0], total_a)
+    store_vector(sums[1], total_b)
+    store_vector(sums[2], total_c)
+    store_vector(sums[3], total_d)
+
+
+@njit(inline="always")
+def _write(sums: Any, bias: Any, adds: bool, row: int, begin: int, out: Any) -> None:
+    # A loop for each case: one loop for all is not compiled to vector instructions.
+    if adds:
+        for j in range(LANES):
+            store(out, (row, begin + j), sums[j] + load(out[row, begin + j]))
+    elif len(bias):
+        for j in range(LANES):
+            store(out, (row, begin + j), sums[j] + load(bias[begin + j]))
+    else:
+        for j in range(LANES):
+            store(out, (row, begin + j), sums[j])
+
+
+class FewRows:
+    """The kernel for one type, and for one thread or several.
+
+    A row's product does not depend on the other rows or on the number of threads, bit for bit."""
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        number = KERNEL_TYPES[dtype]
+        vector, matrix = types.Array(number, 1, "C"), types.Array(number, 2, "C")
+        arguments = matrix, vector, vector, types.boolean, types.intp, matrix
+        self.most_rows = MOST_ROWS[dtype]
+        self._kernel = CompiledKernel(_multiply, arguments, threads, least=0, fastmath=False)
+
+    def multiply(self, rows: np.ndarray, packed: np.ndarray, bias: np.ndarray, adds: bool, out: np.ndarray) -> None:
+        """out [n, out] = rows [n, in] @ the matrix packed [out * in], plus bias [out or 0] if it is not empty; or, with
+        `adds`, plus `out`."""
+        self._kernel(rows, packed, bias, adds, self._kernel.threads, out)

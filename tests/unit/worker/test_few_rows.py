@@ -1,0 +1,106 @@
+"""The kernel for products of a few rows computes what oneDNN computes, from the same memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from gpu_worker.cpu import matmul
+from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
+from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing
+from gpu_worker.cpu.numbers import as_array
+
+KERNELS = {(dtype, threads): FewRows(dtype, threads) for dtype in MOST_ROWS for threads in (1, 2)}
+SHAPES = [(64, 66), (192, 640), (2816, 512)]  # [out, in]
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _packed(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix [out, in], and the same packed. Skips the test if the kernel cannot read it on this CPU."""
+    if packing(torch.device("cpu"), dtype) is None:
+        pytest.skip(f"this CPU has no matmul of packed {dtype}")
+    weight = _random(*shape, dtype=dtype) / shape[1] ** 0.5
+    return weight, matmul._mkldnn._reorder_linear_weight(weight, None)
+
+
+@pytest.fixture(autouse=True)
+def _avx512() -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("oneDNN packs matrices in this order only for AVX-512")
+
+
+@pytest.mark.parametrize("dtype", MOST_ROWS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_few_rows_are_multiplied_by_the_kernel(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    weight, matrix = _packed(shape, dtype)
+    memory = packed_memory(matrix, dtype)
+    if shape[1] % 64:  # oneDNN pads the inputs
+        assert memory is None
+        return
+    assert memory is not None
+    ours, onednn = PackedMatmul(KERNELS[dtype, threads]), PackedMatmul()
+    bias = _random(shape[0], dtype=dtype, seed=1)
+    exact = weight.float().t()
+    for count in range(1, MOST_ROWS[dtype] + 2):
+        rows, total = _random(count, shape[1], dtype=dtype, seed=2), _random(count, shape[0], dtype=dtype, seed=3)
+        expected = rows.float() @ exact
+        for found, correct in (
+            (ours.of(rows, matrix), expected),
+            (ours.of(rows, matrix, bias), expected + bias.float()),
+            (ours.added(total.clone(), rows, matrix), expected + total.float()),
+        ):
+            rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
+            torch.testing.assert_close(found.float(), correct, rtol=rounding, atol=1e-5)
+        out = torch.empty(count, shape[0], dtype=dtype)
+        assert ours.of(rows, matrix, out=out) is out
+        assert torch.equal(out, ours.of(rows, matrix))
+    many = _random(MOST_ROWS[dtype] + 1, shape[1], dtype=dtype)
+    assert torch.equal(ours.of(many, matrix), onednn.of(many, matrix))
+
+
+@pytest.mark.parametrize("dtype", MOST_ROWS)
+def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> None:
+    _weight, matrix = _packed((192, 640), dtype)
+    memory = packed_memory(matrix, dtype)
+    assert memory is not None
+    rows = _random(7, 640, dtype=dtype)
+    products = []
+    for threads in (1, 2):
+        for begin in range(7):
+            for end in range(begin + 1, 8):
+                out = torch.zeros(end - begin, 192, dtype=dtype)
+                KERNELS[dtype, threads].multiply(as_array(rows[begin:end]), memory, memory[:0], False, as_array(out))
+                products.append((begin, out))
+    whole = products[6][1]
+    assert len(whole) == 7
+    assert all(torch.equal(out, whole[begin : begin + len(out)]) for begin, out in products)
+
+
+def test_a_matrix_in_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _weight, matrix = _packed((192, 640), torch.float32)
+    memory = packed_memory(matrix, torch.float32)
+    assert memory is not None
+    other = np.ascontiguousarray(memory.reshape(3, 640, 64).transpose(0, 2, 1)).ravel()
+    monkeypatch.setattr(matmul, "packed_memory", lambda *_: other)
+    rows = _random(1, 640, dtype=torch.float32)
+    with capture_logs() as logs:
+        found = [PackedMatmul(KERNELS[torch.float32, 1]).of(rows, matrix) for _ in range(2)]
+    assert all(torch.equal(one, PackedMatmul().of(rows, matrix)) for one in found)
+    assert [log["event"] for log in logs] == ["oneDNN packs matrices in an unknown order"] * 2
+
+
+def test_a_nan_stays_in_its_row_and_column() -> None:
+    weight, _matrix = _packed((192, 640), torch.float32)
+    weight[70, 3] = torch.nan
+    matrix = packed(weight) if weight.numel() > matmul.SMALL_ELEMENTS else matmul._mkldnn._reorder_linear_weight(weight)
+    rows = _random(3, 640, dtype=torch.float32)
+    rows[1, 9] = torch.nan
+    found = PackedMatmul(KERNELS[torch.float32, 2]).of(rows, matrix).isnan()
+    assert found[1].all()
+    assert found[0].nonzero().flatten().tolist() == found[2].nonzero().flatten().tolist() == [70]
