@@ -282,8 +282,8 @@ def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtyp
         return TiledMatmul()
     if device.type != "cpu":
         return PlainMatmul()
-    has_kernels = uses_kernels(settings, device, dtype)
-    return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if has_kernels else None)
+    is_possible = uses_kernels(settings, device, dtype) and FewRows.is_possible(dtype)
+    return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if is_possible else None)
 
 
 def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:

@@ -13,80 +13,74 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
 from gpu_worker.cpu.numbers import KERNEL_TYPES, load, store
-from gpu_worker.cpu.vectors import LANES, add_scaled, first_weights, second_weights, store_vector, zeros
+from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, store_sums, zero_sums
 
-# Up to so many rows this kernel is faster than oneDNN, on two Zen 4 cores. For more rows of bfloat16, oneDNN has
-# instructions that multiply them directly.
-MOST_ROWS = {torch.float32: 12, torch.bfloat16: 4}
+# With up to so many rows the kernel is faster than oneDNN, on two Zen 4 cores.
+MOST_ROWS = 12
+# The instructions that it needs.
+FEATURES = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
     count, inputs = rows.shape
-    blocks = out.shape[1] // LANES
+    blocks = out.shape[1] // OUTPUTS
     for thread in prange(threads):
-        numbers = np.empty((count, inputs), np.float32)
-        for row in range(count):
-            for i in range(inputs):
-                numbers[row, i] = load(rows[row, i])
-        sums = np.empty((4, LANES), np.float32)
+        sums = np.empty((4, OUTPUTS), np.float32)
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            row = 0
+            begin, row = block * OUTPUTS * inputs, 0
             while row < count:
-                # One row, or four; if fewer than four are left, the last one several times.
+                # One row, or four: if fewer are left, the last one several times.
                 num_rows = 1 if row == count - 1 else min(4, count - row)
                 if num_rows == 1:
-                    _one_row(numbers[row], packed, block * LANES * inputs, sums)
+                    _one_row(rows[row], packed, begin, sums)
                 else:
-                    _four_rows(numbers[row:], packed, block * LANES * inputs, sums)
-                for j in range(num_rows):
-                    _write(sums[j], bias, adds, row + j, block * LANES, out)
+                    _four_rows(rows[row:], packed, begin, sums)
+                for i in range(num_rows):
+                    _write(sums[i], bias, adds, row + i, block * OUTPUTS, out)
                 row += num_rows
 
 
 @njit(inline="always")
 def _one_row(row: Any, packed: Any, begin: int, sums: Any) -> None:
-    total = zeros()
+    total = zero_sums()
     for i in range(0, len(row), 2):
-        at = begin + i * LANES
-        total = add_scaled(total, first_weights(packed, at), row[i])
-        total = add_scaled(total, second_weights(packed, at), row[i + 1])
-    store_vector(sums[0], total)
+        total = add_inputs(total, packed, begin + i * OUTPUTS, row, i)
+    store_sums(sums[0], total)
 
 
 @njit(inline="always")
 def _four_rows(rows: Any, packed: Any, begin: int, sums: Any) -> None:
     last = len(rows) - 1
     a, b, c, d = rows[0], rows[min(1, last)], rows[min(2, last)], rows[min(3, last)]
-    total_a, total_b, total_c, total_d = zeros(), zeros(), zeros(), zeros()
+    total_a, total_b, total_c, total_d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
     for i in range(0, rows.shape[1], 2):
-        at = begin + i * LANES
-        weights = first_weights(packed, at)
-        total_a, total_b = add_scaled(total_a, weights, a[i]), add_scaled(total_b, weights, b[i])
-        total_c, total_d = add_scaled(total_c, weights, c[i]), add_scaled(total_d, weights, d[i])
-        weights = second_weights(packed, at)
-        total_a, total_b = add_scaled(total_a, weights, a[i + 1]), add_scaled(total_b, weights, b[i + 1])
-        total_c, total_d = add_scaled(total_c, weights, c[i + 1]), add_scaled(total_d, weights, d[i + 1])
-    store_vector(sums[0], total_a)
-    store_vector(sums[1], total_b)
-    store_vector(sums[2], total_c)
-    store_vector(sums[3], total_d)
+        offset = begin + i * OUTPUTS
+        total_a = add_inputs(total_a, packed, offset, a, i)
+        total_b = add_inputs(total_b, packed, offset, b, i)
+        total_c = add_inputs(total_c, packed, offset, c, i)
+        total_d = add_inputs(total_d, packed, offset, d, i)
+    store_sums(sums[0], total_a)
+    store_sums(sums[1], total_b)
+    store_sums(sums[2], total_c)
+    store_sums(sums[3], total_d)
 
 
 @njit(inline="always")
 def _write(sums: Any, bias: Any, adds: bool, row: int, begin: int, out: Any) -> None:
     # A loop for each case: one loop for all is not compiled to vector instructions.
     if adds:
-        for j in range(LANES):
+        for j in range(OUTPUTS):
             store(out, (row, begin + j), sums[j] + load(out[row, begin + j]))
     elif len(bias):
-        for j in range(LANES):
+        for j in range(OUTPUTS):
             store(out, (row, begin + j), sums[j] + load(bias[begin + j]))
     else:
-        for j in range(LANES):
+        for j in range(OUTPUTS):
             store(out, (row, begin + j), sums[j])
 
 
@@ -95,11 +89,15 @@ class FewRows:
 
     A row's product does not depend on the other rows or on the number of threads, bit for bit."""
 
+    @staticmethod
+    def is_possible(dtype: torch.dtype) -> bool:
+        """Whether this CPU has the instructions that the kernel needs."""
+        return bool(get_host_cpu_features().get(FEATURES[dtype]))
+
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         number = KERNEL_TYPES[dtype]
         vector, matrix = types.Array(number, 1, "C"), types.Array(number, 2, "C")
         arguments = matrix, vector, vector, types.boolean, types.intp, matrix
-        self.most_rows = MOST_ROWS[dtype]
         self._kernel = CompiledKernel(_multiply, arguments, threads, least=0, fastmath=False)
 
     def multiply(self, rows: np.ndarray, packed: np.ndarray, bias: np.ndarray, adds: bool, out: np.ndarray) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.cpu.few_rows import FewRows
+from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
 from gpu_worker.cpu.numbers import as_array
-from gpu_worker.cpu.vectors import LANES
+from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
@@ -76,7 +76,7 @@ class PackedMatmul(PlainMatmul):
 
     def _memory_for(self, rows: Tensor, weight: Tensor) -> np.ndarray | None:
         """The matrix's memory, if the kernel computes the product with these rows."""
-        if self._few_rows is None or len(rows) > self._few_rows.most_rows:
+        if self._few_rows is None or len(rows) > MOST_ROWS:
             return None
         if id(weight) not in self._memory:
             self._memory[id(weight)] = weight, self._checked_memory(weight, rows.dtype)
@@ -107,7 +107,7 @@ def packed_memory(weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
     """The memory of a packed matrix [out, in] of this type, if the kernel for few rows may know its order."""
     outputs, inputs = weight.shape
     size = outputs * inputs * dtype.itemsize
-    if outputs % LANES or inputs % 2 or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
+    if outputs % OUTPUTS or inputs % 2 or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
         return None
     buffer = (ctypes.c_uint8 * size).from_address(_mkldnn.data_ptr(weight))
     return np.ctypeslib.as_array(buffer).view(np.int16 if dtype == torch.bfloat16 else np.float32)
