@@ -25,9 +25,6 @@ TILE_ROWS = 64
 # the CPU's cache. Tiles of long sequences have more, because a tile has at least LEAST_TILE_ROWS rows.
 TILE_SCORES = 2**19
 LEAST_TILE_ROWS = 32
-# Keys of one product with bfloat16 values. oneDNN compiles and keeps a kernel for each shape; one for 8,192 keys takes
-# 10 MiB or more. With pieces of a fixed size there are only a few shapes.
-PIECE_KEYS = 512
 
 
 class CpuAttention(TorchAttention):
@@ -78,8 +75,8 @@ class CpuAttention(TorchAttention):
 
     def _prefill(self, layer: int, chunk: ChunkPlan, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         window = self._windows[layer]
-        keys, values = (x[0] for x in self._seen(layer, chunk, key, value))
-        keys = keys.float()  # so that scores are not rounded to bfloat16
+        # In float32, because products of bfloat16 would round the scores, and take longer in these shapes.
+        keys, values = (x[0].float() for x in self._seen(layer, chunk, key, value))
         kv_heads, _, head_dim = keys.shape
         group = query.shape[1] // kv_heads
         query, out = (x[chunk.rows].view(-1, kv_heads, group, head_dim) for x in (query, out))
@@ -91,12 +88,9 @@ class CpuAttention(TorchAttention):
         for tile in tiles:
             head_rows = group * (tile.rows.stop - tile.rows.start)
             rows = folded[:, group * tile.rows.start : group * tile.rows.stop]
-            scores = torch.bmm(rows, keys[:, tile.keys].transpose(1, 2))
-            weights = scores if values.dtype == scores.dtype else torch.empty_like(scores, dtype=values.dtype)
-            self._kernels.mask_softmax(
-                scores.flatten(0, 1).numpy(), head_rows, group, window, self._scale, as_array(weights.flatten(0, 1))
-            )
-            seen = _weighted(weights, values[:, tile.keys])
+            weights = torch.bmm(rows, keys[:, tile.keys].transpose(1, 2))
+            self._kernels.mask_softmax(weights.flatten(0, 1).numpy(), head_rows, group, window, self._scale)
+            seen = torch.bmm(weights, values[:, tile.keys])
             out[tile.rows].copy_(seen.view(kv_heads, -1, group, head_dim).transpose(0, 1))
 
 
@@ -106,16 +100,3 @@ def _single_rows(tile: Tile, window: int) -> Iterator[Tile]:
         stop = tile.keys.stop - (tile.rows.stop - 1 - row)
         start = max(tile.keys.start, stop - window) if window else tile.keys.start
         yield Tile(slice(row, row + 1), slice(start, stop), None)
-
-
-def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Sums of the values [heads, keys, head_dim] with the weights [heads, rows, keys]: [heads, rows, head_dim], in
-    float32 or the type of the values."""
-    if values.dtype == torch.float32:
-        return torch.bmm(weights, values)
-    whole = weights.shape[2] // PIECE_KEYS * PIECE_KEYS
-    total = torch.bmm(weights[:, :, whole:].float(), values[:, whole:].float())
-    for start in range(0, whole, PIECE_KEYS):
-        piece = slice(start, start + PIECE_KEYS)
-        total += torch.bmm(weights[:, :, piece], values[:, piece])
-    return total

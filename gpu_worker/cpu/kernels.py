@@ -94,17 +94,16 @@ def _softmax(scores: Any, scale: Any) -> Any:
     return total
 
 
-def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float, weights: Any) -> None:
+def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float) -> None:
     keys = scores.shape[1]
     for row in prange(len(scores)):
         stop = keys - (head_rows - 1 - row % head_rows) // group
         start = max(0, stop - window) if window else 0
-        seen, out = scores[row, start:stop], weights[row]
+        seen = scores[row, start:stop]
         factor = np.float32(1) / _softmax(seen, scale)
-        out[:start], out[stop:] = 0, 0
-        chosen = out[start:stop]
-        for t in range(len(chosen)):
-            store(chosen, t, seen[t] * factor)
+        for t in range(len(seen)):
+            seen[t] *= factor
+        scores[row, :start], scores[row, stop:] = 0, 0
 
 
 @njit(inline="always", fastmath=FASTMATH)
@@ -253,10 +252,9 @@ class Kernels:
         first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
         decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. block_ids,
         first_blocks, kv_lens and rows are int32. `window` 0: none.
-    mask_softmax(scores float32 [kv_heads * head_rows, keys], head_rows, group, window, scale, weights of that shape):
-        the causal softmax of scores * scale. For each KV head there are `group` rows of scores (its query heads) per
-        row of a chunk. The chunk's last row sees all keys, the row before it all but the last, and so on. The scores
-        are overwritten.
+    mask_softmax(scores float32 [kv_heads * head_rows, keys], head_rows, group, window, scale): the causal softmax of
+        scores * scale, in place. For each KV head there are `group` rows of scores (its query heads) per row of a
+        chunk. The chunk's last row sees all keys, the row before it all but the last, and so on.
     norm(x [rows, width], weight [width], eps, out [rows, width]): RMS norm.
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
         num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
@@ -281,7 +279,7 @@ class Kernels:
         if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
             compile_in_child(dtype, _silu_and_mul, (matrix, matrix))
         self.attend = CompiledKernel(_attend, attend, threads, least_decodes, rows_at=6)
-        softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single, matrix
+        softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single
         self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
         self.norm = CompiledKernel(_norm, (matrix, vector, single, matrix), threads, least)
         self.rotate = CompiledKernel(_rotate, rotate, threads, least)

@@ -145,17 +145,16 @@ def test_the_softmax_of_a_chunk_hides_the_keys_behind_each_row(dtype: torch.dtyp
     hidden = (key > row) | (key <= row - window if window else torch.tensor(False))
     masked = (scores / 4).view(kv_heads, rows, group, keys).masked_fill(hidden, -torch.inf)
     for threads in (1, 2):
-        weights = torch.full_like(scores, torch.nan, dtype=dtype)
-        arrays = scores.clone().numpy(), as_array(weights)
-        KERNELS[dtype, threads].mask_softmax(arrays[0], rows * group, group, window, np.float32(0.25), arrays[1])
-        assert_close(weights, masked.softmax(-1).view_as(scores), dtype)
+        weights = scores.clone()
+        KERNELS[dtype, threads].mask_softmax(weights.numpy(), rows * group, group, window, np.float32(0.25))
+        assert_close(weights, masked.softmax(-1).view_as(scores), torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("prefix", [75, 1400])
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, prefix: int, threads: int) -> None:
-    """Scores are not rounded to bfloat16, weights and the result are. A long chunk is computed in pieces."""
+    """Scores and weights are not rounded to bfloat16, the result is."""
     dtype, count = torch.bfloat16, 150
     pool = allocate_pool(200, 8, 1, 2, 16, dtype, CPU)
     table = list(range(1, 1 + -(-(prefix + count) // 8)))

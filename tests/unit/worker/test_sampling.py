@@ -307,12 +307,29 @@ def test_equally_likely_tokens_are_reported_by_lower_id_in_any_batch(vocab: int)
     logprobs = torch.randn(64, vocab, generator=generator).mul(3).bfloat16().float()
     logprobs[:8] = -torch.inf
     logprobs[8:16] = torch.tensor([0.0, -0.0]).repeat(vocab)[:vocab]
-    logprobs[16, vocab // 2] = 1e-45  # hardly above the zeros
+    logprobs[15, vocab // 2] = 1e-45  # the smallest number above the zeros of this row
     order = logprobs.double().sort(dim=-1, descending=True, stable=True)
     for count in (1, 2, 5, 20):
         ids, values = likeliest(logprobs, count)
         assert torch.equal(ids, order.indices[:, :count])
         assert torch.equal(values, order.values[:, :count].float())
+
+
+@pytest.mark.parametrize("vocab", [1, 511, 512, 1000, 40_000])
+def test_greedy_takes_the_first_of_the_largest_logits(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(40, vocab, generator=generator).mul(3).bfloat16().float()  # with many equal logits
+    logits[0] = -torch.inf
+    logits[1, [0, vocab - 1, vocab // 2]] = 99.0
+    logits[2, [vocab - 1, vocab // 2]] = 99.0
+    logits[3, vocab - 1] = 99.0
+    logits[4, vocab // 3] = logits[5, vocab - 1] = torch.nan
+    logits[6, vocab // 2] = torch.inf
+    sampled = sample(logits.clone(), make_rows(40, temperature=np.zeros(40, np.float32)))
+    fails = [row in (0, 4, 5, 6) for row in range(40)]
+    assert sampled.failed.tolist() == fails
+    expected = [0 if fails[row] else int(logits[row].numpy().argmax()) for row in range(40)]
+    assert sampled.tokens.tolist() == expected
 
 
 def test_a_result_carries_log_probabilities_for_the_sequences_that_want_them(
