@@ -1,7 +1,7 @@
-"""Products of a few rows with a matrix that is packed for oneDNN.
+"""Products of a few rows with a matrix that is packed for oneDNN, or that is an embedding.
 
 For a few rows, a product takes as long as it takes to read the matrix. oneDNN reads it slower than memory delivers it,
-and a call of oneDNN costs 14 us. This kernel reads the same packed matrix, so there is no second copy of the weights.
+and a call of oneDNN costs 14 us. These kernels read the same matrix, so there is no second copy of the weights.
 
 A matrix [out, in] is packed as [out / 64, in / 2, 64, 2] in bfloat16 and as [out / 64, in, 64] in float32 on a CPU with
 AVX-512. This order of memory is not documented. So for each matrix, the first product is compared with oneDNN's.
@@ -18,7 +18,7 @@ from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
 from gpu_worker.cpu.numbers import KERNEL_TYPES, load, store
-from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, store_sums, zero_sums
+from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_products, store_sums, total_of, zero_sums
 
 # With up to so many rows the kernel is faster than oneDNN, on two Zen 4 cores.
 MOST_ROWS = 12
@@ -84,8 +84,41 @@ def _write(sums: Any, bias: Any, adds: bool, row: int, begin: int, out: Any) -> 
             store(out, (row, begin + j), sums[j])
 
 
+def _multiply_table(rows: Any, table: Any, threads: int, out: Any) -> None:
+    count = len(rows)
+    for thread in prange(threads):
+        for output in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
+            weights = table[output]
+            for row in range(0, count, 4):
+                _four_products(rows, row, weights, output, out)
+
+
+@njit(inline="always")
+def _four_products(rows: Any, row: int, weights: Any, output: int, out: Any) -> None:
+    """One row, or up to four."""
+    last = len(rows) - 1
+    a, b, c, d = rows[row], rows[min(row + 1, last)], rows[min(row + 2, last)], rows[min(row + 3, last)]
+    total_a, total_b, total_c, total_d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
+    if row == last:
+        for i in range(0, len(weights), 64):
+            total_a = add_products(total_a, weights, i, a, i)
+        store(out, (row, output), total_of(total_a))
+        return
+    for i in range(0, len(weights), 64):
+        total_a = add_products(total_a, weights, i, a, i)
+        total_b = add_products(total_b, weights, i, b, i)
+        total_c = add_products(total_c, weights, i, c, i)
+        total_d = add_products(total_d, weights, i, d, i)
+    store(out, (row, output), total_of(total_a))
+    store(out, (row + 1, output), total_of(total_b))
+    if row + 2 <= last:
+        store(out, (row + 2, output), total_of(total_c))
+    if row + 3 <= last:
+        store(out, (row + 3, output), total_of(total_d))
+
+
 class FewRows:
-    """The kernel for one type, and for one thread or several.
+    """The kernels for one type, and for one thread or several.
 
     A row's product does not depend on the other rows or on the number of threads, bit for bit."""
 
@@ -97,10 +130,16 @@ class FewRows:
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         number = KERNEL_TYPES[dtype]
         vector, matrix = types.Array(number, 1, "C"), types.Array(number, 2, "C")
-        arguments = matrix, vector, vector, types.boolean, types.intp, matrix
-        self._kernel = CompiledKernel(_multiply, arguments, threads, least=0, fastmath=False)
+        packed = matrix, vector, vector, types.boolean, types.intp, matrix
+        self._kernel = CompiledKernel(_multiply, packed, threads, least=0, fastmath=False)
+        table = matrix, matrix, types.intp, matrix
+        self._table_kernel = CompiledKernel(_multiply_table, table, threads, least=0, fastmath=False)
 
     def multiply(self, rows: np.ndarray, packed: np.ndarray, bias: np.ndarray, adds: bool, out: np.ndarray) -> None:
         """out [n, out] = rows [n, in] @ the matrix packed [out * in], plus bias [out or 0] if it is not empty; or, with
         `adds`, plus `out`."""
         self._kernel(rows, packed, bias, adds, self._kernel.threads, out)
+
+    def multiply_table(self, rows: np.ndarray, table: np.ndarray, out: np.ndarray) -> None:
+        """out [n, out] = rows [n, in] @ table [out, in] transposed. `in` is a multiple of 64."""
+        self._table_kernel(rows, table, self._table_kernel.threads, out)

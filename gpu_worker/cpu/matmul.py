@@ -52,17 +52,17 @@ class PackedMatmul(PlainMatmul):
     """
 
     def __init__(self, few_rows: FewRows | None = None) -> None:
-        """`few_rows`: a kernel for products of a few rows; without it oneDNN computes them, too."""
+        """`few_rows`: kernels for products of a few rows; without them torch computes these, too."""
         self._few_rows = few_rows
-        # By id, each matrix and its memory, if the kernel can read it.
+        # By id, each matrix and the memory that the kernels read; None: they cannot read it.
         self._memory: dict[int, tuple[Tensor, np.ndarray | None]] = {}
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if (memory := self._memory_for(rows, weight)) is not None:
+            out = rows.new_empty(len(rows), weight.shape[0 if weight.is_mkldnn else 1]) if out is None else out
+            return self._multiply_few(rows, memory, bias, False, out)
         if not weight.is_mkldnn:
             return super().of(rows, weight, bias, out)
-        if (memory := self._memory_for(rows, weight)) is not None:
-            out = rows.new_empty(len(rows), weight.shape[0]) if out is None else out
-            return self._multiply_few(rows, memory, bias, False, out)
         product = _product(rows, weight, bias)
         return product if out is None else out.copy_(product)
 
@@ -75,17 +75,21 @@ class PackedMatmul(PlainMatmul):
         return result
 
     def _memory_for(self, rows: Tensor, weight: Tensor) -> np.ndarray | None:
-        """The matrix's memory, if the kernel computes the product with these rows."""
+        """The matrix's memory, if a kernel computes the product with these rows."""
         if self._few_rows is None or len(rows) > MOST_ROWS:
             return None
         if id(weight) not in self._memory:
-            self._memory[id(weight)] = weight, self._checked_memory(weight, rows.dtype)
+            memory = self._checked_memory(weight, rows.dtype) if weight.is_mkldnn else table_memory(weight)
+            self._memory[id(weight)] = weight, memory
         return self._memory[id(weight)][1]
 
     def _multiply_few(self, rows: Tensor, memory: np.ndarray, bias: Tensor | None, adds: bool, out: Tensor) -> Tensor:
         assert self._few_rows is not None
-        bias_array = memory[:0] if bias is None else as_array(bias)
-        self._few_rows.multiply(as_array(rows), memory, bias_array, adds, as_array(out))
+        if memory.ndim == 2:
+            self._few_rows.multiply_table(as_array(rows), memory, as_array(out))
+        else:
+            bias_array = memory[:0] if bias is None else as_array(bias)
+            self._few_rows.multiply(as_array(rows), memory, bias_array, adds, as_array(out))
         return out
 
     def _checked_memory(self, weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
@@ -111,6 +115,12 @@ def packed_memory(weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
         return None
     buffer = (ctypes.c_uint8 * size).from_address(_mkldnn.data_ptr(weight))
     return np.ctypeslib.as_array(buffer).view(np.int16 if dtype == torch.bfloat16 else np.float32)
+
+
+def table_memory(weight: Tensor) -> np.ndarray | None:
+    """The memory [out, in] of a head [in, out] that is also the embedding, if the kernel can read it."""
+    table = weight.t()
+    return as_array(table) if table.is_contiguous() and table.shape[1] % 64 == 0 else None
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

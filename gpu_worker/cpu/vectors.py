@@ -1,4 +1,4 @@
-"""Sums of products with 64 outputs in compiled kernels, in vector instructions that numba does not know by itself."""
+"""Sums of products in compiled kernels, in vector instructions that numba does not know by itself."""
 
 from __future__ import annotations
 
@@ -57,25 +57,79 @@ def _repeat(builder: Any, number: Any, vector: ir.VectorType) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(_INTS, None))
 
 
-def _add_float32(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
+def _load(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
+    pointer = builder.gep(pointer, [ir.IntType(64)(index)])
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
+
+
+def _fma(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
+    """sums + weights * numbers, of 16 float32 each."""
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
     multiply = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+    return builder.call(multiply, [weights, numbers, sums])
+
+
+def _add_pairs(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
+    """sums[i] + weights[2 * i] * numbers[2 * i] + weights[2 * i + 1] * numbers[2 * i + 1], of bfloat16 as _INTS."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(multiply, [sums, builder.bitcast(weights, _BFLOATS), builder.bitcast(numbers, _BFLOATS)])
+
+
+def _add_inputs_float32(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
     for i in range(2):
-        weights = builder.gep(packed, [ir.IntType(64)(i * OUTPUTS + part * _LANES)])
-        weights = builder.load(builder.bitcast(weights, _FLOATS.as_pointer()), align=4)
+        weights = _load(builder, packed, i * OUTPUTS + part * _LANES, _FLOATS)
         number = builder.load(builder.gep(inputs, [ir.IntType(64)(i)]))
-        sums = builder.call(multiply, [weights, _repeat(builder, number, _FLOATS), sums])
+        sums = _fma(builder, sums, weights, _repeat(builder, number, _FLOATS))
     return sums
 
 
-def _add_bfloat16(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
-    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    weights = builder.gep(packed, [ir.IntType(64)(2 * part * _LANES)])
-    weights = builder.load(builder.bitcast(weights, _INTS.as_pointer()), align=2)
+def _add_inputs_bfloat16(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
+    weights = _load(builder, packed, 2 * part * _LANES, _INTS)
     pair = builder.load(builder.bitcast(inputs, ir.IntType(32).as_pointer()), align=2)
-    pairs = _repeat(builder, pair, _INTS)
-    return builder.call(multiply, [sums, builder.bitcast(weights, _BFLOATS), builder.bitcast(pairs, _BFLOATS)])
+    return _add_pairs(builder, sums, weights, _repeat(builder, pair, _INTS))
+
+
+def _add_products_float32(builder: Any, part: int, sums: Any, weights: Any, numbers: Any) -> Any:
+    weights, numbers = (_load(builder, pointer, part * _LANES, _FLOATS) for pointer in (weights, numbers))
+    return _fma(builder, sums, weights, numbers)
+
+
+def _add_products_bfloat16(builder: Any, part: int, sums: Any, weights: Any, numbers: Any) -> Any:
+    if part >= _NUM_PARTS // 2:  # half of the registers hold 64 bfloat16
+        return sums
+    weights, numbers = (_load(builder, pointer, 2 * part * _LANES, _INTS) for pointer in (weights, numbers))
+    return _add_pairs(builder, sums, weights, numbers)
+
+
+def _added(float32: Any, bfloat16: Any) -> Any:
+    """A kernel's function that adds to each part of some sums."""
+
+    @intrinsic
+    def add(_context: Any, sums: Any, weights: Any, _offset: Any, numbers: Any, _at: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            sums, weights, offset, numbers, at = arguments
+            weights = _pointer(context, builder, signature.args[1], weights, offset)
+            numbers = _pointer(context, builder, signature.args[3], numbers, at)
+            add_part = float32 if signature.args[1].dtype == types.float32 else bfloat16
+            for part in range(_NUM_PARTS):
+                added = add_part(builder, part, builder.extract_value(sums, part), weights, numbers)
+                sums = builder.insert_value(sums, added, part)
+            return sums
+
+        return sums(sums, weights, types.intp, numbers, types.intp), build
+
+    return add
+
+
+# Functions (sums, weights, offset, inputs, at) of kernels. Arrays are contiguous, and float32, or bfloat16 as int16 on a
+# CPU with AVX512_BF16.
+# add_inputs: sums + the products of inputs[at] and inputs[at + 1] with their weights for 64 outputs, which begin at
+# weights[offset], packed as in few_rows.py.
+# add_products: sums + the products of 64 inputs from inputs[at] on with 64 weights of one output. Their total is the
+# total of all sums.
+add_inputs = _added(_add_inputs_float32, _add_inputs_bfloat16)
+add_products = _added(_add_products_float32, _add_products_bfloat16)
 
 
 @intrinsic
@@ -89,22 +143,22 @@ def zero_sums(_context: Any) -> Any:
 
 
 @intrinsic
-def add_inputs(_context: Any, sums: Any, packed: Any, _offset: Any, inputs: Any, _at: Any) -> Any:
-    """In a kernel: sums + the products of inputs[at] and inputs[at + 1] with their weights for 64 outputs, which begin
-    at packed[offset] (few_rows.py). Arrays are contiguous, float32 or bfloat16 as int16. bfloat16 needs a CPU with
-    AVX512_BF16."""
+def total_of(_context: Any, sums: Any) -> Any:
+    """In a kernel: the total of all sums, a float32."""
 
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, packed, offset, inputs, at = arguments
-        packed = _pointer(context, builder, signature.args[1], packed, offset)
-        inputs = _pointer(context, builder, signature.args[3], inputs, at)
-        add = _add_float32 if signature.args[1].dtype == types.float32 else _add_bfloat16
-        for part in range(_NUM_PARTS):
-            added = add(builder, part, builder.extract_value(sums, part), packed, inputs)
-            sums = builder.insert_value(sums, added, part)
-        return sums
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        total = builder.extract_value(arguments[0], 0)
+        for part in range(1, _NUM_PARTS):
+            total = builder.fadd(total, builder.extract_value(arguments[0], part))
+        # Halves, quarters and so on, in an order that does not depend on the compiler.
+        width = _LANES
+        while width > 1:
+            width //= 2
+            order = ir.Constant(_INTS, [(i + width) % _LANES for i in range(_LANES)])
+            total = builder.fadd(total, builder.shuffle_vector(total, total, order))
+        return builder.extract_element(total, ir.IntType(32)(0))
 
-    return sums(sums, packed, types.intp, inputs, types.intp), build
+    return types.float32(sums), build
 
 
 @intrinsic

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from gpu_worker.cpu import matmul
 from gpu_worker.cpu.few_rows import FEATURES, MOST_ROWS, FewRows
-from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing
+from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing, table_memory
 from gpu_worker.cpu.numbers import as_array
 
 KERNELS = {
@@ -76,6 +76,34 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> N
     whole = products[6][1]
     assert len(whole) == 7
     assert all(torch.equal(out, whole[begin : begin + len(out)]) for begin, out in products)
+
+
+@pytest.mark.parametrize("dtype", FEATURES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_few_rows_are_multiplied_with_an_embedding(dtype: torch.dtype, threads: int) -> None:
+    if not FewRows.is_possible(dtype):
+        pytest.skip(f"this CPU has no instructions for {dtype}")
+    ours = PackedMatmul(KERNELS[dtype, threads])
+    table = _random(301, 192, dtype=dtype) / 192**0.5
+    head = table.t()
+    assert table_memory(head) is not None
+    rows = _random(MOST_ROWS, 192, dtype=dtype, seed=1)
+    exact = rows.float() @ table.float().t()
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    for begin in range(MOST_ROWS):
+        out = torch.empty(MOST_ROWS - begin, 301, dtype=dtype)
+        assert ours.of(rows[begin:], head, out=out) is out
+        torch.testing.assert_close(out.float(), exact[begin:], rtol=rounding, atol=1e-5)
+        assert torch.equal(ours.of(rows[begin : begin + 1], head), out[:1])
+    many = torch.cat((rows, rows))
+    assert torch.equal(ours.of(many, head), many @ head)
+
+
+def test_a_head_that_the_kernel_cannot_read_is_left_to_torch() -> None:
+    assert table_memory(torch.zeros(301, 100).t()) is None
+    assert table_memory(torch.zeros(192, 301)) is None
+    rows, table = _random(2, 100, dtype=torch.float32), _random(301, 100, dtype=torch.float32)
+    assert torch.equal(PackedMatmul(KERNELS[torch.float32, 1]).of(rows, table.t()), rows @ table.t())
 
 
 def test_a_matrix_in_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
