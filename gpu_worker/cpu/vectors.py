@@ -122,8 +122,8 @@ def _added(float32: Any, bfloat16: Any) -> Any:
     return add
 
 
-# Functions (sums, weights, offset, inputs, at) of kernels. Arrays are contiguous, and float32, or bfloat16 as int16 on a
-# CPU with AVX512_BF16.
+# Functions (sums, weights, offset, inputs, at) of kernels. Arrays are contiguous. They are float32, or bfloat16 as
+# int16 on a CPU with AVX512_BF16.
 # add_inputs: sums + the products of inputs[at] and inputs[at + 1] with their weights for 64 outputs, which begin at
 # weights[offset], packed as in few_rows.py.
 # add_products: sums + the products of 64 inputs from inputs[at] on with 64 weights of one output. Their total is the
