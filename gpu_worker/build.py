@@ -20,6 +20,8 @@ from gpu_worker.cpu.kernels import Int8Kernels, Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.vectors import has_vectors
+from gpu_worker.cpu.wide_attention import WIDTH
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.kv.pool import allocate_pool
@@ -235,7 +237,10 @@ class _RunnerMaker:
         attention: AttentionBackend
         ops: LayerOps
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
-            kernels = Kernels(self.model.dtype, torch.get_num_threads(), by_size=not settings.deterministic)
+            wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
+            kernels = Kernels(
+                self.model.dtype, torch.get_num_threads(), by_size=not settings.deterministic, wide_heads=wide_heads
+            )
             attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
             ops = CpuOps(config, self.max_model_len, kernels)
         elif self.flashinfer is None:
@@ -282,7 +287,7 @@ def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtyp
         return TiledMatmul()
     if device.type != "cpu":
         return PlainMatmul()
-    is_possible = uses_kernels(settings, device, dtype) and FewRows.is_possible(dtype)
+    is_possible = uses_kernels(settings, device, dtype) and has_vectors(dtype)
     return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if is_possible else None)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import torch
 from llvmlite.binding import get_host_cpu_name
 from numba import config, njit, set_num_threads, types
 
@@ -73,17 +72,15 @@ def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> F
     return copy
 
 
-def compile_in_child(dtype: torch.dtype, last: Any, arguments: tuple[types.Type, ...]) -> None:
-    """Let another process compile the kernels, if the cache lacks the one that is compiled last. A kernel for several
-    threads rounds differently in the process that compiled it than when it is loaded from the cache, because only the
-    compiling process optimizes it together with its loop. But a worker must compute the same bits when it starts
-    again."""
+def compile_in_child(last: Any, arguments: tuple[types.Type, ...], code: str) -> None:
+    """Let another process compile kernels with this Python code, if the cache lacks the last of them. A kernel for
+    several threads rounds differently in the process that compiled it than when it is loaded from the cache, because
+    only the compiling process optimizes it together with its loop. But a worker must compute the same bits when it
+    starts again."""
     copy = renamed(last, arguments, parallel=True)
     try:
         folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)
     except RuntimeError:  # no folder: every start compiles
         return
     if not any(folder.glob(f"*{copy.__name__}*.nbi")):
-        made = f"Kernels({dtype}, 2, compiles_here=True)"
-        code = f"import torch; from gpu_worker.cpu.kernels import Kernels; {made}"
         subprocess.run([sys.executable, "-c", code], check=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_features
 from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
@@ -22,8 +21,6 @@ from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_products, store_sums
 
 # With up to so many rows the kernel is faster than oneDNN, on two Zen 4 cores.
 MOST_ROWS = 12
-# The instructions that it needs.
-FEATURES = {torch.float32: "avx512f", torch.bfloat16: "avx512bf16"}
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
@@ -50,7 +47,7 @@ def _one_row(row: Any, packed: Any, begin: int, sums: Any) -> None:
     total = zero_sums()
     for i in range(0, len(row), 2):
         total = add_inputs(total, packed, begin + i * OUTPUTS, row, i)
-    store_sums(sums[0], total)
+    store_sums(sums, 0, total)
 
 
 @njit(inline="always")
@@ -64,10 +61,10 @@ def _four_rows(rows: Any, packed: Any, begin: int, sums: Any) -> None:
         total_b = add_inputs(total_b, packed, offset, b, i)
         total_c = add_inputs(total_c, packed, offset, c, i)
         total_d = add_inputs(total_d, packed, offset, d, i)
-    store_sums(sums[0], total_a)
-    store_sums(sums[1], total_b)
-    store_sums(sums[2], total_c)
-    store_sums(sums[3], total_d)
+    store_sums(sums, 0, total_a)
+    store_sums(sums, OUTPUTS, total_b)
+    store_sums(sums, 2 * OUTPUTS, total_c)
+    store_sums(sums, 3 * OUTPUTS, total_d)
 
 
 @njit(inline="always")
@@ -121,11 +118,6 @@ class FewRows:
     """The kernels for one type, and for one thread or several.
 
     A row's product does not depend on the other rows or on the number of threads, bit for bit."""
-
-    @staticmethod
-    def is_possible(dtype: torch.dtype) -> bool:
-        """Whether this CPU has the instructions that the kernel needs."""
-        return bool(get_host_cpu_features().get(FEATURES[dtype]))
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         number = KERNEL_TYPES[dtype]

@@ -21,11 +21,12 @@ from gpu_worker.cpu.numbers import (
     bits_of_float,
     exp,
     float_of_bits,
-    largest,
     load,
     prefetch,
+    softmax,
     store,
 )
+from gpu_worker.cpu.wide_attention import attend_wide
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -60,7 +61,7 @@ def _attend(
         scores = np.empty((heads, kv_len - start), np.float32)
         _score(scaled, keys, table, start, kv_len, scores)
         for h in range(heads):
-            scores[h] /= _softmax(scores[h], np.float32(1))
+            scores[h] /= softmax(scores[h], np.float32(1))
         total = np.zeros((heads, head_dim), np.float32)
         _weigh(scores, values, table, start, kv_len, total)
         for h in range(heads):
@@ -83,24 +84,13 @@ def _score(query: Any, keys: Any, table: Any, start: int, kv_len: int, scores: A
                 scores[h, t - start] = score
 
 
-@njit(inline="always", fastmath=FASTMATH)
-def _softmax(scores: Any, scale: Any) -> Any:
-    """In place, but for the division by the sum, which it returns. NaN stays NaN."""
-    most, total = largest(scores), np.float32(0)
-    for t in range(len(scores)):
-        weight = exp((scores[t] - most) * scale)
-        scores[t] = weight
-        total += weight
-    return total
-
-
 def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float) -> None:
     keys = scores.shape[1]
     for row in prange(len(scores)):
         stop = keys - (head_rows - 1 - row % head_rows) // group
         start = max(0, stop - window) if window else 0
         seen = scores[row, start:stop]
-        factor = np.float32(1) / _softmax(seen, scale)
+        factor = np.float32(1) / softmax(seen, scale)
         for t in range(len(seen)):
             seen[t] *= factor
         scores[row, :start], scores[row, stop:] = 0, 0
@@ -262,10 +252,19 @@ class Kernels:
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     """
 
-    def __init__(self, dtype: torch.dtype, threads: int, *, by_size: bool = True, compiles_here: bool = False) -> None:
-        """`by_size`: a few rows run in one thread, where that is faster. Without it every call runs in the same number
-        of threads, so that a row's result depends only on the row's own inputs, bit for bit. `compiles_here`: what the
-        cache lacks is compiled by this process; see compile_in_child()."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        threads: int,
+        *,
+        by_size: bool = True,
+        wide_heads: bool = False,
+        compiles_here: bool = False,
+    ) -> None:
+        """`wide_heads`: attend() is the kernel of wide_attention.py. `by_size`: a few rows run in one thread, where
+        that is faster. Without it every call runs in the same number of threads, so that a row's result depends only on
+        the row's own inputs, bit for bit. `compiles_here`: what the cache lacks is compiled by this process; see
+        compile_in_child()."""
         number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
@@ -275,13 +274,15 @@ class Kernels:
 
         attend = strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix
         rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
+        attention = attend_wide if wide_heads else _attend
         began_s = time.monotonic()
         if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
-            compile_in_child(dtype, _silu_and_mul, (matrix, matrix))
-        self.attend = CompiledKernel(_attend, attend, threads, least_decodes, rows_at=6)
+            made = f"Kernels({dtype}, 2, wide_heads={wide_heads}, compiles_here=True)"
+            compile_in_child(attention, attend, f"import torch; from {__name__} import Kernels; {made}")
         softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single
         self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
         self.norm = CompiledKernel(_norm, (matrix, vector, single, matrix), threads, least)
         self.rotate = CompiledKernel(_rotate, rotate, threads, least)
         self.silu_and_mul = CompiledKernel(_silu_and_mul, (matrix, matrix), threads, least)
+        self.attend = CompiledKernel(attention, attend, threads, least_decodes, rows_at=6)
         _log.info("the kernels are ready", seconds=round(time.monotonic() - began_s, 1))

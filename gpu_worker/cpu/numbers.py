@@ -137,3 +137,15 @@ def exp(x: Any) -> Any:
     power = power * rest + np.float32(5.0000001201e-1)
     power = power * rest * rest + rest + np.float32(1.0)
     return power * float_of_bits(np.uint32((np.int32(turns) + np.int32(127)) << np.int32(23)))
+
+
+@njit(inline="always", fastmath=FASTMATH)
+def softmax(scores: Any, scale: Any) -> Any:
+    """The softmax of scores * scale, float32, in place, but for the division by the sum, which it returns. NaN stays
+    NaN."""
+    most, total = largest(scores), np.float32(0)
+    for t in range(len(scores)):
+        weight = exp((scores[t] - most) * scale)
+        scores[t] = weight
+        total += weight
+    return total

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
+
+from gpu_worker.cpu.numbers import KERNEL_TYPES
 
 OUTPUTS = 64
 _LANES = 16  # of a vector register
@@ -31,7 +35,14 @@ class _BFloat(ir.Type):
 _FLOATS = ir.VectorType(ir.FloatType(), _LANES)
 _INTS = ir.VectorType(ir.IntType(32), _LANES)
 _BFLOATS = ir.VectorType(_BFloat(), 2 * _LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), _LANES)
 _PARTS = ir.LiteralStructType([_FLOATS] * _NUM_PARTS)
+
+
+def has_vectors(dtype: torch.dtype) -> bool:
+    """Whether this CPU has the instructions of this module for a type."""
+    feature = "avx512f" if dtype == torch.float32 else "avx512bf16"
+    return dtype in KERNEL_TYPES and bool(get_host_cpu_features().get(feature))
 
 
 class _Sums(types.Type):
@@ -162,14 +173,50 @@ def total_of(_context: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def store_sums(_context: Any, array: Any, sums: Any) -> Any:
-    """In a kernel: the first 64 elements of a contiguous float32 array = sums."""
+def load_sums(_context: Any, array: Any, _offset: Any) -> Any:
+    """In a kernel: 64 elements of a contiguous float32 array from `offset` on."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, sums = arguments
+        pointer = _pointer(context, builder, signature.args[0], *arguments)
+        sums = ir.Constant(_PARTS, ir.Undefined)
         for part in range(_NUM_PARTS):
-            pointer = _pointer(context, builder, signature.args[0], array, ir.IntType(64)(part * _LANES))
-            builder.store(builder.extract_value(sums, part), builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
+            sums = builder.insert_value(sums, _load(builder, pointer, part * _LANES, _FLOATS), part)
+        return sums
+
+    return _sums(array, types.intp), build
+
+
+@intrinsic
+def add_scaled(_context: Any, sums: Any, values: Any, _offset: Any, _factor: Any) -> Any:
+    """In a kernel: sums + factor * the 64 values from values[offset] on. values: contiguous, float32, or bfloat16 as
+    int16. factor: a float32."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, values, offset, factor = arguments
+        values = _pointer(context, builder, signature.args[1], values, offset)
+        factors = _repeat(builder, factor, _FLOATS)
+        for part in range(_NUM_PARTS):
+            if signature.args[1].dtype == types.float32:
+                numbers = _load(builder, values, part * _LANES, _FLOATS)
+            else:  # a bfloat16 is the upper half of a float32
+                bits = builder.zext(_load(builder, values, part * _LANES, _SHORTS), _INTS)
+                numbers = builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
+            sums = builder.insert_value(sums, _fma(builder, builder.extract_value(sums, part), numbers, factors), part)
+        return sums
+
+    return sums(sums, values, types.intp, types.float32), build
+
+
+@intrinsic
+def store_sums(_context: Any, array: Any, _offset: Any, sums: Any) -> Any:
+    """In a kernel: 64 elements of a contiguous float32 array from `offset` on = sums."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, offset, sums = arguments
+        pointer = _pointer(context, builder, signature.args[0], array, offset)
+        for part in range(_NUM_PARTS):
+            place = builder.gep(pointer, [ir.IntType(64)(part * _LANES)])
+            builder.store(builder.extract_value(sums, part), builder.bitcast(place, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, sums), build
+    return types.void(array, types.intp, sums), build

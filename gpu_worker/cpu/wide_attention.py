@@ -1,0 +1,104 @@
+"""Decode attention for heads of a multiple of 64, in vector instructions.
+
+The scores of one key take all query heads of its KV head at once, because the key is read and converted only once. So
+the kernel gains most from many query heads per KV head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from gpu_worker.cpu.numbers import prefetch, softmax, store
+from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_sums, total_of, zero_sums
+
+WIDTH = 64
+# Tokens between a fetch of a key or value and its use, as in kernels.py.
+_AHEAD = 8
+
+
+def attend_wide(
+    query: Any,
+    keys: Any,
+    values: Any,
+    block_ids: Any,
+    first_blocks: Any,
+    kv_lens: Any,
+    rows: Any,
+    window: int,
+    scale: float,
+    out: Any,
+) -> None:
+    heads, head_dim = query.shape[1], query.shape[2]
+    for i in prange(len(rows)):
+        row, kv_len, table = rows[i], kv_lens[i], block_ids[first_blocks[i] :]
+        start = max(0, kv_len - window) if window else 0
+        own = np.empty((heads, head_dim), query.dtype)
+        for h in range(heads):
+            for d in range(head_dim):
+                own[h, d] = query[row, h, d]
+        scores = np.empty((heads, kv_len - start), np.float32)
+        total = np.zeros((heads, head_dim), np.float32)
+        for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
+            _score(own, keys, table, number, start, kv_len, scale, scores)
+        for h in range(heads):
+            scores[h] /= softmax(scores[h], np.float32(1))
+        for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
+            _weigh(scores, values, table, number, start, kv_len, total)
+        for h in range(heads):
+            for d in range(head_dim):
+                store(out, (row, h * head_dim + d), total[h, d])
+
+
+@njit(inline="always")
+def _score(query: Any, keys: Any, table: Any, number: int, start: int, kv_len: int, scale: float, scores: Any) -> None:
+    """The scores of the keys in block `number` of a table."""
+    block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
+    group, first = len(query) // kv_heads, number * block_size
+    for t in range(max(start - first, 0), min(kv_len - first, block_size)):
+        _fetch(keys, table, number, t + _AHEAD, kv_len)
+        token = (np.intp(table[number]) * block_size + t) * kv_heads * head_dim
+        for k in range(kv_heads):
+            for h in range(k * group, (k + 1) * group):
+                sums = zero_sums()
+                for d in range(0, head_dim, WIDTH):
+                    sums = add_products(sums, keys, token + k * head_dim + d, query, h * head_dim + d)
+                scores[h, first + t - start] = total_of(sums) * scale
+
+
+@njit(inline="always")
+def _weigh(weights: Any, values: Any, table: Any, number: int, start: int, kv_len: int, total: Any) -> None:
+    """Add the values in block `number` of a table, up to four tokens at a time."""
+    block_size, kv_heads, head_dim = values.shape[1], values.shape[2], values.shape[3]
+    group, first, size = len(weights) // kv_heads, number * block_size, kv_heads * head_dim
+    stop = min(kv_len - first, block_size)
+    for t in range(max(start - first, 0), stop, 4):
+        num_tokens = min(4, stop - t)
+        for j in range(num_tokens):
+            _fetch(values, table, number, t + j + _AHEAD, kv_len)
+        token = (np.intp(table[number]) * block_size + t) * size
+        for k in range(kv_heads):
+            for h in range(k * group, (k + 1) * group):
+                for d in range(0, head_dim, WIDTH):
+                    sums = load_sums(total, h * head_dim + d)
+                    place, weight = token + k * head_dim + d, first + t - start
+                    if num_tokens == 4:  # a loop of constant length needs no loop
+                        for j in range(4):
+                            sums = add_scaled(sums, values, place + j * size, weights[h, weight + j])
+                    else:
+                        for j in range(num_tokens):
+                            sums = add_scaled(sums, values, place + j * size, weights[h, weight + j])
+                    store_sums(total, h * head_dim + d, sums)
+
+
+@njit(inline="always")
+def _fetch(pool: Any, table: Any, number: int, t: int, kv_len: int) -> None:
+    """Fetch token t, counted from the start of block `number`, into the processor's caches. It may be in the next
+    block."""
+    block_size, size = pool.shape[1], pool.shape[2] * pool.shape[3]
+    if t >= block_size:
+        number, t = min(number + 1, (kv_len - 1) // block_size), min(t - block_size, block_size - 1)
+    begin = (np.intp(table[number]) * block_size + t) * size
+    for offset in range(begin, begin + size, 64 // pool.itemsize):
+        prefetch(pool, offset)
