@@ -1,10 +1,11 @@
 """Measures how many workers, steps, tokens and requests per second one scheduler and one cache process can serve.
 
-Real processes and real gRPC, wire included. The workers take 20 ms a step and compute nothing (bench/null_workers.py);
-one session keeps all their slots taken, as a gateway does. The measured figures are the CPU times of scheduler and
-cache: per worker step while no request begins or ends, and per request from its submission to its end. The ceiling of a
-core follows from these times: a core has 1 s of CPU time a second. The report also has the step rate reached on this
-machine, where workers and session share the cores with the scheduler.
+Real processes and real gRPC, wire included. The workers take 20 ms a step and compute nothing (bench/null_workers.py).
+One session, such as a gateway opens, submits enough requests to keep all slots taken. The measured figures are the CPU
+times of scheduler and cache: per worker step while no request begins or ends, and per request from its submission to
+its end. The ceiling of a core follows from the scheduler's times alone: a core has 1 s of CPU time a second. The
+cache's times are reported beside it. The report also has the step rate reached on this machine, where workers and
+session share the cores with the scheduler.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class SessionLoad:
         read = 0
         tasks = [asyncio.create_task(write()), asyncio.create_task(beat())]
         try:
-            while isinstance(message := await call.read(), SessionResponse):  # else the end
+            # Any other value (grpc.aio.EOF) is the end of the stream.
+            while isinstance(message := await call.read(), SessionResponse):
                 if message.heartbeat:
                     continue
                 read += 1
@@ -140,10 +142,11 @@ async def _measure(services: Services, workers: int, max_tokens: int) -> dict[st
     load = SessionLoad(services.scheduler, workers * ROWS, max_tokens)
     running = asyncio.create_task(load.run())
     full = asyncio.get_running_loop().time() + 120.0
-    while load.tokens < 2 * load.live:  # until every slot is taken
+    # Wait until the requests have two tokens on average. SETTLE_S gives the last slots time to fill.
+    while load.tokens < 2 * load.live:
         if running.done():
             await running
-        assert asyncio.get_running_loop().time() < full, "the slots were not filled within 120 s"
+        assert asyncio.get_running_loop().time() < full, "the requests did not get two tokens on average within 120 s"
         await asyncio.sleep(0.1)
     await asyncio.sleep(SETTLE_S)
     before = (services.steps(), services.cpu_s("scheduler"), services.cpu_s("cache"), load.ended, load.tokens)
@@ -174,7 +177,8 @@ def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
         steady, churn = (_fresh(count, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
         step_us = 1e6 * steady["scheduler_s"] / steady["steps"]
         cache_step_us = 1e6 * steady["cache_s"] / steady["steps"]
-        # The cost of requests excludes the cost of steps without changes.
+        # From the CPU time of the churn run, subtract the cost of as many steady steps. The rest is the cost of the
+        # requests.
         request_us = (1e6 * churn["scheduler_s"] - step_us * churn["steps"]) / max(1.0, churn["requests"])
         cache_request_us = (1e6 * churn["cache_s"] - cache_step_us * churn["steps"]) / max(1.0, churn["requests"])
         rows.append(

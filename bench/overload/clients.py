@@ -1,8 +1,9 @@
 """Clients of bench.overload.overload, each role a process: `python -m bench.overload.clients ROLE PORT NUMBER SECONDS`.
 
 Prints `ready`, and in the end what it saw, as JSON. A time is measured from the moment at which the request was written
-until the answer has arrived. `lag` is how late this process itself was; the times include this lag. With 0 seconds a
-role goes on until its input ends.
+until the answer has arrived; for the role `probe`, the time to connect is included. `lag` is how late this process
+itself was; the times include this lag. With 0 seconds a role goes on until its input ends, except `come_back`, which
+needs a number of seconds.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ class Clients:
         began_s = time.perf_counter()
         await self._ended.wait()
         self.tally.seconds = time.perf_counter() - began_s
-        tally, self.tally = self.tally, Tally()  # requests without an answer are cancelled and not counted
+        # An answer that comes later is not counted; `started` includes its request.
+        tally, self.tally = self.tally, Tally()
         for task in tasks:
             task.cancel()
         self.tally = tally
@@ -328,7 +330,7 @@ class Clients:
             await asyncio.sleep(_PROBE_EVERY_S)
 
     async def burn(self) -> None:
-        """Burns the CPU time of this many cores, in pieces as short as those of a flood."""
+        """Uses the CPU time of this many cores, in bursts about as short as those of the role `open`."""
         self.ready()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         while not self._ended.is_set():

@@ -39,12 +39,12 @@ async def test_without_a_worker_requests_fail_after_the_limit(stack: Stack) -> N
         )
     for answer in (answers[0], answers[2]):
         assert answer.status_code == 503, answer.text
-        assert answer.json()["error"]["message"] == "no worker is attached: waited for one for 2 s"
+        assert answer.json()["error"]["message"] == "no worker takes requests: waited 2 s for one"
         assert int(answer.headers["retry-after"]) > 0
-    assert "no worker is attached: waited for one for 2 s" in answers[1].text
+    assert "no worker takes requests: waited 2 s for one" in answers[1].text
     for target in (f"127.0.0.1:{stack.grpc_port}", stack.scheduler):  # the gateway, and the scheduler itself
         async with AsyncPacelineClient(target, retry_for_s=0) as client:
-            with pytest.raises(Unavailable, match="no worker is attached"):
+            with pytest.raises(Unavailable, match="no worker takes requests"):
                 await client.generate(token_ids=[9, 10], max_tokens=4)
 
 

@@ -1,4 +1,7 @@
-"""Each field of paceline.request_fields reaches every layer: a field that one of them lacks fails here."""
+"""Each sampling parameter reaches the worker, and each metadata field reaches the scheduler.
+
+If a layer on this way lacks a field, a test here fails.
+"""
 
 from __future__ import annotations
 

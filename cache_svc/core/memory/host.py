@@ -193,8 +193,8 @@ class HostMemory(Memory):
     # -------------------------------------------------------------------------------------------- up to the device
 
     def behind(self, node: PrefixNode, depth: int, device_end: PrefixNode) -> tuple[PrefixNode, int]:
-        """Returns where the held part of a path ends: up to `device_end` the device holds it, and after it the
-        host."""
+        """Returns the last node of a path that the device or the host holds, and how many blocks of the path are held.
+        The path ends at `depth` in `node`. The device holds it up to `device_end`, and the host holds what follows."""
         while node is not device_end and self.index not in node.residencies:
             assert node.parent is not None
             node = node.parent

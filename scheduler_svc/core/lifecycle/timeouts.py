@@ -60,7 +60,7 @@ class Timeouts:
         """Waiting requests that no attached worker can hold. Workers that drain do not count. To save time, it looks at
         the queue only if the largest pool is smaller than before, or if no worker serves adapters any more."""
         if (since_s := self._no_worker_since_s) is not None:
-            message = f"no worker is attached: waited for one for {limit_s:g} s"
+            message = f"no worker takes requests: waited {limit_s:g} s for one"
             waiting = self._queue if limit_s <= now_s - since_s else ()
             yield from ((request, message) for request in waiting if now_s - request.arrival_s >= limit_s)
             return

@@ -9,15 +9,15 @@ A step of one worker is scheduled like this:
     preemption.victims(step)             only if running sequences need more blocks than there are
     preemption.for_waiting(step)         only if a request was rejected while some request runs several sequences
 
-The first call is `capacity.begin(step)`. It may preempt running sequences (`step.pause`). If a sequence has to be
-preempted, the schedule is dropped, the victims' blocks go back to the cache, and scheduling starts again with the
-blocks that are available then. `step.preempted` names the victims.
+Before `batch.schedule`, the core calls `capacity.begin(step)`. This call may preempt running sequences (`step.pause`).
+If a sequence has to be preempted, the schedule is dropped, the victims' blocks go back to the cache, and scheduling
+starts again with the blocks that are available then. `step.preempted` names the victims.
 
 A policy decides on what it sees and on nothing else: no clock, no randomness but a seeded one, no I/O. It may keep
 state of its own. If a policy raises while a step is scheduled, or asks for something impossible, that schedule is
 dropped: the default policies schedule the step, with the waiting requests oldest first. An order that raises while its
-index is updated is replaced by the default order until other policies are set. Every error is logged and counted. No
-request fails because of it.
+index is updated is replaced by the default order until other policies are set. Every error is counted; the same error
+is logged at most once in 10 s. No request fails because of it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class PreemptionPolicy(ABC):
 
     @abstractmethod
     def victims(self, step: Step) -> Iterable[Running]:
-        """Running sequences, in the order in which they are preempted. If these are all running sequences, the last one
-        keeps running, so that the worker makes progress. A sequence that runs alone is preempted only if no step is in
-        flight."""
+        """The candidates, in the order in which they are preempted. The scheduler preempts only as many as the missing
+        blocks require. If the candidates are all running sequences, the last one keeps running, so that the worker
+        makes progress. A sequence that runs alone is preempted only if no step is in flight."""
 
     def for_waiting(self, step: Step) -> Iterable[Running]:
         """Running sequences to preempt for waiting requests; their tokens are computed again. Called when a schedule
@@ -81,8 +81,9 @@ class PlacementPolicy(ABC):
     `place` binds nothing. In a round, the workers schedule steps in turn. While a worker schedules its step, `place` is
     called for the waiting requests in queue order, until the step is full. It may choose any of the workers offered. A
     request that was placed earlier in the round stays placed, unless its matches have changed or the worker has refused
-    it. Then the requests placed on the step's worker are bound to it. The round ends when a worker schedules a second
-    step. So what `place` remembers about a request is void at the next `begin`. Note lasting facts in `bound`.
+    it. When the step is scheduled, the requests that it admits are bound to its worker. The round ends when a worker
+    schedules a second step. So what `place` remembers about a request is void at the next `begin`. Note lasting facts
+    in `bound`.
 
     The core decides where a request fits (slots, blocks, adapters, refusals). A policy chooses among these workers.
     """

@@ -34,8 +34,8 @@ class WorkerView:
         self._read()
 
     def _read(self) -> None:
-        """Read the worker's state. A round sees many workers and finds most of them full, so slow values are read only
-        when they are asked for, before anything is added to them."""
+        """Read the worker's state. A round sees many workers and finds most of them full. So a slow value is read at
+        its first use. `_add` reads it too, before it adds the request's share."""
         worker = self._worker
         self._read_at = worker.steps_sent, worker.batch.num_departed
         self._free_slots = worker.free_slots
@@ -57,7 +57,8 @@ class WorkerView:
 
     @property
     def num_rows(self) -> int:
-        """Online sequences that run here, are about to run here, or were placed here in this round."""
+        """Running online sequences, all sequences that the pending step admits, and the requests that this round has
+        placed here."""
         return self._rows
 
     @property
@@ -77,7 +78,8 @@ class WorkerView:
 
     @property
     def free_slots(self) -> int:
-        """Requests that the round may still place on the worker."""
+        """Slots for online requests that the round has not given to a request yet. Negative if requests were placed
+        here to wait for a slot."""
         return self._free_slots
 
     @property

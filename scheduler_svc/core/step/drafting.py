@@ -5,7 +5,7 @@ replaced by a draft row. Draft tokens use only the token budget and the blocks t
 tokens of the sequence are in flight, it has no row in the step at all.
 
     decodes -> (its latest tokens were those that the lookup proposes) -> drafts -> (nothing proposed, too many rows, no
-    room, or wrong drafts) -> decodes
+    room, wrong drafts, or an online request beside this offline one) -> decodes
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Drafting:
         return known
 
     def verified(self, worker: WorkerState, row: DraftRow, num_sampled: int, num_kept: int) -> None:
-        """The result of a draft row has come. `num_kept`: tokens up to the one that ends the request."""
+        """The result of a draft row has come. `num_kept`: how many of the sampled tokens the request keeps. Tokens
+        after one that ends the request are dropped."""
         num_accepted, counters = min(num_sampled - 1, num_kept), self.life.counters
         worker.batch.drafted(row.slot, num_sampled)
         counters.num_drafts += 1
@@ -70,13 +71,14 @@ class Drafting:
         return any(batch.slots.capacity[slot] < tokens for slot, tokens in zip(slots, wanted, strict=True))
 
     def add(self, worker: WorkerState, step: Step, decision: Decision, cache: CacheLink) -> Decision | None:
-        """Add draft rows to what the policies have decided. None if the step would run nothing before the tokens in
-        flight have come."""
+        """Add draft rows to what the policies have decided. None if the step would have no row, because all its
+        sequences draft and wait for their tokens in flight."""
         batch = worker.batch
         num_rows = len(batch.running) - len(batch.finishing) + len(decision.admissions)
         few = num_rows <= self.life.config.speculative_max_rows
         chosen: Container[int] = batch.running if decision.decodes is None else decision.decodes
-        # Offline requests draft only while no online request runs: beside those their token budget is small.
+        # Offline requests draft only while no online request runs, because beside online requests the offline token
+        # budget is small.
         admits_online = any(not admission.request.metadata.offline for admission in decision.admissions)
         barred = batch.offline if admits_online or len(batch.running) > len(batch.offline) else set[int]()
         if few:
@@ -90,7 +92,7 @@ class Drafting:
         left_tokens = worker.max_batched_tokens - num_decodes
         left_tokens -= sum(tokens for _, _, tokens in decision.chunks)
         left_tokens -= sum(admission.num_tokens for admission in decision.admissions)
-        # One block for each running sequence is left, because it may need it in the next step.
+        # Drafts leave one block free for each running sequence, because the sequence may need a block in the next step.
         left_blocks = max(0, step._left_blocks - len(batch.running)) if cache.idle else 0
         generation = batch.slots.generation
         drafts, ended, growth = list[DraftRow](), list[tuple[int, int]](), list[int]()
@@ -144,8 +146,9 @@ class Drafting:
 
 
 def _without_growth(decision: Decision, slots: list[int]) -> Decision:
-    """The decision without blocks for these slots, which have no row in the step. If all rows of the step end before
-    the cache answers, no plan is sent, and the worker would never hear of such blocks."""
+    """The decision without blocks for these slots, which have no row in the step. While the cache answers, the requests
+    of all rows of the step may end. Then the scheduler sends no plan, and the worker would never learn of blocks for
+    slots without a row."""
     others = ~np.isin(decision.growth, slots)
     if others.all():
         return decision

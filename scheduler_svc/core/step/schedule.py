@@ -99,7 +99,8 @@ class StepScheduler:
             return True
         if worker.knows_cache or not cache.has_gathered:
             return False
-        # Sequences that ended left blocks that the cache has not reported yet. Wait for the report before preempting.
+        # Operations have gathered for the cache, and some may free the blocks of ended sequences. Wait for the cache's
+        # report before admitting or preempting.
         return may_admit or bool(worker.preempted) or worker.may_lack_blocks
 
     @property
@@ -141,7 +142,8 @@ class StepScheduler:
         self, decider: Decider, worker: WorkerState, members: list[Request], now_s: float
     ) -> Step | None:
         """Schedule a step that retries these suspects. Of the current policies, only preemption decides."""
-        # The online suspects of a group come first, because offline ones preempt no online sequence.
+        # While a group has online suspects, only these are retried. They may preempt offline sequences, but offline
+        # suspects may not preempt online sequences.
         online = [request for request in members if not request.metadata.offline]
         members, offline = online or members, not online
         policies = replace(self.policies, capacity=RetryCapacity(), batch=RetryBatch(members))
@@ -173,7 +175,9 @@ class StepScheduler:
             return ""
 
     def candidates(self, workers: dict[int, WorkerState], now_s: float) -> list[Request]:
-        """The requests that the next pass looks at first: as many as one step of all workers can start."""
+        """The requests that the next pass looks at first: at most MAX_CANDIDATES, and no more than the workers have
+        free slots for. Slots do not matter if the capacity policy preempts for waiting requests. The list ends with the
+        request that uses up the tokens of one step of all workers."""
         num_slots = sum(max(0, worker.free_slots) for worker in workers.values())
         count = MAX_CANDIDATES if self._looks_past_slots else min(num_slots, MAX_CANDIDATES)
         if not count or not len(self.queue):
@@ -287,7 +291,8 @@ class StepScheduler:
         self._placement = None
 
     def _reconsider(self, workers: dict[int, WorkerState]) -> bool:
-        """Whether other requests of the same tenants have entered the order in place of stuck ones."""
+        """Check again which of the doubtful requests are stuck. Returns whether the online order policy now sees more
+        requests than before, because stuck requests no longer count for their tenant."""
         there = [worker for worker in workers.values() if not worker.draining]
         doubtful, self._doubtful = self._doubtful, []
         seen = [

@@ -150,7 +150,7 @@ class Quotas:
 
     def _check_requests(self, key: ApiKey, num_requests: int, *, offline: bool = False) -> None:
         if (limit := key.max_requests) is not None and num_requests >= (-(-limit // 2) if offline else limit):
-            raise self._refusal(key, "max_requests", f"{limit} requests at a time", _RETRY_S, offline=offline)
+            raise self._refusal(key, "max_requests", limit, "requests at a time", _RETRY_S, offline=offline)
 
     def _check_rate(self, key: ApiKey, usage: KeyUsage, *, offline: bool = False) -> None:
         if (limit := key.tokens_per_minute) is None:
@@ -158,7 +158,7 @@ class Quotas:
         kept = limit // 2 if offline else 0
         if usage.tokens_left <= kept:
             wait_s = (1 + kept - usage.tokens_left) * 60 / limit  # until one token more than `kept` is left
-            raise self._refusal(key, "tokens_per_minute", f"{limit} tokens per minute", wait_s, offline=offline)
+            raise self._refusal(key, "tokens_per_minute", limit, "tokens per minute", wait_s, offline=offline)
 
     def _check_in_flight(self, key: ApiKey, usage: KeyUsage, num_tokens: int, *, offline: bool = False) -> None:
         if (limit := key.max_tokens_in_flight) is None:
@@ -173,10 +173,12 @@ class Quotas:
                 f"{key.name!r} may have {limit} tokens in flight (max_tokens_in_flight)"
             )
             raise ApiError(400, message, param="max_tokens", code="request_above_quota")
-        raise self._refusal(key, "max_tokens_in_flight", f"{limit} tokens in flight", _RETRY_S, offline=offline)
+        raise self._refusal(key, "max_tokens_in_flight", limit, "tokens in flight", _RETRY_S, offline=offline)
 
-    def _refusal(self, key: ApiKey, quota: str, limit: str, retry_after_s: float, *, offline: bool) -> ApiError:
+    def _refusal(
+        self, key: ApiKey, quota: str, limit: int, unit: str, retry_after_s: float, *, offline: bool
+    ) -> ApiError:
         self.num_refused[quota] += 1
-        share = ", of which offline requests get half" if offline else ""
-        message = f"the key {key.name!r} is at its limit of {limit}{share} ({quota})"
+        share = ", of which offline requests get half" if offline and limit > 1 else ""  # they may use a limit of 1
+        message = f"the key {key.name!r} is at its limit of {limit} {unit}{share} ({quota})"
         return ApiError(429, message, retry_after_s=retry_after_s)

@@ -164,7 +164,7 @@ class SchedulerSession:
                     alone_since_s = clock()
                     limit_s = self.status.no_worker_timeout_s if self.status is not None else 0.0
                     if 0 < limit_s <= clock() - began_s:
-                        message = f"no worker is attached: waited for one for {limit_s:g} s"
+                        message = f"no worker takes requests: waited {limit_s:g} s for one"
                         raise ApiError(503, message, retry_after_s=_NO_WORKER_RETRY_S)
                 elif clock() - alone_since_s >= self._wait_s:
                     message = f"no connection to the scheduler for {self._wait_s:g} s"

@@ -1,4 +1,7 @@
-"""Requests of routers that drive the gateway as an engine. Every such contract submits, reads and aborts here."""
+"""Requests that come through the engine APIs of other systems (contracts): vLLM, SGLang and KServe.
+
+The code of each contract submits, reads and aborts its requests here.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,8 @@ class SamplePiece(NamedTuple):
 
 
 class EngineRequests:
-    """Submits the requests of all contracts, and knows the live ones by the API key's name and the router's id."""
+    """Submits the requests of all contracts. Finds live requests by the name of their API key and the request id that
+    the router gave them."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -100,8 +104,8 @@ class EngineRequests:
 
     @asynccontextmanager
     async def admit(self, call: EngineCall) -> AsyncIterator[None]:
-        """The context in which a call's fields are read and its request is submitted. It begins at the call's turn, and
-        counts a refused call. Raises ApiError."""
+        """The context in which a call's fields are read and its request is submitted. Entering it checks quotas and
+        capacity, and waits until the parse limiter lets the call in. A refused call is counted. Raises ApiError."""
         gateway = self.gateway
         try:
             with gateway.access.quotas.entering(call.caller.key, new=True), gateway.held_body() as held:

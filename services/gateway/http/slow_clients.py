@@ -57,7 +57,8 @@ class Reader:
 
 
 def _num_in_kernel(sock: socket.socket) -> int:
-    """How many sent bytes the client has not acknowledged. 0 if the system does not report it."""
+    """How many bytes are in the kernel's send buffer: not sent yet, or not acknowledged by the client. 0 if the system
+    does not report it."""
     if sys.platform != "linux":
         return 0
     try:

@@ -24,7 +24,8 @@ _RENAMED = (
     ("tool_choice.function.name", "tool_choice.name"),
     ("messages", "input"),
 )
-# The first _NUM_DISTINCT names of _RENAMED are no English words, so they are replaced wherever a message has them.
+# The first _NUM_DISTINCT names of _RENAMED are no English words. So in_own_terms() replaces them everywhere in the text
+# of an error.
 _NUM_DISTINCT = 5
 _TOOL_FIELD = re.compile(r"^(tools\.\d+)\.function\.")
 

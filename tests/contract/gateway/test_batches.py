@@ -1,4 +1,4 @@
-"""Files and batches at a gateway over loopback, with the official client where it can send the request."""
+"""Files and batches at a gateway over loopback. Two tests use the official client, the others send plain HTTP."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ async def test_a_wrong_field_of_an_upload_is_named(running: Running, data: dict[
 
 
 def charset(name: str) -> dict[str, Any]:
-    """An upload with a field that has a name which may not decode in this charset."""
+    """An upload in this charset. Some charsets cannot decode its field name, or decode it to invalid text."""
     body = b'--x\r\ncontent-disposition: form-data; name="\\ud800"\r\n\r\ny\r\n--x--\r\n'
     return {"content": body, "headers": {"content-type": f"multipart/form-data; boundary=x; charset={name}"}}
 
@@ -523,7 +523,7 @@ async def test_batches_of_more_keys_than_run_at_once_take_turns(
         while not await completed(2):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert max(await completed(0), await completed(1)) < 16, "the third key does not wait for the end of a batch"
-    assert most <= 4, "two lines of two batches"
+    assert most <= 4, "at most two batches run, with at most two lines each"
     for batch_id, each in zip(batch_ids, headers, strict=True):
         batch = await until_status(running, batch_id, "completed", headers=each)
         assert batch["request_counts"] == {"total": 16, "completed": 16, "failed": 0}

@@ -280,7 +280,8 @@ def test_a_question_that_is_not_utf_8_gets_one_error_line(
 
 
 class Typed:
-    """A person at a terminal: each line, or an exception that input() raises. It ends with Ctrl-D."""  # style: person
+    """A person at a terminal. `lines`: what the person types, in order. For an exception class, input() raises it. At
+    the end, the person types Ctrl-D."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
         self._lines: list[Any] = [*lines, EOFError]

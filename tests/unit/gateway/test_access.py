@@ -161,6 +161,16 @@ def test_offline_requests_leave_half_of_each_quota(
     assert [charge(False) for _ in online] == online
 
 
+@pytest.mark.parametrize(("limit", "share"), [(1, ""), (2, ", of which offline requests get half")])
+def test_the_refusal_of_an_offline_request_names_its_share(rig: Rig, limit: int, share: str) -> None:
+    """An offline request may use a limit of 1."""
+    key = make(max_requests=limit)
+    rig.quotas.charge(key, num_sequences=1, prompt=1, output=1, offline=True)
+    with pytest.raises(ApiError) as refused:
+        rig.quotas.charge(key, num_sequences=1, prompt=1, output=1, offline=True)
+    assert refused.value.message == f"the key 'a' is at its limit of {limit} requests at a time{share} (max_requests)"
+
+
 def test_retried_requests_cannot_fill_the_parse_limiter(rig: Rig) -> None:
     key = make(max_requests=1)
     with rig.quotas.entering(key, new=False), pytest.raises(ApiError, match="max_requests"):

@@ -1,4 +1,4 @@
-"""While no worker is attached, requests wait for a limited time and then end with UNAVAILABLE."""
+"""While no worker takes requests, a request waits for a limited time and then ends with UNAVAILABLE."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tick(system: LocalSystem, now_s: float) -> None:
 def assert_unavailable(client: Client, handle: int) -> None:
     ending = client.endings[handle]
     assert (ending.reason, ending.code) == (FINISH_REASON_ERROR, CODE_UNAVAILABLE)
-    assert ending.message == "no worker is attached: waited for one for 30 s"
+    assert ending.message == "no worker takes requests: waited 30 s for one"
     assert ending.retry_after_s > 0
 
 

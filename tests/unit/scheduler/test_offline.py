@@ -245,7 +245,7 @@ def test_offline_requests_wait_for_a_worker_as_long_as_online_ones() -> None:
         system.now_s = now_s
         system.scheduler.tick(now_s)
         system.poll()
-    assert "no worker is attached" in client.endings[1].message
+    assert "no worker takes requests" in client.endings[1].message
 
 
 def test_offline_requests_stay_offline_when_their_worker_is_lost() -> None:

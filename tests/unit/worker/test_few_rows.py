@@ -8,13 +8,13 @@ import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.cpu import matmul
-from gpu_worker.cpu.few_rows import FEATURES, MOST_ROWS, FewRows
+from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing, table_memory
 from gpu_worker.cpu.numbers import as_array
+from gpu_worker.cpu.vectors import has_vectors
 
-KERNELS = {
-    (dtype, threads): FewRows(dtype, threads) for dtype in FEATURES if FewRows.is_possible(dtype) for threads in (1, 2)
-}
+TYPES = [torch.float32, torch.bfloat16]
+KERNELS = {(dtype, threads): FewRows(dtype, threads) for dtype in TYPES if has_vectors(dtype) for threads in (1, 2)}
 SHAPES = [(64, 66), (192, 640), (2816, 512)]  # [out, in]
 
 
@@ -24,13 +24,13 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def _packed(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [out, in], and the same packed. Skips the test if the kernel cannot read it on this CPU."""
-    if packing(torch.device("cpu"), dtype) is None or not FewRows.is_possible(dtype):
+    if packing(torch.device("cpu"), dtype) is None or not has_vectors(dtype):
         pytest.skip(f"this CPU has no instructions for packed {dtype}")
     weight = _random(*shape, dtype=dtype) / shape[1] ** 0.5
     return weight, matmul._mkldnn._reorder_linear_weight(weight, None)
 
 
-@pytest.mark.parametrize("dtype", FEATURES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_few_rows_are_multiplied_by_the_kernel(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
@@ -60,7 +60,7 @@ def test_a_few_rows_are_multiplied_by_the_kernel(shape: tuple[int, int], dtype: 
     assert torch.equal(ours.of(many, matrix), onednn.of(many, matrix))
 
 
-@pytest.mark.parametrize("dtype", FEATURES)
+@pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> None:
     _weight, matrix = _packed((192, 640), dtype)
     memory = packed_memory(matrix, dtype)
@@ -78,10 +78,10 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> N
     assert all(torch.equal(out, whole[begin : begin + len(out)]) for begin, out in products)
 
 
-@pytest.mark.parametrize("dtype", FEATURES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_few_rows_are_multiplied_with_an_embedding(dtype: torch.dtype, threads: int) -> None:
-    if not FewRows.is_possible(dtype):
+    if not has_vectors(dtype):
         pytest.skip(f"this CPU has no instructions for {dtype}")
     ours = PackedMatmul(KERNELS[dtype, threads])
     table = _random(301, 192, dtype=dtype) / 192**0.5

@@ -51,8 +51,8 @@ def make_rows(count: int, **values: Any) -> SamplingRows:
 
 
 def test_log_probabilities_are_those_of_the_tokens_that_a_grammar_allows() -> None:
-    """As in vLLM V1: a `choice` of one text has log probability 0 where the text leaves no other token. A ban and a
-    temperature change nothing."""
+    """As in vLLM V1, the softmax runs over the tokens that the grammar allows. So a token that is the only allowed one
+    (as in a `choice` of one text) has log probability 0. A ban and a temperature do not change log probabilities."""
     vocab, allowed = 40, [3, 8, 21]
     logits = 3 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(4))
     bits = np.packbits(np.isin(np.arange(vocab), allowed), bitorder="little")

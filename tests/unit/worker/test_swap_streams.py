@@ -1,5 +1,8 @@
-"""Swaps run on a stream beside the computation. In any order that the events allow, the result is the same as if they
-ran one after the other."""
+"""Swaps run on a stream beside the computation.
+
+In any order that the CUDA events allow, the blocks are the same as if all swaps and steps had run one after the other,
+in the order of the calls.
+"""
 
 from __future__ import annotations
 
