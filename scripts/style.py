@@ -3,9 +3,9 @@
 Kinds of findings:
   people      a word for people (see PEOPLE) in a .py, .md or .proto file, where requests, workers and blocks are things
   test        a test name that does not begin with the thing that it tests (see SUBJECTLESS)
-  class       a public top-level class with the name of a class in another module
+  class       a public top-level class with the name of a class in another module; not in tests/
   docstring   a module without a docstring
-  folder      a folder with more than MAX_MODULES modules
+  folder      a folder with more than MAX_MODULES modules, `__init__.py` not counted; not in tests/
 
 It prints each finding as path:line and one summary line. The exit status is 1 if a kind has more findings than its
 budget. A budget is 0 unless --max gives another number. With --max, CI can allow the findings that exist today, and
@@ -27,7 +27,8 @@ from typing import NamedTuple
 KINDS = ("people", "test", "class", "docstring", "folder")
 # An underscore ends a word, so that the words of an identifier are found, too.
 PEOPLE = re.compile(r"(?<![^\W_])(who|whom|whose|whoever|(?:some|no|every|any)bodys?)(?![^\W_])", re.IGNORECASE)
-# A report shows a test's name alone, so a pronoun or a conjunction refers to nothing. `of` puts the subject last.
+# pytest's report shows a test's name without the tests around it, so the reader cannot tell what a pronoun or a
+# conjunction refers to. `of` puts the subject last.
 SUBJECTLESS = re.compile(r"test_(also|and|it|its|nor|of|so|their|they|those|what|whatever)_")
 # A line about people ends with this marker (in Markdown as a comment: <!-- style: person -->).
 MARKER = "style: person"

@@ -229,11 +229,10 @@ class Clients:
         began_s = time.perf_counter()
         await self._ended.wait()
         self.tally.seconds = time.perf_counter() - began_s
-        # An answer that comes later is not counted; `started` includes its request.
-        tally, self.tally = self.tally, Tally()
+        # run() prints the tally before the event loop reads another answer. So a later answer is not counted, but
+        # `started` includes its request.
         for task in tasks:
             task.cancel()
-        self.tally = tally
 
     async def come_back(self) -> None:
         """Starts many users at the same moment, with one request each. A refused user waits for as long as the 429

@@ -38,6 +38,7 @@ def read_ranges(ranges: Iterable[RetentionRange]) -> tuple[Range, ...]:
         if one.end and one.end <= one.start:
             raise OpError(Code.INVALID_ARGUMENT, f"retention.end: {one.end} is not after start, {one.start}")
         if one.start < reached:
-            raise OpError(Code.INVALID_ARGUMENT, f"retention.start: {one.start} lies within the previous range")
+            other = "another range, which begins before it or at the same token"
+            raise OpError(Code.INVALID_ARGUMENT, f"retention.start: {one.start} lies within {other}")
         reached = one.end or MAX_TOKENS
     return tuple(Range(one.start, one.end, one.priority, one.duration_ms) for one in ranges)

@@ -377,7 +377,7 @@ class SchedulerCore:
         if not self._cache.connected:
             reason, detail = "no-cache", "the cache does not answer"
         elif not self._status.has_worker:
-            reason, detail = "no-worker", "none is attached"
+            reason, detail = "no-worker", "no worker takes requests"
         self.timeline.out(reason, detail, self.life.now_s)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────

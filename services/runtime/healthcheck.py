@@ -2,8 +2,8 @@
 
 For container and Kubernetes probes. It runs every few seconds beside the service, so without TLS it imports nothing but
 gRPC.
-Exit status: 0 if SERVING; 1 if the service answers anything else, does not answer in time, or the certificates cannot
-be used (one line on stderr).
+Exit status: 0 if SERVING. Otherwise 1, with the reason in one line on stderr: the service answers anything else, does
+not answer in time, or the certificates cannot be used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def check(
     target: str, service: str = "", timeout_s: float = 3.0, *, tls_dir: str = "", tls_cert: str = ""
 ) -> str | None:
     """None if `service` at `target` (host:port) is SERVING; otherwise the reason in one line. An empty
-    `service` asks for the whole server. `tls_dir`, `tls_cert`: as the flags of main()."""
+    `service` asks for the whole server. `tls_dir`, `tls_cert`: as the flags of main(). Raises TlsError or OSError if
+    the certificates cannot be used."""
     with _open(target, tls_dir, tls_cert) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(

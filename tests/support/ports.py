@@ -18,7 +18,8 @@ _LOCKS: list[int] = []
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on, and that this function gave to no process that still runs."""
+    """A loopback port on which nothing listens. No test process that still runs has got this port from this
+    function."""
     for port in _PORTS:
         if not _is_ours(port):
             continue

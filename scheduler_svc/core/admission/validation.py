@@ -127,7 +127,8 @@ def _check_retention(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -
     reached = 0.0
     for one in sorted(_in_tokens(ranges, num_prompt_tokens), key=lambda r: r.start):
         if one.start < reached:
-            raise invalid("cache_retention", f"start: {one.start} lies within the previous range")
+            other = "another range, which begins before it or at the same token"
+            raise invalid("cache_retention", f"start: {one.start} lies within {other}")
         reached = one.end or math.inf
 
 

@@ -1,4 +1,4 @@
-"""What a trace needs of steps, exchanges with the cache and events. Nothing is noted while no trace is recorded."""
+"""Records steps, exchanges with the cache, and scheduler events for traces. Without a reader, nothing is recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 class TraceReader(NamedTuple):
-    """What a reader has seen: how many steps, exchanges and runs."""
+    """A reader's position in the log: how many steps, exchanges and runs the log had counted when this reader last
+    read."""
 
     steps: int
     exchanges: int
@@ -108,8 +109,8 @@ class TraceLog:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[TraceReader]:
-        """The context in which items are noted. Yields what the reader has seen. Items are dropped with the last
-        reader."""
+        """Items are recorded while this context is open. Yields the reader's start position, which since() takes. When
+        the last reader leaves, the items are dropped."""
         self.num_readers += 1
         try:
             yield TraceReader(self._steps.num, self._exchanges.num, self._runs.num)
@@ -123,7 +124,7 @@ class TraceLog:
     def since(
         self, seen: TraceReader
     ) -> tuple[TraceReader, list[TracedStep], list[TracedExchange], list[TracedRun], int]:
-        """What the reader has seen now, what is new to it, and how many new items are no longer kept."""
+        """The reader's new position, the kept items since `seen`, and how many items since `seen` were dropped."""
         now = TraceReader(self._steps.num, self._exchanges.num, self._runs.num)
         steps, exchanges, runs = (
             self._steps.since(seen.steps), self._exchanges.since(seen.exchanges), self._runs.since(seen.runs),

@@ -12,14 +12,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from vllm.platforms import current_platform
 
 SERVER = "RemoteOpenAIServer("
 ERROR_CHARS = 2000
-
-# None if vLLM finds no platform. Then a test module that calls it inside a pytest mark cannot be imported.
-if not callable(current_platform.device_count):
-    type(current_platform).device_count = classmethod(lambda cls: 0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

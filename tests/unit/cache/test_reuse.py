@@ -293,8 +293,8 @@ def test_a_retained_range_keeps_the_tokens_before_it() -> None:
     [
         ([(0, 4, 101, 0)], "priority: 101 is not within 0..100"),
         ([(4, 4, 50, 0)], "end: 4 is not after start, 4"),
-        ([(0, 8, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the previous range"),
-        ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within the previous range"),
+        ([(0, 8, 50, 0), (4, 12, 50, 0)], "start: 4 lies within another range, which begins before it"),
+        ([(0, 0, 50, 0), (4, 12, 50, 0)], "start: 4 lies within another range, which begins before it"),
     ],
 )
 def test_invalid_ranges_are_refused(ranges: d.Retention, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The in-batch rule of lpm, tested with the scheduler's waiting queue (SGLang, schedule_policy.py)."""
+"""The in-batch rule of `lpm` (from SGLang's schedule_policy.py), tested with the scheduler's waiting queue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_longest_match_goes_first_and_equal_uncached_prefixes_wait_for_one_r
     follower = wait(queue, 2, [*SHARED, 2], cached=16)
     wait(queue, 3, [7] * 40, cached=32)
     wait(queue, 4, [8] * 40)
-    assert order(queue) == [3, 1, 4, 2], "the leader has the position of its match; its follower goes last"
+    assert order(queue) == [3, 1, 4, 2], "the leader is ordered by its own cached tokens; its follower goes last"
     queue.remove(leader)
     assert order(queue) == [3, 2, 4], "the next one leads, with its own match"
     queue.add(leader)

@@ -42,7 +42,8 @@ class Recording(ToyWorker):
 
 
 def sampling(max_tokens: int = 60, period: int = 3, **fields: Any) -> SamplingParams:
-    """`period`: as in the toy's next_token(). 0: a text that does not repeat itself."""
+    """`period` is passed as `top_k`: the toy's next token is then mostly the token `period` places before. With 0, the
+    text does not repeat itself."""
     return SamplingParams(**{"top_p": 1, "max_tokens": max_tokens, "top_k": period, "ignore_eos": True, **fields})
 
 
@@ -329,8 +330,9 @@ def test_drafts_take_no_block_that_another_sequence_may_need() -> None:
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("num_moves", range(2, 8))
 def test_a_block_is_not_lost_with_a_step_that_runs_nothing(window: int, num_moves: int) -> None:
-    """Another request is admitted at any moment, and cancelled before the cache answers. The step may then have only a
-    sequence that waits for its tokens, so the step runs nothing."""
+    """Another request arrives after 0 to 49 moves and is cancelled 2 to 7 moves later, in some cases before the cache
+    has answered its admission. The step may then contain only the drafting sequence. The last sampled tokens of this
+    sequence are still in flight, so the step has no row."""
     params = sampling(40, period=1)
     for moment in range(50):
         worker = Recording(block_size=1)
@@ -348,8 +350,8 @@ def test_a_block_is_not_lost_with_a_step_that_runs_nothing(window: int, num_move
 # ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def accepted_run(system: LocalSystem, slot: int) -> StepResult:
-    """The next result with a draft row of the slot, before the scheduler gets it."""
+def accepted_run(system: LocalSystem) -> StepResult:
+    """The next result with a draft row, before the scheduler gets it."""
     [end] = system.workers
     while not (end.results and isinstance(end.results[0], StepResult) and end.results[0].draft_num_tokens):
         system.move(*system.moves()[0])
@@ -363,8 +365,8 @@ def test_stop_tokens_within_a_run_of_accepted_drafts() -> None:
         system, client = system_with(Recording())
         params = sampling(60, ignore_eos=ignore_eos)
         system.submit("s", 1, PROMPT, params)
-        slot = run_until_drafting(system)
-        result = accepted_run(system, slot)
+        run_until_drafting(system)
+        result = accepted_run(system)
         before = list(client.tokens[1])
         result.draft_num_tokens = packed([4])
         result.draft_token_ids = packed([30, EOS, 31, 32])
@@ -380,7 +382,7 @@ def test_a_failed_draft_row_fails_its_request() -> None:
     for handle in (1, 2):
         system.submit("s", handle, PROMPT, sampling(60, period=3 * (handle == 1)))
     slot = run_until_drafting(system)
-    result = accepted_run(system, slot)
+    result = accepted_run(system)
     result.draft_num_tokens, result.draft_token_ids = packed([0]), b""
     result.errors.append(RowError(slot=slot, message="not finite"))
     system.run()
@@ -398,7 +400,8 @@ def test_a_failed_draft_row_fails_its_request() -> None:
 def test_a_result_with_wrong_counts_breaks_the_protocol(counts: list[int], num_tokens: int) -> None:
     system, client = system_with(Recording())
     system.submit("s", 1, PROMPT, sampling())
-    result = accepted_run(system, run_until_drafting(system))
+    run_until_drafting(system)
+    result = accepted_run(system)
     result.draft_num_tokens, result.draft_token_ids = packed(counts), packed([9] * num_tokens)
     before = list(client.tokens[1])
     with pytest.raises(ProtocolError, match="draft rows"):
@@ -447,7 +450,8 @@ def test_the_timeline_tells_once_that_a_request_drafts() -> None:
 
 
 def check_batch(batch: Batch) -> None:
-    """A running sequence is in one part of the batch. Slots that the worker holds are drafting."""
+    """Each running sequence is in exactly one part of the batch. A slot in `held_drafting` is drafting, a drafting slot
+    has an entry in `drafters`, and a slot with such an entry runs."""
     decoding = {*np.flatnonzero(batch.slots.decoding).tolist()}
     parts = [batch.prefills.keys(), batch.paused.keys(), batch.drafting.keys(), batch.finishing, decoding]
     assert sum(map(len, parts)) == len(batch.running) == len({*batch.running}.union(*parts))

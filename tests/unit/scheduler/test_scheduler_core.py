@@ -324,7 +324,7 @@ def test_ranges_of_generated_tokens_count_from_the_end_of_the_prompt(system: Loc
     ]
     assert list(other.metadata.cache_retention) == [RetentionRange(end=16, priority=1), RetentionRange(start=16)]
     system.run()
-    assert "start: 0 lies within the previous range" in client.endings[2].message
+    assert "start: 0 lies within another range" in client.endings[2].message
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ PARAMS = SamplingParams(top_p=1.0, max_tokens=4, seed=1, ignore_eos=True)
 
 
 class TracedWorker(ToyWorker):
-    """Reports when a plan arrived if the plan asks for it."""
+    """Puts fixed times into the result of a plan that asks for times: received at 5 us, sent at 9 us."""
 
     num_traced = num_plans = 0
 
