@@ -64,8 +64,11 @@ def compiled(
 
 
 def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
-    """The kernel under a name of its own. numba's cache goes by names: it knows neither options nor the code of other
-    modules, and workers of different types that start together would write the same files."""
+    """The kernel under a name for its dtype, its options and the sources' version.
+
+    numba names its cache files after the function. It does not notice other options or changed code in other modules.
+    With the same name, two workers with different dtypes that start together would write the same files.
+    """
     name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
     copy = FunctionType(kernel.__code__, kernel.__globals__, name)
     copy.__qualname__ = name
@@ -73,10 +76,13 @@ def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> F
 
 
 def compile_in_child(last: Any, arguments: tuple[types.Type, ...], code: str) -> None:
-    """Let another process compile kernels with this Python code, if the cache lacks the last of them. A kernel for
-    several threads rounds differently in the process that compiled it than when it is loaded from the cache, because
-    only the compiling process optimizes it together with its loop. But a worker must compute the same bits when it
-    starts again."""
+    """If numba's cache lacks the kernel `last`, run the Python code `code` in a child process. This code compiles all
+    kernels, and `last` after the others.
+
+    numba compiles the body of a parallel loop as a function of its own. Only the process that compiles the kernel
+    optimizes this function and the kernel together, so its results round differently from those of a kernel that was
+    loaded from the cache. But a worker must compute the same bits when it starts again.
+    """
     copy = renamed(last, arguments, parallel=True)
     try:
         folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)

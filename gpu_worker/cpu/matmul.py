@@ -56,6 +56,7 @@ class PackedMatmul(PlainMatmul):
         self._few_rows = few_rows
         # By id, each matrix and the memory that the kernels read; None: they cannot read it.
         self._memory: dict[int, tuple[Tensor, np.ndarray | None]] = {}
+        self._has_warned = False
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if (memory := self._memory_for(rows, weight)) is not None:
@@ -86,6 +87,8 @@ class PackedMatmul(PlainMatmul):
     def _multiply_few(self, rows: Tensor, memory: np.ndarray, bias: Tensor | None, adds: bool, out: Tensor) -> Tensor:
         assert self._few_rows is not None
         if memory.ndim == 2:
+            assert bias is None, "a head has no bias"
+            assert not adds
             self._few_rows.multiply_table(as_array(rows), memory, as_array(out))
         else:
             bias_array = memory[:0] if bias is None else as_array(bias)
@@ -103,7 +106,9 @@ class PackedMatmul(PlainMatmul):
         size = expected.nan_to_num(posinf=0.0, neginf=0.0).abs().max()
         if torch.allclose(found, expected, rtol=0.02, atol=0.01 * float(size), equal_nan=True):
             return memory
-        _log.warning("oneDNN packs matrices in an unknown order", shape=list(weight.shape), dtype=str(dtype))
+        if not self._has_warned:
+            _log.warning("oneDNN packs matrices in an unknown order: steps of few rows are slower", dtype=str(dtype))
+            self._has_warned = True
         return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
@@ -40,9 +40,11 @@ _PARTS = ir.LiteralStructType([_FLOATS] * _NUM_PARTS)
 
 
 def has_vectors(dtype: torch.dtype) -> bool:
-    """Whether this CPU has the instructions of this module for a type."""
+    """Whether this CPU has the instructions of this module for a type, and numba compiles for this CPU."""
+    if dtype not in KERNEL_TYPES or config.CPU_NAME or config.CPU_FEATURES or not config.ENABLE_AVX:
+        return False
     feature = "avx512f" if dtype == torch.float32 else "avx512bf16"
-    return dtype in KERNEL_TYPES and bool(get_host_cpu_features().get(feature))
+    return bool(get_host_cpu_features().get(feature))
 
 
 class _Sums(types.Type):
@@ -161,7 +163,7 @@ def total_of(_context: Any, sums: Any) -> Any:
         total = builder.extract_value(arguments[0], 0)
         for part in range(1, _NUM_PARTS):
             total = builder.fadd(total, builder.extract_value(arguments[0], part))
-        # Halves, quarters and so on, in an order that does not depend on the compiler.
+        # Halves, quarters and so on. Without fastmath the compiler keeps this order.
         width = _LANES
         while width > 1:
             width //= 2

@@ -1,6 +1,6 @@
 """The services as parties of a simulated network: real cores, with the behaviour of their asyncio shells.
 
-    SchedulerParty   scheduler_svc/links.py around SchedulerCore (one of several: election.py)
+    SchedulerParty   scheduler_svc/links.py around SchedulerCore (several schedulers with an election: election.py)
     CacheParty       cache_svc/server.py around CacheCore
     WorkerParty      gpu_worker/link.py around a toy worker (toy_worker.py)
 

@@ -31,7 +31,8 @@ def test_swapped_blocks_come_back() -> None:
 
 
 def test_swaps_wait_for_the_steps_before_them_and_later_steps_wait_for_swaps() -> None:
-    """Long kernels stand before each write, so that a copy that did not wait would see the old contents."""
+    """In each round, long kernels run before the first write. So a copy that did not wait would see the old
+    contents."""
     count = 2 * SWAP_BATCH_BLOCKS + 7
     pool = allocate_pool(2 * count, 16, 2, 2, 64, torch.bfloat16, DEVICE, count)
     assert pool.host.is_pinned()
@@ -55,7 +56,8 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1234)
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(checkpoint: Checkpoints) -> None:
-    """In float32 the rounding differs with the shape of the batch by too little to show."""
+    """The test uses float32: there, the rounding differences between batch shapes are too small to change a sampled
+    token."""
     runner = gpu_runner(checkpoint("llama3").folder, dtype="float32")
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, VOCAB, 30).tolist()
@@ -87,7 +89,8 @@ def test_a_row_is_sampled_alike_wherever_it_stands() -> None:
 
 
 def _sampling_rows(place: int, count: int) -> SamplingRows:
-    """Parameters of `count` decodes as the slot table gives them; the one at `place` is SEEDED at position 77."""
+    """Sampling parameters of `count` prompts that one step prefills, from SlotBuffers. The row `place` has SEEDED, and
+    its token has position 77."""
     from gpu_worker.steps.slots import SlotLimits
     from paceline.v1.worker_pb2 import NewSequence, StepPlan
     from tests.unit.worker.driver import pack
@@ -118,7 +121,7 @@ def test_a_thousand_mixed_requests_with_cancels(checkpoint: Checkpoints) -> None
     rng = random.Random(0)
     driver = Driver(runner, chunk_tokens=90)
     allocated: list[int] = []
-    looks = [300, 1000]  # at how many requests
+    looks = [300, 1000]  # numbers of started requests at which the allocated memory is measured
     started = finished = cancelled = 0
     while started < 1000 or driver.running:
         while started < 1000 and len(driver.running) < rng.randint(1, 40) and len(driver.free_blocks) > 60:

@@ -222,7 +222,8 @@ def test_46_a_limit_of_adapters_per_batch() -> None:
     assert [s.id for s in outcome.steps[0].scheduled] == ["0", "1"]
     repeated = [request(i, 10, 4, lora=f"adapter-{i % 2}") for i in range(3)]
     outcome = run(NO_EVICT, repeated, max_num_seqs=3, max_loras=1)
-    assert [s.id for s in outcome.steps[0].scheduled] == ["0", "2"]  # a resident adapter passes
+    # Request 2 overtakes request 1: its adapter is already in the batch.
+    assert [s.id for s in outcome.steps[0].scheduled] == ["0", "2"]
 
 
 def test_cached_tokens_cost_nothing_of_the_budget() -> None:
@@ -239,7 +240,8 @@ def test_cached_tokens_cost_nothing_of_the_budget() -> None:
 
 
 def test_max_utilization_pauses_requests_in_turns_only_under_the_priority_order() -> None:
-    """Under orders other than `priority`, running requests are not paused in turns."""
+    """Under `fair`, which ranks only waiting requests, no waiting request pauses a running one. Under `lof`, a request
+    pauses only running requests that rank behind it: here those with a shorter output."""
     fair = {"order": "fair", "capacity": "max-utilization", "batch": "two-stage", "preemption": "last-in"}
     requests = [request(i, 10, 10, tenant="a" if i < 7 else "b") for i in range(8)]
     outcome = play_mixed(fair, requests)

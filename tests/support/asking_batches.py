@@ -53,7 +53,8 @@ async def ask_batch(http: httpx.AsyncClient, gateways: Sequence[Gateway], answer
 
 
 async def _read(http: httpx.AsyncClient, gateway: Gateway, batch: dict[str, Any], answer: Answer) -> None:
-    """One event for each line of both files. A line that comes twice gives its choice two finish reasons."""
+    """Adds one event for each line of both files. If the files have two results for a line, its choice gets two finish
+    reasons, so the comparison with the undisturbed answer fails."""
     results: list[dict[str, Any]] = []
     for file_id in (batch["output_file_id"], batch["error_file_id"]):
         if file_id is not None:

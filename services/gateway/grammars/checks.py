@@ -1,7 +1,8 @@
 """Turns structured outputs into grammars that a separate process has tried (trial.py).
 
 The gateway never compiles what a client sends, and no grammar that fails its trial reaches a worker. Trials wait in a
-queue per tenant, and the tenants take turns. A structure that was tried before, good or bad, does not wait.
+queue per tenant, and the tenants take turns. The 256 results that were used last are kept, good and bad. A structure
+with a kept result does not wait.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from services.runtime.model.grammars import SHARE_S, SLOW_STEP_S
 _log = get_logger(__name__)
 
 NUM_PROCESSES = 2
-MAX_WAITING = 256  # trials; each holds up to 64 KiB of text
+MAX_WAITING = 256  # trials; each holds a text of up to 65,536 characters (64 to 256 KiB)
 MAX_RESULTS = 256
 _POLL_S = 0.05  # how often a waiting request checks whether its client has gone
 _HEAD = struct.Struct("<I")
@@ -169,7 +170,10 @@ class GrammarChecks:
                     trial.process = process
                     result = await _ask(process, trial.key)
                 except Exception as lost:  # any error, because requests wait for a result
-                    _log.warning("the process that tries grammars has ended; another one starts", reason=str(lost))
+                    _log.warning(
+                        "the process that tries grammars has ended or could not start; the next trial uses another",
+                        reason=str(lost),
+                    )
                     process, failed = None, ApiError(503, "the structured output could not be tried", retry_after_s=1)
                     if not trial.result.done():
                         trial.result.set_exception(failed)

@@ -1,4 +1,5 @@
-"""ASGI responses that read a response of this API: as events, or whole after its end."""
+"""HTTP answers (ASGI) that send a RunningResponse of /v1/responses to a client: as events, or as one object after its
+end."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class ClientConnections:
     """Bounds the connections of each client to one port of this process."""
 
     def __init__(self, port: int, most: int) -> None:
-        """`most`: the limit for one client, which is what client_of() returns for its address."""
+        """`most`: the limit for one client. Connections belong to one client if client_of() returns the same for their
+        addresses."""
         self._port, self._most = port, most
         self._known: set[_Peer] = set()  # of the last look
         self._logged_s = -_LOG_EVERY_S
@@ -51,7 +52,11 @@ class ClientConnections:
             await asyncio.sleep(max(_BUSY_S if num_closed else _CALM_S, spent_s / _MAX_SHARE))
 
     def close_surplus(self) -> int:
-        """Shut down the newest connections of each client that has too many. Returns how many."""
+        """Shut down the surplus connections of each client. Returns how many.
+
+        Connections that the last call kept are the first to stay. If the process has at most `most` open files, the
+        call examines none of them, and the next call takes all connections as new.
+        """
         files = os.listdir(_FILES)
         if len(files) <= self._most:  # no client can have too many
             self._known.clear()
@@ -63,7 +68,7 @@ class ClientConnections:
                     of_client[client_of(peer[0])].append((peer, int(name)))
         num_closed, known = 0, set()
         for client, connections in of_client.items():
-            connections.sort(key=lambda each: each[0] not in self._known)  # the older ones stay
+            connections.sort(key=lambda each: each[0] not in self._known)  # the kept ones first
             known |= {peer for peer, _ in connections[: self._most]}
             surplus = connections[self._most :]
             num_closed += sum(self._shut_down(peer, file) for peer, file in surplus)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import secrets
 import tomllib
 from collections.abc import Sequence
@@ -24,15 +25,17 @@ from paceline.request_fields import METADATA
 MAX_FILE_BYTES = 4 * 2**20
 PREFIX = "pl-"  # secret scanners find keys by their prefix
 _SECRET_BYTES = 32
-# The queue order treats a TTFT SLO or a deadline that is shorter than this as this long.
+# Default of `min_slo_s`. The order `deadline` sorts a request with a shorter TTFT SLO or deadline as if this were its
+# SLO or deadline.
 DEFAULT_MIN_SLO_S = 1.0
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$")]
 _Quota = Annotated[int, Field(ge=1, le=2**53)]
 
 
 class InvalidKeys(Exception):
-    """Keys that cannot be used. The message is one line and names the entry and the field."""
+    """Keys that cannot be used. The message is one line. For a wrong field, it names the entry and the field."""
 
 
 class ApiKey(BaseModel):
@@ -48,8 +51,10 @@ class ApiKey(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     tenant: str = Field("", max_length=METADATA["tenant"].max_chars)
     any_tenant: bool = False  # a request may name another tenant
-    admin: bool = False  # policies, pins, reset, explain, cache events, live view, trace, /metrics
-    metrics: bool = False  # the gateway's /metrics
+    # Policies, pins, reset, explain, cache events, live view, trace, timelines of all keys, Generate and Embed at the
+    # scheduler's port, and all that `metrics` allows.
+    admin: bool = False
+    metrics: bool = False  # the gateway's /metrics, all of /load, and the load report (ORCA)
     max_priority: float = Field(0.0, allow_inf_nan=True)
     # The queue order moves an earlier deadline or SLO of the key's requests to this many seconds after arrival.
     min_slo_s: float = Field(DEFAULT_MIN_SLO_S, ge=0, le=86400.0, allow_inf_nan=False)
@@ -71,9 +76,10 @@ def new_secret() -> str:
 def hash_of(secret: str) -> str:
     """The hash of a key, in hexadecimal.
 
-    SHA-256 without salt is enough, because a key is random and has 256 bits: no dictionary has it, and equal keys do
-    not occur. A slow hash (bcrypt, Argon2) protects short passwords. Here it would only cost each request tens of ms,
-    and make a flood of wrong keys expensive for the server.
+    SHA-256 without salt is enough for a key of new_secret(): it is random and has 256 bits, so no dictionary has it,
+    and equal keys do not occur. A key from the environment may be weaker. No file has its hash, but the first 12 digits
+    of the hash are in the key's name. A slow hash (bcrypt, Argon2) protects short passwords. Here it would cost each
+    request tens of ms, and make a flood of wrong keys expensive for the server.
     """
     return hashlib.sha256(secret.encode()).hexdigest()
 
@@ -99,7 +105,7 @@ def parse_keys(text: str) -> list[ApiKey]:
     except RecursionError:
         raise InvalidKeys("the file is nested too deep") from None
     if unknown := sorted(document.keys() - {"keys"}):
-        raise InvalidKeys(f"{unknown[0]}: unknown; a key is a table [keys.NAME]")
+        raise InvalidKeys(f"{_shown(unknown[0])}: unknown; a key is a table [keys.NAME]")
     tables = document.get("keys", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise InvalidKeys("keys: must contain one table [keys.NAME] for each key")
@@ -118,7 +124,7 @@ def check_distinct(keys: Sequence[ApiKey]) -> list[ApiKey]:
 
 
 def entry_text(key: ApiKey) -> str:
-    """The key's table for a key file. Fields with their default are left out."""
+    """The key's table for a key file. Fields with their default are left out, except the tenant."""
     values = key.model_dump(exclude={"name"}, exclude_defaults=True) | {"tenant": key.tenant}
     lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
     name = key.name if "." not in key.name else json.dumps(key.name)
@@ -134,14 +140,20 @@ def _toml(value: Any) -> str:
 
 def _parse_table(name: str, table: dict[str, Any]) -> ApiKey:
     if "name" in table:
-        raise InvalidKeys(f"keys.{name}.name: unknown; the table's name is the key's name")
+        raise InvalidKeys(f"keys.{_shown(name)}.name: unknown; the table's name is the key's name")
     return make_key(name, **table)
 
 
 def _explain(name: str, error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(_shown(str(part)) for part in first["loc"])
     if field == "name":
-        return f"keys.{name[:80]!r}: a name has 1 to 64 letters, digits, dots, hyphens and underscores"
+        return f"keys.{_shown(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores"
     message = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
     return f"keys.{name}.{field}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(name: str) -> str:
+    """A name of the file, for a message of one line. A name that no key can have is quoted, with escapes, and cut to 80
+    characters."""
+    return name if _NAME.fullmatch(name) else repr(name[:80])

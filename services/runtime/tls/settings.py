@@ -15,7 +15,9 @@ class ClientTlsSettings(ServiceSettings):
     """Which certificates the gateway shows its clients, and which it demands of them."""
 
     http_tls: bool = Field(
-        True, description="with certificates, encrypt HTTP and gRPC of clients; turn off if a local proxy ends TLS"
+        True,
+        description="encrypt clients' HTTP and gRPC if there are certificates (http_cert or tls_dir); turn this off if "
+        "a local proxy terminates TLS",
     )
     http_cert: Path | None = Field(
         None, description="PEM file with the certificate and its chain for clients (default: of tls_dir)"

@@ -30,7 +30,7 @@ class TracingSettings(ServiceSettings):
     otlp_traces_endpoint: Annotated[str, AfterValidator(_check_endpoint)] = Field(
         "",
         description="URL of an OpenTelemetry collector that gets a trace of each request, like http://127.0.0.1:4317 "
-        f"(default: {ENDPOINT_ENVS[1]}; without it: no traces)",
+        f"(default: {ENDPOINT_ENVS[0]}, else {ENDPOINT_ENVS[1]}; if none is set: no traces)",
     )
 
     @property

@@ -246,7 +246,8 @@ async def test_the_tool_runner_of_the_client(start: Start) -> None:
 
 
 async def test_forced_calls_and_json_schemas_submit_a_grammar(start: Start) -> None:
-    running = await start(**says(TWO_CALLS.partition("\n")[2]))  # the demo's template shows no tools
+    # The demo's own template writes calls in the format of Hermes, so no other template is needed.
+    running = await start(**says(TWO_CALLS.partition("\n")[2]))
     tokenizer = LLTokenizer(str(CHECKPOINT / "tokenizer.json"), eos_token=[1, 5])
 
     def accepts(text: str) -> bool:
@@ -317,7 +318,8 @@ async def test_each_error_raises_its_exception_in_the_client(start: Start, keys:
             await stranger.messages.create(**ASKED)
         assert unknown.value.type == "authentication_error"
         assert unknown.value.request_id
-        assert unknown.value.body["request_id"] == unknown.value.request_id  # type: ignore[index]  # `object` there
+        # The client declares `body` as `object | None`.
+        assert unknown.value.body["request_id"] == unknown.value.request_id  # type: ignore[index]
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.count_tokens(model=MODEL, messages=CHAT)
         with pytest.raises(anthropic.NotFoundError) as missing:

@@ -1,4 +1,7 @@
-"""A naive model of the cache: a prefix is a tuple of all its tokens, unused blocks are a list, searches are linear."""
+"""A naive model of the cache.
+
+A prefix is a tuple of the salt and all its tokens, unused blocks are a list, and searches are linear.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ class Model:
         self.workers: dict[int, ModelWorker] = {}
         self.waiting: dict[int, list[int]] = {}
         self.running: dict[int, ModelSequence] = {}
-        self.stepless: set[int] = set()  # workers that had too few blocks to grow in this exchange
+        # The workers of a refused extend() in this exchange. They get no step, even if only another worker had too few
+        # blocks.
+        self.stepless: set[int] = set()
 
     def add_worker(
         self,

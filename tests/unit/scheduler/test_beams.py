@@ -230,7 +230,8 @@ def test_the_search_goes_on_while_a_longer_sequence_could_win_if_early_stopping_
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPINGS)
 def test_only_early_stopping_true_ends_as_soon_as_enough_beams_have_ended(early_stopping: Any) -> None:
-    """After two steps (0) and (1, 0) have ended with -3 and -4.1; (1, 1) could still do better, if it ends soon."""
+    """After two steps, the beams (0) and (1, 0) have ended with scores -3 and -4.1. The live beam (1, 1) can still get
+    a better score if it ends soon."""
     table = {
         (): [(1, -0.05), (0, -3.0), (2, -9.0)],
         (1,): [(1, -0.01), (0, -2.0), (2, -9.0)],

@@ -1,4 +1,7 @@
-"""Steps with chunks in captured pieces, with attention between them, on a GPU that is late: the results of a CPU."""
+"""Steps with prompt chunks give the same results on a simulated late GPU (tests/support/late_device) as on a CPU.
+
+Graphs of pieces run these steps, with eager attention between the pieces.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +102,12 @@ def test_swaps_copies_and_forks_are_as_on_a_cpu(reference: Checkpoints) -> None:
 
 
 def test_a_step_with_chunks_queues_three_operations_for_a_layer() -> None:
-    """A graph, and attention for the decodes and for the chunks. Eagerly there are 11 kernels and 2 allocations. The
-    step's other operations, which belong to no layer, are the plan and its copies, the rest of the last layer, and
-    sampling."""
+    """With pieces, the three operations of a layer are a graph, attention for the decodes, and attention for the chunk.
+
+    An eager layer has 11 kernels. The simulated GPU also counts 2 allocations, for the outputs of the norms, which a
+    real GPU does not queue. The step's other operations do not grow with the number of layers: copies of the inputs and
+    of attention's plan, the embedding, the rest of the last layer (it runs eagerly), the logits, sampling, and events.
+    """
     counted = mixed_operations()
     assert {name: operations.by_layer for name, operations in counted.items()} == {"eager": 13, "pieces": 3}
     assert counted["pieces"].others <= 36
