@@ -33,6 +33,7 @@ class SchedulerMetrics(Collector):
             ("is_master", "1: leader, 0: standby", election is None or election.epoch > 0),
             ("epoch", "This leader's epoch, higher than all earlier ones; 0 on a standby", core.epoch),
             ("num_workers", "Workers attached", len(workers)),
+            ("num_draining_workers", "Attached workers that take no requests", sum(w.draining for w in workers)),
         )
         yield from _families(GaugeMetricFamily, gauges, {})
         totals = (

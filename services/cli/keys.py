@@ -38,8 +38,8 @@ def parser() -> Parser:
     )
     new.add_argument("--tenant", help="tenant of its requests (default: the name)")
     new.add_argument("--any-tenant", action="store_true", help="its requests may name other tenants")
-    new.add_argument("--admin", action="store_true", help="it may use policy, cache, explain, top, trace, /metrics")
-    new.add_argument("--metrics", action="store_true", help="it may read the gateway's /metrics")
+    new.add_argument("--admin", action="store_true", help="it may use admin calls, live view, all timelines, /metrics")
+    new.add_argument("--metrics", action="store_true", help="it may read the gateway's /metrics and all of /load")
     new.add_argument("--max-priority", type=float, metavar="P", help="highest priority of its requests (default: 0)")
     new.add_argument(
         "--min-slo-s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,5 +61,27 @@ async def test_a_worker_that_comes_in_time_serves_the_waiting_requests(tmp_path:
             asking = asyncio.create_task(http.post("/v1/completions", json=PROMPT))
             await asyncio.to_thread(stack.start, "worker-1")
             assert (await asking).json()["choices"][0]["text"] == right
+    finally:
+        stack.down()
+
+
+async def test_a_draining_worker_is_counted_and_takes_no_request(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, scheduler_flags=["--no-worker-timeout-s", "2"])
+    try:
+        stack.up()
+        long = {"prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=stack.url, timeout=60, trust_env=False) as http,
+            http.stream("POST", "/v1/completions", json=long) as running,
+        ):
+            lines = running.aiter_lines()
+            await anext(lines)
+            stack.processes["worker-1"].send_signal(signal.SIGTERM)
+            await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_draining_workers", 1)
+            refused = await http.post("/v1/completions", json=PROMPT)
+            assert refused.json()["error"]["message"] == "no worker takes requests: waited 2 s for one"
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+        await asyncio.to_thread(stack.wait_metric, "paceline_scheduler_num_workers", 0)
+        assert stack.metric("paceline_scheduler_num_draining_workers") == 0
     finally:
         stack.down()
