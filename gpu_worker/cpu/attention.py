@@ -1,16 +1,18 @@
-"""Attention over the paged pool for CPUs: a compiled kernel for decodes and short chunks; for longer chunks two batched
-products, with a compiled softmax between them."""
+"""Attention over the paged pool for CPUs: a compiled kernel for decodes and short chunks, and one for longer chunks. If
+the CPU or the model does not suit the second, two batched products, with a compiled softmax between them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionMetadata
+from gpu_worker.attention.base import AttentionMetadata, Int32s
 from gpu_worker.attention.torch_backend import ChunkPlan, Tile, TorchAttention, WindowPlan
+from gpu_worker.cpu.chunk_attention import chunk_scratch
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
@@ -27,6 +29,15 @@ TILE_SCORES = 2**19
 LEAST_TILE_ROWS = 32
 
 
+class KernelChunk(NamedTuple):
+    """A chunk that a kernel computes: arguments of attend_chunk()."""
+
+    block_ids: Int32s
+    first_row: int
+    num_rows: int
+    kv_len: int
+
+
 class CpuAttention(TorchAttention):
     """The kernel reads the blocks where they are. To gather them, as a product needs it, takes three times as long as a
     decode's attention. `by_row`: all rows are decodes, so that a row's result depends only on its own tokens."""
@@ -36,6 +47,8 @@ class CpuAttention(TorchAttention):
         self._kernels = kernels
         self._pool_arrays = [(as_array(k), as_array(v)) for k, v in zip(pool.keys, pool.values, strict=True)]
         self._scale = np.float32(self._head_dim**-0.5)
+        self._packed_keys = np.empty(0, self._pool_arrays[0][0].dtype)
+        self._seen_values = np.empty(0, np.float32)
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
         """The kernel takes all decodes and short chunks at once. Their arrays are the same for every window."""
@@ -46,17 +59,35 @@ class CpuAttention(TorchAttention):
         kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - rows)
         arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, rows
         self._by_kernel = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
+        has_kernel = self._kernels.attend_chunk is not None
+        self._chunks_by_kernel = list(self._kernel_chunks(metadata)) if has_kernel else []
+        shorter = metadata.num_rows if has_kernel else KERNEL_ROWS
         self._plans = {
-            window: WindowPlan((), tuple(self._chunks(metadata, window, KERNEL_ROWS))) for window in set(self._windows)
+            window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
+
+    def _kernel_chunks(self, metadata: AttentionMetadata) -> Iterator[KernelChunk]:
+        kv_lens = metadata.kv_lens(self._block_size)
+        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > KERNEL_ROWS).tolist():
+            start, stop, kv_len = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1]), int(kv_lens[i])
+            blocks = metadata.kv_indices[metadata.kv_indptr[i] : metadata.kv_indptr[i + 1]]
+            yield KernelChunk(np.ascontiguousarray(blocks, np.int32), start, stop - start, kv_len)
+            size = chunk_scratch(kv_len, self._num_kv_heads, self._head_dim)
+            if size > len(self._seen_values):
+                self._packed_keys = np.empty(size, self._pool_arrays[0][0].dtype)
+                self._seen_values = np.empty(size, np.float32)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         window = self._windows[layer]
+        inputs = as_array(query), *self._pool_arrays[layer]
         if len(self._by_kernel[-1]):
-            keys, values = self._pool_arrays[layer]
-            self._kernels.attend(as_array(query), keys, values, *self._by_kernel, window, self._scale, as_array(out))
+            self._kernels.attend(*inputs, *self._by_kernel, window, self._scale, as_array(out))
+        if (attend_chunk := self._kernels.attend_chunk) is not None:
+            for kernel_chunk in self._chunks_by_kernel:
+                scratch = self._packed_keys, self._seen_values
+                attend_chunk(*inputs, *kernel_chunk, window, self._scale, *scratch, attend_chunk.threads, as_array(out))
         for chunk in self._plans[window].chunks:
             self._prefill(layer, chunk, query, key, value, out)
         return out

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numba import config, njit, prange, types
 
+from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.numbers import (
     FASTMATH,
@@ -242,6 +243,9 @@ class Kernels:
         first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
         decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. block_ids,
         first_blocks, kv_lens and rows are int32. `window` 0: none.
+    attend_chunk(query, keys, values, block_ids, first_row, count, kv_len, window, scale, packed, seen, threads, out):
+        attention of `count` rows from first_row on, the last tokens of a sequence of kv_len tokens. None without
+        `wide_heads`. packed and seen: scratch memory of chunk_scratch() elements, of the pool's type and float32.
     mask_softmax(scores float32 [kv_heads * head_rows, keys], head_rows, group, window, scale): the causal softmax of
         scores * scale, in place. For each KV head there are `group` rows of scores (its query heads) per row of a
         chunk. The chunk's last row sees all keys, the row before it all but the last, and so on.
@@ -261,10 +265,10 @@ class Kernels:
         wide_heads: bool = False,
         compiles_here: bool = False,
     ) -> None:
-        """`wide_heads`: attend() is the kernel of wide_attention.py. `by_size`: a few rows run in one thread, where
-        that is faster. Without it every call runs in the same number of threads, so that a row's result depends only on
-        the row's own inputs, bit for bit. `compiles_here`: what the cache lacks is compiled by this process; see
-        compile_in_child()."""
+        """`wide_heads`: attend() is the kernel of wide_attention.py, and there is attend_chunk(). `by_size`: a few rows
+        run in one thread, where that is faster. Without it every call runs in the same number of threads, so that a
+        row's result depends only on the row's own inputs, bit for bit. `compiles_here`: what the cache lacks is
+        compiled by this process; see compile_in_child()."""
         number, ints, single = KERNEL_TYPES[dtype], types.Array(types.int32, 1, "C"), types.float32
         vector, matrix, cube = (types.Array(number, dimensions, "C") for dimensions in (1, 2, 3))
         blocks, strided = types.Array(number, 4, "C"), types.Array(number, 3, "A")
@@ -279,6 +283,12 @@ class Kernels:
         if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
             made = f"Kernels({dtype}, 2, wide_heads={wide_heads}, compiles_here=True)"
             compile_in_child(attention, attend, f"import torch; from {__name__} import Kernels; {made}")
+        self.attend_chunk = None
+        if wide_heads:
+            integer, packed, seen = types.intp, types.Array(number, 1, "C"), types.Array(single, 1, "C")
+            sizes = integer, integer, integer, integer
+            chunk = strided, blocks, blocks, ints, *sizes, single, packed, seen, integer, matrix
+            self.attend_chunk = CompiledKernel(attend_chunk, chunk, threads, least=0)
         softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single
         self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
         self.norm = CompiledKernel(_norm, (matrix, vector, single, matrix), threads, least)
