@@ -30,6 +30,10 @@ class Peer:
         )
         self.version = self.ask({"what": "version"})
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
     def ask(self, job: dict[str, Any]) -> Any:
         """The measurements of the peer's process; None without it."""
         if self._process is None:
@@ -50,6 +54,5 @@ class Peer:
 
     def close(self) -> None:
         if self._process is not None:
-            assert self._process.stdin
-            self._process.stdin.close()
-            self._process.wait()
+            with self._process:  # closes both pipes, which ends the process, and waits for its end
+                pass
