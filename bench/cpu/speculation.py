@@ -1,8 +1,8 @@
 """What speculation with n-gram drafts gains on a CPU: the same requests with and without it, in turns, in one run.
 
-The model of bench/cpu/serving.py has random weights. Greedy, its output soon repeats itself: that is the text on which
-n-grams guess best. With temperature 1 its output never repeats: that is the text on which they only cost time. Real
-text lies in between. The token ids of the two servers are compared, too.
+The model `llama` of bench/cpu/models.py has random weights. Greedy, its output soon repeats itself: that is the text on
+which n-grams guess best. With temperature 1 its output never repeats: that is the text on which they only cost time.
+Real text lies in between. The token ids of the two servers are compared, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.cpu.serving import VOCAB, write_checkpoint
+from bench.cpu.models import VOCAB, write_checkpoint
 from tests.support.stack import Stack
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 192
