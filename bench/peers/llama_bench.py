@@ -26,7 +26,7 @@ CONTEXT_TOKENS = 2048
 ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def log_error(level: int, text: bytes, _: Any) -> None:
     """Without it, llama.cpp logs each tensor of each graph."""
     if level == ERROR:

@@ -77,12 +77,10 @@ def serve(service: str, argv: list[str], prog: str) -> int:
     from services.cli.parent import end_with_parent
     from services.runtime.logs import configure_logging
     from services.runtime.metrics import publish_build_info
-    from services.runtime.service import CannotStart, run_service, use_batch_scheduling
+    from services.runtime.service import CannotStart, run_service
     from services.runtime.settings import load_settings
 
     end_with_parent()
-    if service != "worker":
-        use_batch_scheduling()
     settings_module, settings_class, server_module = SERVICES[service]
     settings = load_settings(getattr(importlib.import_module(settings_module), settings_class), argv, prog=prog)
     configure_logging(service, settings.log_level, settings.log_format)

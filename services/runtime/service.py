@@ -48,16 +48,6 @@ def max_open_files() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def use_batch_scheduling() -> None:
-    """Set Linux's SCHED_BATCH. For a process that wakes for every message: it then does not interrupt a computing
-    process on its core. It waits for at most one time slice (some milliseconds), and only if no other core is free.
-    Threads made later inherit the policy. No effect on other systems, or if the process was started with another policy
-    (`chrt`, systemd's CPUSchedulingPolicy)."""
-    with suppress(AttributeError, OSError):
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def trim_memory() -> None:
     """Give the freed memory of this process back to the system. Takes about 20 ms per 100 MiB, without the GIL.
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 from pathlib import Path
-
-import pytest
 
 from tests.support import load
 from tests.support.command import paceline
@@ -104,12 +101,3 @@ async def test_random_weights_from_a_config_alone(own_stack: Stack, tmp_path: Pa
     async with load.client(stack.url) as http:
         refused = await http.post("/v1/completions", json={"prompt": "hello"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux's scheduling policies")
-def test_services_that_wake_for_every_message_do_not_interrupt_the_forward_pass(stack: Stack) -> None:
-    # The policy of the first thread of each process. The threads that it starts inherit the policy.
-    policies = {name: os.sched_getscheduler(process.pid) for name, process in stack.processes.items()}
-    given = os.SCHED_BATCH if os.sched_getscheduler(0) == os.SCHED_OTHER else os.sched_getscheduler(0)
-    assert policies.pop("worker-1") == os.sched_getscheduler(0)
-    assert policies == dict.fromkeys(("cache", "scheduler", "gateway"), given)
