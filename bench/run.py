@@ -85,8 +85,8 @@ def serve_models(console: Console, environments: Path, names: Sequence[str], tur
     """Measures these models one after another; the other models keep their rows of the last run."""
     path = RESULTS / "cpu_serving.json"
     report = json.loads(path.read_text()) if path.exists() else {}
+    note = load_note(os.getloadavg()[0])  # later, the load is our own
     for name in names:
-        note = load_note(os.getloadavg()[0])
         report = serving.cpu_serving(name, environments, turns, note, report)
         serving.show(report, name, console)
         write("cpu_serving", report, console)

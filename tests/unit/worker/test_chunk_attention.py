@@ -51,7 +51,7 @@ class Case:
         self.query = query.to(self.dtype)
 
     def pool(self) -> KvPool:
-        """The tokens before the chunks. NaN in all other places: nobody may read it."""
+        """The tokens before the chunks. NaN in all other places, because they must not be read."""
         pool = allocate_pool(sum(map(len, self.tables)) + 1, BLOCK, 1, self.kv_heads, self.head_dim, self.dtype, CPU)
         pool.storage.fill_(torch.nan)
         for table, kv, (prefix, _) in zip(self.tables, self.full, self.lengths, strict=True):
@@ -108,7 +108,7 @@ def test_a_long_chunk_attends_in_several_tiles(dtype: torch.dtype, window: int) 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_a_row_does_not_see_cannot_change_it(dtype: torch.dtype, window: int, bad: float) -> None:
+def test_keys_that_a_row_does_not_see_cannot_change_it(dtype: torch.dtype, window: int, bad: float) -> None:
     case = Case(dtype, [(20, 90)], 2, 2, 64)
     out = case.attended(window, 2)
     place = 20 + 41
