@@ -38,7 +38,8 @@ class CompiledKernel:
     ) -> None:
         self.threads = min(threads, config.NUMBA_NUM_THREADS)  # numba has a thread per usable core
         self._least, self._rows_at = least, rows_at
-        self._serial = compiled(kernel, arguments, parallel=False, fastmath=fastmath)
+        if self.threads == 1 or least > 0:
+            self._serial = compiled(kernel, arguments, parallel=False, fastmath=fastmath)
         if self.threads > 1:
             self._parallel = compiled(kernel, arguments, parallel=True, fastmath=fastmath)
 
