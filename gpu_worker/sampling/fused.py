@@ -88,11 +88,11 @@ def sample_rows_by_triton(logits: Tensor, parameters: Tensor) -> tuple[Tensor, T
 
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
-    values, ids = _scratch(logits, rows, fused_kernels.MAX_CANDIDATES)
+    scratch = logits.new_empty(rows, 7 * fused_kernels.MAX_CANDIDATES // 4, dtype=torch.int64)
     tokens = logits.new_empty(rows, dtype=torch.int64)
     failed = logits.new_empty(rows, dtype=torch.bool)
     fused_kernels.sample_rows[(rows,)](
-        logits, logits.stride(0), parameters, values, ids, tokens, failed, vocab,
+        logits, logits.stride(0), parameters, scratch, tokens, failed, vocab,
         scale_of_weights(vocab), TILE=fused_kernels.TILE, CAPACITY=fused_kernels.MAX_CANDIDATES, num_warps=NUM_WARPS,
     )  # fmt: skip
     return tokens, failed
@@ -105,20 +105,15 @@ def score_rows_by_triton(logits: Tensor, rows: Tensor, tokens: Tensor, num_top: 
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     vocab = logits.shape[1]
     num_top = min(num_top, vocab)
-    values, ids = _scratch(logits, len(rows), fused_kernels.MAX_CANDIDATES)
+    scratch = logits.new_empty(len(rows), fused_kernels.MAX_CANDIDATES, dtype=torch.int64)
     sampled = logits.new_empty(len(rows), dtype=torch.float32)
     top_ids = logits.new_empty(len(rows), num_top, dtype=torch.int64)
     top = logits.new_empty(len(rows), num_top, dtype=torch.float32)
     fused_kernels.score_rows[(len(rows),)](
-        logits, logits.stride(0), rows, tokens, values, ids, sampled, top_ids, top, vocab, num_top,
+        logits, logits.stride(0), rows, tokens, scratch, sampled, top_ids, top, vocab, num_top,
         TILE=fused_kernels.TILE, CAPACITY=fused_kernels.MAX_CANDIDATES, num_warps=NUM_WARPS,
     )  # fmt: skip
     return sampled, top_ids, top
-
-
-def _scratch(logits: Tensor, rows: int, capacity: int) -> tuple[Tensor, Tensor]:
-    values = logits.new_empty(rows, capacity, dtype=torch.float32)
-    return values, logits.new_empty(rows, capacity, dtype=torch.int32)
 
 
 def try_kernels(vocab: int, dtype: torch.dtype, device: torch.device) -> str | None:

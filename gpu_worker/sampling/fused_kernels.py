@@ -15,10 +15,10 @@ No kernel sorts the vocabulary:
   but with new random numbers for each draw.)
 - A small top_p without top-k takes its candidates as top-k does. They are used only if their weights reach top_p of the
   row's sum. The pass that copies them also counts for the first histogram, in case that they do not.
-- For any other top-k or top-p, one or two histograms name the tokens around the limits of both (fused_limits.py). These
-  are the candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
-  exceptions are named there: they draw from the whole row, and repeat rejected draws. With both top-k and top-p, four
-  earlier passes find the k-th largest logit, digit by digit.
+- For any other top-k or top-p, counts name the tokens around the limits of both (fused_limits.py). These are the
+  candidates, and the more likely tokens are kept for sure. A row takes at most four passes over its logits. The
+  exceptions are named there. In the last of them, rows draw from the whole row, and repeat rejected draws. With both
+  top-k and top-p, four earlier passes find the k-th largest logit, digit by digit.
 - A row with neither draws from the whole row.
 
 The order in which a kernel adds differs between the types of logits. So weights are whole numbers, as in filters.py:
@@ -30,8 +30,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gpu_worker.sampling.fused_limits import around_bound, bins_of, coarse_ranges, copy_around_limits
-from gpu_worker.sampling.fused_values import BINS, NO_TOKEN, clock, kth_largest, tile, wanted_sum, weights_of
+from gpu_worker.sampling.fused_limits import copy_around_limits
+from gpu_worker.sampling.fused_values import (
+    BIN_BITS,
+    BINS,
+    NO_TOKEN,
+    clock,
+    copies_of,
+    keys_of,
+    keys_per_unit,
+    kth_largest,
+    tile,
+    wanted_sum,
+    weights_of,
+)
 
 # Values that a program examines at once.
 TILE = 4096
@@ -47,16 +59,16 @@ _SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 
 @triton.jit(do_not_specialize_on_alignment=["parameters"])
 def sample_rows(
-    logits, row_stride, parameters, scratch_values, scratch_ids, tokens, failed, vocab, scale,
-    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    logits, row_stride, parameters, scratch, tokens, failed, vocab, scale, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """A token of each row.
 
-    logits: [rows, vocab], any float type. parameters: see parameters_of() in fused.py. scratch_values,
-    scratch_ids: float32 and int32 [rows, CAPACITY]. tokens: int64 [rows], 0 for a failed row. failed: bool [rows].
-    scale: the weight of a row's most likely token."""
+    logits: [rows, vocab], any float type. parameters: see parameters_of() in fused.py. scratch: int64
+    [rows, 7 * CAPACITY / 4], for copies_of() or the cells of fused_cells.py. tokens: int64 [rows], 0 for a failed row.
+    failed: bool [rows]. scale: the weight of a row's most likely token."""
     row = tl.program_id(0).to(tl.int64)
-    source, values, ids = logits + row * row_stride, scratch_values + row * CAPACITY, scratch_ids + row * CAPACITY
+    source, scratch = logits + row * row_stride, scratch + row * (7 * CAPACITY // 4)
+    values, ids = copies_of(scratch, CAPACITY)
     own = parameters + row * 6
     temperature = tl.load(own).to(tl.float32, bitcast=True)
     min_p = tl.load(own + 1).to(tl.float32, bitcast=True)
@@ -78,18 +90,18 @@ def sample_rows(
         is_whole = is_limited
         # Of the tokens that are kept for sure, and are not copied: the weight, and the draw.
         sure, sure_noisy, sure_token = tl.full((), 0, tl.int64), float("-inf"), NO_TOKEN
-        ranges, is_fine = coarse_ranges(largest, lowest, temperature, scale), False
+        per_unit, least = keys_per_unit(largest, lowest, temperature, scale), float("-inf")
         counts, is_counted = tl.zeros((BINS,), tl.int32), (is_limited == 0) & (share < _SMALL_SHARE)
         if (is_limited & (limit <= 3 * TILE // 4)) | is_counted:
             num_best = tl.minimum(limit, TILE // 4)
             if is_limited:
                 num_best = limit
             count, total, copied, bound, counts = _copy_candidates(
-                source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, ranges, is_counted,
-                TILE, CAPACITY,
+                source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, per_unit,
+                is_counted, TILE, CAPACITY,
             )  # fmt: skip
-            if is_limited & (bound > float("-inf")):  # the k-th largest is `bound`, or above it
-                ranges, is_fine = around_bound(bound), True
+            if is_limited:
+                least = bound  # the k-th largest is `bound`, or above it
             wanted = wanted_sum(total, share)
             if (is_limited == 0) & (copied.to(tl.float64) < wanted):  # top-p keeps more than the candidates
                 count = CAPACITY + 1
@@ -98,8 +110,8 @@ def sample_rows(
                 floor = tl.maximum(floor, kth)
         if (count > CAPACITY) & (is_limited | (share < 1)):
             count, floor, wanted, sure, sure_noisy, sure_token = copy_around_limits(
-                source, largest, temperature, floor, share, limit, is_limited, first_key, second_key, scale, values,
-                ids, vocab, counts, is_counted, ranges, is_fine, TILE, CAPACITY,
+                source, scratch, largest, temperature, floor, share, limit, is_limited, least, first_key, second_key,
+                scale, per_unit, vocab, counts, is_counted, TILE, CAPACITY,
             )  # fmt: skip
             is_whole = False
             if count <= CAPACITY:
@@ -126,23 +138,23 @@ def sample_rows(
 
 @triton.jit(do_not_specialize=["num_top"])
 def score_rows(
-    logits, row_stride, rows, tokens, scratch_values, scratch_ids, sampled, top_ids, top, vocab, num_top,
+    logits, row_stride, rows, tokens, scratch, sampled, top_ids, top, vocab, num_top,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """The log probabilities of some rows' sampled tokens, and of their most likely tokens.
 
-    logits: [rows, vocab]. rows: int64 [scored], the rows of logits. tokens: int64 [scored]. scratch_values,
-    scratch_ids: as in sample_rows(), [scored, CAPACITY]. sampled: float32 [scored]. top_ids, top: int64 and float32
+    logits: [rows, vocab]. rows: int64 [scored], the rows of logits. tokens: int64 [scored]. scratch: int64
+    [scored, CAPACITY], for copies_of(). sampled: float32 [scored]. top_ids, top: int64 and float32
     [scored, num_top], best first; among equals the lower id first."""
     place = tl.program_id(0).to(tl.int64)
     source = logits + tl.load(rows + place) * row_stride
-    values, ids = scratch_values + place * CAPACITY, scratch_ids + place * CAPACITY
+    values, ids = copies_of(scratch + place * CAPACITY, CAPACITY)
     best, _best_ids, _lowest, broken = _lane_maxima(source, vocab, TILE)
     largest = tl.max(best, 0)
     limit = tl.minimum(tl.maximum(num_top, 1), 3 * TILE // 4)
     count, total, _copied, _bound, _counts = _copy_candidates(
-        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, (0.0, 1.0, 1.0, 1.0), False,
-        TILE, CAPACITY,
+        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, 1.0, False, TILE,
+        CAPACITY,
     )  # fmt: skip
     if num_top > limit:
         count = CAPACITY + 1
@@ -189,13 +201,12 @@ def _lane_maxima(source, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _copy_candidates(
-    source, best, largest, temperature, floor, limit, scale, values, ids, vocab, ranges, is_counted,
+    source, best, largest, temperature, floor, limit, scale, values, ids, vocab, per_unit, is_counted,
     TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Copy all tokens that may be among the `limit` largest, z and id. Returns (count, total, copied, bound, counts):
     the number of these tokens (above CAPACITY the copy is incomplete); the sum of the weights with z >= floor, of all
-    tokens and of the copied ones; the smallest z that is copied; if is_counted, how many tokens each bin of `ranges`
-    has."""
+    tokens and of the copied ones; the smallest z that is copied; if is_counted, how many tokens each bin has."""
     tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
@@ -218,7 +229,7 @@ def _copy_candidates(
         tl.store(ids + places, tokens, mask=fits)
         count += tl.sum(taken.to(tl.int32), 0)
         if is_counted:
-            counts += tl.histogram(bins_of(z, floor, ranges), BINS)
+            counts += tl.histogram(keys_of(z, floor, per_unit) >> BIN_BITS, BINS)
     tl.debug_barrier()
     return count, tl.sum(total, 0), tl.sum(copied, 0), bound, counts
 

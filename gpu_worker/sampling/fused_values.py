@@ -8,6 +8,14 @@ import triton.language as tl
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 # Bins of a histogram, and number of values that a digit has in kth_largest().
 BINS: tl.constexpr = tl.constexpr(256)
+# Keys are whole numbers. The first bits of a key are its bin: one of 252, or of three more for tokens without weight.
+BIN_BITS: tl.constexpr = tl.constexpr(22)
+BINS_USED: tl.constexpr = tl.constexpr(255)
+# The key of the tokens that are not drawn.
+NO_KEY: tl.constexpr = tl.constexpr(255 << 22)
+_KEYS: tl.constexpr = tl.constexpr(252.0 * 2**22)
+# The least range of z. With it, no product overflows.
+_NARROW: tl.constexpr = tl.constexpr(1e-20)
 _NO_WEIGHT: tl.constexpr = tl.constexpr(-60.0)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # ln 2 in two parts. The first has few bits, so that its product with a whole number is exact.
@@ -26,6 +34,34 @@ def tile(source, ids, start, count, largest, temperature, TILE: tl.constexpr, CO
         return x, tl.load(ids + lanes, mask=inside, other=0)
     else:  # noqa: RET505  (one of the two is compiled)
         return tl.div_rn(x - largest, temperature), lanes
+
+
+@triton.jit
+def copies_of(scratch, CAPACITY: tl.constexpr):
+    """Where z and token of the copies are, in a row's scratch memory."""
+    values = scratch.to(tl.pointer_type(tl.float32), bitcast=True)
+    return values, (scratch + CAPACITY // 2).to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def keys_per_unit(largest, lowest, temperature, scale):
+    """How many keys a distance of 1 between two z has. The keys reach every token that can be drawn: a smaller z has
+    no weight, and no clock (gumbel.py) makes its token win."""
+    depth = tl.minimum(tl.maximum(tl.log(scale) + 1, 26.0), tl.div_rn(largest - lowest, temperature))
+    return tl.div_rn(_KEYS, tl.maximum(depth, _NARROW))
+
+
+@triton.jit
+def keys_of(z, floor, per_unit):
+    """A whole number for each z, larger for a smaller z. z that are almost equal may have the same key."""
+    keys = tl.minimum(-z * per_unit, 1.0 * NO_KEY).to(tl.int32)
+    return tl.where(z >= floor, keys, NO_KEY)
+
+
+@triton.jit
+def at(places, place, values):
+    """The value at a place."""
+    return tl.sum(tl.where(places == place, values, 0), 0)
 
 
 @triton.jit

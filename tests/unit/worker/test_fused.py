@@ -337,7 +337,7 @@ from gpu_worker.sampling import fused_kernels
 from gpu_worker.sampling.fused import NUM_WARPS
 
 OTHERS = {
-    "parameters": "*i32", "scratch_values": "*fp32", "scratch_ids": "*i32", "tokens": "*i64", "failed": "*i1",
+    "parameters": "*i32", "scratch": "*i64", "tokens": "*i64", "failed": "*i1",
     "scale": "fp32", "rows": "*i64", "sampled": "*fp32", "top_ids": "*i64", "top": "*fp32",
 }
 tile = {"TILE": fused_kernels.TILE, "CAPACITY": fused_kernels.MAX_CANDIDATES}

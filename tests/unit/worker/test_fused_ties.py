@@ -87,15 +87,3 @@ def test_a_row_with_equal_logits_has_the_same_token_alone() -> None:
     for row in range(len(logits)):
         alone, _ = sample_rows_by_triton(logits[row : row + 1], parameters[row : row + 1])
         assert alone.tolist() == together[row : row + 1].tolist()
-
-
-@pytest.mark.parametrize("filters", [{"top_p": 0.5}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.5}, {"top_k": 300}])
-@pytest.mark.usefixtures("small_tiles")
-def test_too_many_different_logits_in_one_fine_bin_are_examined_in_the_whole_row(filters: dict[str, Any]) -> None:
-    logits = torch.full((8, VOCAB), -30.0)
-    logits[:, 200:800] = -1 - torch.arange(600) * 2e-7
-    logits[:, 5] = 0.0
-    with counts._count_loads(logits) as loads:
-        expected, drawn = both(logits, make_parameters(8, **filters))
-    assert drawn == expected
-    assert loads.min() > 4 * VOCAB
