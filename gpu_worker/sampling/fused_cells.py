@@ -29,11 +29,14 @@ def divide(
     top-p's limit depends on which tokens top-k keeps; and it has no keys if top-p's limit is in the second."""
     CELLS: tl.constexpr = CAPACITY // 2
     # The first cell is before both ranges, one is between them, and the last is of everything else.
-    width = tl.maximum(tl.cdiv(end - begin + kth_end - kth_begin, CELLS - 4), 1)
+    MOST: tl.constexpr = CELLS - 4
+    width = tl.cdiv(end - begin, tl.where(kth_begin < kth_end, MOST // 2, MOST))
+    kth_width = tl.cdiv(kth_end - kth_begin, tl.where(begin < end, MOST // 2, MOST))
+    width, kth_width = tl.maximum(width, 1), tl.maximum(kth_width, 1)
     between = tl.cdiv(end - begin, width) + 1
     weights, best, counts, low, high = _cells(
-        source, scratch, largest, temperature, floor, begin, end, kth_begin, kth_end, width, between, first_key,
-        second_key, scale, per_unit, vocab, TILE, CELLS,
+        source, scratch, largest, temperature, floor, begin, end, kth_begin, kth_end, width, kth_width, between,
+        first_key, second_key, scale, per_unit, vocab, TILE, CELLS,
     )  # fmt: skip
     places = tl.arange(0, CELLS)
     is_equal = low == high
@@ -42,7 +45,7 @@ def divide(
     kth = CELLS - 1
     if is_limited:
         kth = tl.minimum(tl.sum((reached < limit).to(tl.int32), 0), CELLS - 1)
-    # Top-k keeps all tokens of bin kth if they are equal, otherwise some.
+    # Top-k keeps all tokens of cell kth if they are equal, otherwise some.
     most = at(places, kth, sums)
     is_exact = (kth == CELLS - 1) | (at(places, kth, is_equal.to(tl.int32)) > 0)
     least = tl.where(is_exact, most, most - at(places, kth, weights))
@@ -55,19 +58,19 @@ def divide(
     token = (winner & _MOST).to(tl.int32) ^ _MOST
     num_copied = at(places, last, reached) - at(places, first, reached - counts)
     num_copied += tl.where(last < kth, at(places, kth, counts), 0)
-    new_kth = _begin(kth, begin, end, kth_begin, kth_end, width, between)
-    new_kth_end = _begin(kth + 1, begin, end, kth_begin, kth_end, width, between)
+    new_kth = _begin(kth, begin, end, kth_begin, kth_end, width, kth_width, between)
+    new_kth_end = _begin(kth + 1, begin, end, kth_begin, kth_end, width, kth_width, between)
     new_kth = tl.where(kth < CELLS - 1, new_kth, NO_KEY)
     new_kth_end = tl.where(kth < CELLS - 1, new_kth_end, NO_KEY)
-    new_begin = tl.minimum(_begin(first, begin, end, kth_begin, kth_end, width, between), new_kth)
-    new_end = tl.minimum(_begin(last + 1, begin, end, kth_begin, kth_end, width, between), new_kth)
+    new_begin = tl.minimum(_begin(first, begin, end, kth_begin, kth_end, width, kth_width, between), new_kth)
+    new_end = tl.minimum(_begin(last + 1, begin, end, kth_begin, kth_end, width, kth_width, between), new_kth)
     return (num_copied <= CAPACITY) & (is_exact == 0), is_exact, token, new_begin, new_end, new_kth, new_kth_end
 
 
 @triton.jit
 def _cells(
-    source, scratch, largest, temperature, floor, begin, end, kth_begin, kth_end, width, between, first_key, second_key,
-    scale, per_unit, vocab, TILE: tl.constexpr, CELLS: tl.constexpr,
+    source, scratch, largest, temperature, floor, begin, end, kth_begin, kth_end, width, kth_width, between, first_key,
+    second_key, scale, per_unit, vocab, TILE: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
     """Of each cell: the sum of the weights, the best noisy z with its token (_ranked()), the number of tokens, and the
     bits of the largest z and of the smallest. These bits differ in the first cell and in the one between the ranges,
@@ -89,7 +92,7 @@ def _cells(
         z, tokens = tile(source, start, start, vocab, largest, temperature, TILE, False)
         keys = keys_of(z, floor, per_unit)
         in_first = tl.where(keys < begin, 0, tl.where(keys < end, 1 + (keys - begin) // width, between))
-        in_second = tl.where(keys < kth_end, between + 1 + (keys - kth_begin) // width, CELLS - 1)
+        in_second = tl.where(keys < kth_end, between + 1 + (keys - kth_begin) // kth_width, CELLS - 1)
         cells = tl.where(keys < kth_begin, in_first, in_second)
         weights, bits = weights_of(z, scale), tl.abs(z).to(tl.int32, bitcast=True)
         noisy = _ranked(z - tl.log(clock(tokens, first_key, second_key)), tokens)
@@ -129,8 +132,8 @@ def _ranked(noisy, tokens):
 
 
 @triton.jit
-def _begin(place, begin, end, kth_begin, kth_end, width, between):
+def _begin(place, begin, end, kth_begin, kth_end, width, kth_width, between):
     """The first key of a cell."""
     in_first = tl.where(place > 0, begin + tl.minimum((place - 1) * width, end - begin), 0)
-    in_second = kth_begin + tl.minimum((place - between - 1) * width, kth_end - kth_begin)
+    in_second = kth_begin + tl.minimum((place - between - 1) * kth_width, kth_end - kth_begin)
     return tl.where(place <= between, in_first, in_second)

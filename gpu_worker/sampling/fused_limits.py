@@ -12,9 +12,10 @@ into cells of a few keys instead.
 
 So a row takes at most four passes. It takes more only if (1) more than CAPACITY tokens are in a part of about 2**-18 of
 the row's range of z at the limits, and (2) different logits are in a part of about 2**-28 of the range at a limit. The
-range is at most 31. Such a row takes a pass or two more. If more than CAPACITY tokens have the very keys of the limits,
-and are not all equal, the limits are not found. Then the row takes up to 10 passes, and one more for each rejected draw
-(fused_kernels.py).
+range is at most 31. With both filters, (1) and different logits at top-k's limit can suffice, because top-p's limit
+depends on the weight that top-k keeps. Such a row takes a pass or two more. If more than CAPACITY tokens have the very
+keys of the limits, and are not all equal, the limits are not found. Then the row takes up to 10 passes, and one more
+for each rejected draw (fused_kernels.py).
 
 The pass over 252 bins sums no weights, because Triton counts in a multiprocessor's own memory. Sums of weights by bin
 are atomic additions to device memory."""
