@@ -35,6 +35,8 @@ class BenchModel:
     max_model_len: int = 2048
     # Random weights from config.json alone.
     dummy: bool = False
+    # If the peers are faster with fewer threads than cores.
+    peer_threads: int | None = None
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -121,6 +123,7 @@ MODELS = {
         peers=("vllm",),
         figures=FIGURES,
         max_num_seqs=128,
+        peer_threads=1,
     ),
     "qwen": BenchModel(
         title="Qwen2.5 of 0.5 B parameters, dummy weights",

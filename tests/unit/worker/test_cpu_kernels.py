@@ -342,17 +342,30 @@ def test_with_a_damaged_kernel_cache_a_start_compiles_again(tmp_path: Path) -> N
 
 BITS = """
 import hashlib, sys, numpy as np, torch
+from gpu_worker.cpu.chunk_attention import chunk_scratch
 from gpu_worker.cpu.kernels import Kernels
-rows = np.random.default_rng(0).standard_normal((400, 300), np.float32)
-Kernels(torch.float32, 2).norm(rows, rows[0].copy(), np.float32(1e-5), rows)
-print(hashlib.sha256(rows.tobytes()).hexdigest())
+from gpu_worker.cpu.vectors import has_vectors
+wide_heads = has_vectors(torch.float32)
+kernels = Kernels(torch.float32, int(sys.argv[1]), wide_heads=wide_heads)
+numbers = np.random.default_rng(0)
+rows = numbers.standard_normal((400, 300), np.float32)
+kernels.norm(rows, rows[0].copy(), np.float32(1e-5), rows)
+out = np.zeros((200, 512), np.float32)
+if wide_heads:
+    pool = numbers.standard_normal((2, 20, 16, 2, 64), np.float32)
+    query, scratch = numbers.standard_normal((200, 8, 64), np.float32), np.empty(chunk_scratch(320, 2, 64), np.float32)
+    chunk = np.arange(20, dtype=np.int32), 0, 200, 320, 0, np.float32(0.125)
+    kernels.attend_chunk(query, *pool, *chunk, scratch, scratch.copy(), kernels.attend_chunk.threads, out)
+print(hashlib.sha256(rows.tobytes() + out.tobytes()).hexdigest())
 """
 
 
-@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(threads: int, tmp_path: Path) -> None:
+    if threads > numba.config.NUMBA_NUM_THREADS:
+        pytest.skip("one core")
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", BITS]
+    command = [sys.executable, "-c", BITS, str(threads)]
     first, second = (
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
         for _ in range(2)
