@@ -149,8 +149,9 @@ def test_a_request_is_reached_from_the_list_by_the_keyboard(stack: Stack, browse
         assert number(total) == pytest.approx(timeline["spans"][-1]["to_s"], rel=0.006)
         prefix = timeline["prefix"]
         expect(life.locator(".prefix p")).to_contain_text(f"Of {prefix['prompt_tokens']} prompt tokens")
-        page.get_by_label("Id of the answer").fill("unknown")
+        page.get_by_label("Id of the answer").fill("last-of-list")
         page.keyboard.press("Enter")
+        expect(page.get_by_label("Sequence last-of-list")).to_be_visible()
 
 
 def test_an_unknown_request_gets_the_servers_sentence(stack: Stack, browser: Browser) -> None:
