@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,13 +44,30 @@ SETTLE_S, MEASURED_S = 3.0, 8.0
 WINDOW = 64  # messages that the session may be behind
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The slots of each worker, the time of a step, and the tokens that a request asks for. `staggered`: the first
+    requests ask for fewer tokens, so that they end one after another, not all in one step."""
+
+    slots: int
+    step_ms: float
+    max_tokens: int
+    staggered: bool = False
+
+    def tokens_of(self, number: int, live: int) -> int:
+        """Tokens that request `number` (from 1) asks for, if the session keeps `live` requests going."""
+        if not self.staggered:
+            return self.max_tokens
+        return max(1, self.max_tokens * min(number, live) // live)
+
+
 @dataclass(slots=True)
 class SessionLoad:
     """A session that keeps `live` requests going until it is stopped."""
 
     scheduler: str
     live: int
-    max_tokens: int
+    shape: Shape
     ended: int = 0
     tokens: int = 0
     failed: int = 0
@@ -63,7 +80,8 @@ class SessionLoad:
         for _ in range(count):
             self._handle += 1
             prompt = np.full(PROMPT_TOKENS, self._handle, np.int32)
-            sampling = SamplingParams(max_tokens=self.max_tokens, top_p=1.0, ignore_eos=True)
+            max_tokens = self.shape.tokens_of(self._handle, self.live)
+            sampling = SamplingParams(max_tokens=max_tokens, top_p=1.0, ignore_eos=True)
             made.append(
                 Submission(
                     handle=self._handle,
@@ -127,8 +145,9 @@ class Services(Stack):
 
 
 @contextmanager
-def _workers(services: Services, count: int) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.null_workers", services.scheduler, str(count), str(ROWS), str(STEP_MS)]
+def _workers(services: Services, count: int, shape: Shape) -> Iterator[None]:
+    numbers = map(str, (count, shape.slots, shape.step_ms))
+    command = [sys.executable, "-m", "bench.null_workers", services.scheduler, *numbers]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         services.wait_metric("paceline_scheduler_num_workers", count)
@@ -138,8 +157,8 @@ def _workers(services: Services, count: int) -> Iterator[None]:
         process.wait()
 
 
-async def _measure(services: Services, workers: int, max_tokens: int) -> dict[str, float]:
-    load = SessionLoad(services.scheduler, workers * ROWS, max_tokens)
+async def _measure(services: Services, workers: int, shape: Shape) -> dict[str, float]:
+    load = SessionLoad(services.scheduler, workers * shape.slots, shape)
     running = asyncio.create_task(load.run())
     full = asyncio.get_running_loop().time() + 120.0
     # Wait until the requests have two tokens on average. SETTLE_S gives the last slots time to fill.
@@ -174,7 +193,8 @@ def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
     """Rows by number of workers: steady decoding, requests that begin and end, and the ceiling of a core."""
     rows = []
     for count in counts:
-        steady, churn = (_fresh(count, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
+        shapes = (Shape(ROWS, STEP_MS, tokens) for tokens in (STEADY_TOKENS, CHURN_TOKENS))
+        steady, churn = (measure(count, shape) for shape in shapes)
         step_us = 1e6 * steady["scheduler_s"] / steady["steps"]
         cache_step_us = 1e6 * steady["cache_s"] / steady["steps"]
         # From the CPU time of the churn run, subtract the cost of as many steady steps. The rest is the cost of the
@@ -201,18 +221,18 @@ def ceiling(counts: tuple[int, ...] = WORKERS) -> dict[str, Any]:
     return {"step_ms": STEP_MS, "slots": ROWS, "prompt_tokens": PROMPT_TOKENS, "loop_us": python_speed(), "rows": rows}
 
 
-def _fresh(workers: int, max_tokens: int) -> dict[str, float]:
-    """Measures with newly started services."""
+def measure(workers: int, shape: Shape, scheduler_flags: Sequence[str] = ()) -> dict[str, float]:
+    """Counts and rates over MEASURED_S seconds, with newly started services. CPU times in seconds."""
     with TemporaryDirectory() as folder:
         services = Services(Path(folder))
         limit = str(1 << 30)
-        services.scheduler_flags = ["--max-queued-requests", limit, "--max-queued-tokens", limit]
+        services.scheduler_flags = ["--max-queued-requests", limit, "--max-queued-tokens", limit, *scheduler_flags]
         try:
             for name in ("cache", "scheduler"):
                 services.start(name)
             services.wait_metric("paceline_scheduler_num_workers", 0)
-            with _workers(services, workers):
-                return asyncio.run(_measure(services, workers, max_tokens))
+            with _workers(services, workers, shape):
+                return asyncio.run(_measure(services, workers, shape))
         finally:
             services.down()
 

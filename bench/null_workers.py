@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import grpc.aio
@@ -92,6 +93,12 @@ async def serve(channel: grpc.aio.Channel, name: str, num_rows: int, step_s: flo
             results.put_nowait(WorkerServiceLinkRequest(heartbeat=heartbeat))
             await asyncio.sleep(BEAT_S)
 
+    def deliver(result: StepResult) -> None:
+        time.sleep(max(0.0, result.finished_us * 1e-6 - time.monotonic()))
+        loop.call_soon_threadsafe(results.put_nowait, WorkerServiceLinkRequest(result=result))
+
+    # Timers of the event loop are up to 1 ms late, so a thread waits for the end of each step.
+    device = ThreadPoolExecutor(1)
     tasks = [asyncio.create_task(write()), asyncio.create_task(beat())]
     try:
         while isinstance(message := await call.read(), WorkerServiceLinkResponse):  # else the end
@@ -107,8 +114,9 @@ async def serve(channel: grpc.aio.Channel, name: str, num_rows: int, step_s: flo
                 started_us=int(begins_s * 1e6),
                 finished_us=int(free_s * 1e6),
             )
-            loop.call_later(free_s - time.monotonic(), results.put_nowait, WorkerServiceLinkRequest(result=result))
+            device.submit(deliver, result)
     finally:
+        device.shutdown(wait=False, cancel_futures=True)
         for task in tasks:
             task.cancel()
     raise ConnectionError(f"{name}: {(await call.code()).name} {await call.details()}")

