@@ -14,6 +14,7 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.few_row_layers import few_row_layers
 from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
@@ -236,6 +237,7 @@ class _RunnerMaker:
         table_blocks = -(-self.max_model_len // settings.block_size)
         attention: AttentionBackend
         ops: LayerOps
+        matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
             wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
             kernels = Kernels(
@@ -243,6 +245,9 @@ class _RunnerMaker:
             )
             attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
             ops = CpuOps(config, self.max_model_len, kernels)
+            if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
+                threads = torch.get_num_threads()
+                all_layers = few_row_layers(config, self.model.weights, pool, attention, ops, matmul, threads)
         elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)
@@ -251,7 +256,7 @@ class _RunnerMaker:
                 self.flashinfer, pool, config.windows, config.num_heads, self.max_batched_tokens
             )
             ops = FlashInferOps(self.flashinfer, config, self.max_model_len, device)
-        decoder = Decoder(config, self.model.weights, attention, ops, matmul_for(settings, device, self.model.dtype))
+        decoder = Decoder(config, self.model.weights, attention, ops, matmul, all_layers)
         inputs = HostInputs() if device.type == "cpu" else PinnedInputs(limits, table_blocks, device)
         pooler = None
         if (embedding := self.model.embedding) is not None:
@@ -276,7 +281,7 @@ def check_quantization(settings: WorkerSettings, device: torch.device) -> None:
 def pack_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> Pack | None:
     if settings.quantization == "int8":
         return packed_int8
-    return None if settings.deterministic else packing(device, dtype)
+    return None if settings.deterministic else packing(device, dtype, few_rows=has_few_rows(settings, device, dtype))
 
 
 def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> Matmul[Any]:
@@ -287,8 +292,13 @@ def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtyp
         return TiledMatmul()
     if device.type != "cpu":
         return PlainMatmul()
-    is_possible = uses_kernels(settings, device, dtype) and has_vectors(dtype)
-    return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if is_possible else None)
+    few_rows = has_few_rows(settings, device, dtype)
+    return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if few_rows else None)
+
+
+def has_few_rows(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels compute the products of a few rows."""
+    return uses_kernels(settings, device, dtype) and has_vectors(dtype)
 
 
 def uses_kernels(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:

@@ -77,6 +77,17 @@ class CpuAttention(TorchAttention):
                 self._packed_keys = np.empty(size, self._pool_arrays[0][0].dtype)
                 self._seen_values = np.empty(size, np.float32)
 
+    def planned_rows(self, num_rows: int) -> tuple[Int32s, Int32s, Int32s] | None:
+        """block_ids, first_blocks and kv_lens (as of Kernels.attend) of all rows of the step, if all `num_rows` are
+        decodes or in short chunks."""
+        block_ids, first_blocks, kv_lens, rows = self._by_kernel
+        return (block_ids, first_blocks, kv_lens) if len(rows) == num_rows else None
+
+    @property
+    def slot_mapping(self) -> Tensor:
+        """int64 [rows]: where the keys and values of each row go."""
+        return self._slot_mapping
+
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._write(layer, key, value)
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])

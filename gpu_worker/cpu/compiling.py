@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from llvmlite.binding import get_host_cpu_name
-from numba import config, njit, set_num_threads, types
+from numba import cfunc, config, njit, set_num_threads, types
 
 from gpu_worker.cpu.numbers import FASTMATH
 from services.runtime.logs import get_logger
@@ -44,7 +44,7 @@ class CompiledKernel:
             self._parallel = compiled(kernel, arguments, parallel=True, fastmath=fastmath)
 
     def __call__(self, *arguments: Any) -> None:
-        if self.threads == 1 or len(arguments[self._rows_at]) < self._least:
+        if self.threads == 1 or (self._least and len(arguments[self._rows_at]) < self._least):
             self._serial(*arguments)
         else:
             set_num_threads(self.threads)  # of this Python thread, which may not be the one that built the worker
@@ -64,13 +64,24 @@ def compiled(
         return njit(signature, parallel=parallel, fastmath=fastmath, **_OPTIONS)(copy)
 
 
+def compiled_function(function: Any, arguments: tuple[types.Type, ...]) -> Any:
+    """A function for kernels that call it by its address, compiled or from numba's cache."""
+    copy, signature = renamed(function, arguments, parallel=False), types.void(*arguments)
+    try:
+        return cfunc(signature, cache=True, error_model="numpy")(copy)
+    except Exception as error:  # as of compiled()
+        _log.warning("a kernel is compiled at each start", kernel=copy.__name__, reason=repr(error))
+        return cfunc(signature, error_model="numpy")(copy)
+
+
 def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
     """The kernel under a name for its dtype, its options and the sources' version.
 
     numba names its cache files after the function. It does not notice other options or changed code in other modules.
     With the same name, two workers with different dtypes that start together would write the same files.
     """
-    name = f"{kernel.__name__}_{arguments[0].dtype}_{'parallel' if parallel else 'serial'}_{_VERSION}"
+    number = getattr(arguments[0], "dtype", arguments[0])
+    name = f"{kernel.__name__}_{number}_{'parallel' if parallel else 'serial'}_{_VERSION}"
     copy = FunctionType(kernel.__code__, kernel.__globals__, name)
     copy.__qualname__ = name
     return copy

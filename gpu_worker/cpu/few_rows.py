@@ -24,22 +24,34 @@ MOST_ROWS = 12
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
-    count, inputs = rows.shape
-    blocks = out.shape[1] // OUTPUTS
     for thread in prange(threads):
-        sums = np.empty((4, OUTPUTS), np.float32)
-        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            begin, row = block * OUTPUTS * inputs, 0
-            while row < count:
-                # One row, or four: if fewer are left, the last one several times.
-                num_rows = 1 if row == count - 1 else min(4, count - row)
-                if num_rows == 1:
-                    _one_row(rows[row], packed, begin, sums)
-                else:
-                    _four_rows(rows[row:], packed, begin, sums)
-                for i in range(num_rows):
-                    _write(sums[i], bias, adds, row + i, block * OUTPUTS, out)
-                row += num_rows
+        multiply_part(rows, packed, bias, adds, thread, threads, out)
+
+
+@njit
+def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, threads: int, out: Any) -> None:
+    """A thread's part of the outputs."""
+    blocks = out.shape[1] // OUTPUTS
+    sums = np.empty((4, OUTPUTS), np.float32)
+    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+        multiply_block(rows, packed, bias, adds, block, sums, out)
+
+
+@njit
+def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, sums: Any, out: Any) -> None:
+    """The 64 outputs of a block. sums: scratch memory, float32 [4, 64]."""
+    count, inputs = rows.shape
+    begin, row = block * OUTPUTS * inputs, 0
+    while row < count:
+        # One row, or four: if fewer are left, the last one several times.
+        num_rows = 1 if row == count - 1 else min(4, count - row)
+        if num_rows == 1:
+            _one_row(rows[row], packed, begin, sums)
+        else:
+            _four_rows(rows[row:], packed, begin, sums)
+        for i in range(num_rows):
+            _write(sums[i], bias, adds, row + i, block * OUTPUTS, out)
+        row += num_rows
 
 
 @njit(inline="always")

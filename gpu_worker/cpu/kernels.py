@@ -12,77 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import config, njit, prange, types
+from numba import config, prange, types
 
 from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
-from gpu_worker.cpu.numbers import (
-    FASTMATH,
-    KERNEL_TYPES,
-    bits_of_float,
-    exp,
-    float_of_bits,
-    load,
-    prefetch,
-    softmax,
-    store,
-)
+from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul
+from gpu_worker.cpu.narrow_attention import attend_narrow
+from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, float_of_bits, load, softmax, store
 from gpu_worker.cpu.wide_attention import attend_wide
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
 _MIN_ROWS = 128
-
-# Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
-# fetch the next ones by itself. 2 to 16 are equally fast.
-_AHEAD = 4
-
-
-def _attend(
-    query: Any,
-    keys: Any,
-    values: Any,
-    block_ids: Any,
-    first_blocks: Any,
-    kv_lens: Any,
-    rows: Any,
-    window: int,
-    scale: float,
-    out: Any,
-) -> None:
-    heads, head_dim = query.shape[1], query.shape[2]
-    for i in prange(len(rows)):
-        row, kv_len, table = rows[i], kv_lens[i], block_ids[first_blocks[i] :]
-        start = max(0, kv_len - window) if window else 0
-        scaled = np.empty((heads, head_dim), np.float32)
-        for h in range(heads):
-            for d in range(head_dim):
-                scaled[h, d] = load(query[row, h, d]) * scale
-        scores = np.empty((heads, kv_len - start), np.float32)
-        _score(scaled, keys, table, start, kv_len, scores)
-        for h in range(heads):
-            scores[h] /= softmax(scores[h], np.float32(1))
-        total = np.zeros((heads, head_dim), np.float32)
-        _weigh(scores, values, table, start, kv_len, total)
-        for h in range(heads):
-            for d in range(head_dim):
-                store(out, (row, h * head_dim + d), total[h, d])
-
-
-@njit(inline="always", fastmath=FASTMATH)
-def _score(query: Any, keys: Any, table: Any, start: int, kv_len: int, scores: Any) -> None:
-    kv_heads, head_dim = keys.shape[2], keys.shape[3]
-    group = len(query) // kv_heads
-    for t in range(start, kv_len):
-        _fetch(keys, table, min(t + _AHEAD, kv_len - 1))
-        key = keys[table[t // keys.shape[1]], t % keys.shape[1]]
-        for k in range(kv_heads):
-            for h in range(k * group, (k + 1) * group):
-                score = np.float32(0)
-                for d in range(head_dim):
-                    score += query[h, d] * load(key[k, d])
-                scores[h, t - start] = score
 
 
 def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float) -> None:
@@ -95,81 +37,6 @@ def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: f
         for t in range(len(seen)):
             seen[t] *= factor
         scores[row, :start], scores[row, stop:] = 0, 0
-
-
-@njit(inline="always", fastmath=FASTMATH)
-def _weigh(weights: Any, values: Any, table: Any, start: int, kv_len: int, total: Any) -> None:
-    kv_heads, head_dim = values.shape[2], values.shape[3]
-    group = len(weights) // kv_heads
-    for t in range(start, kv_len):
-        _fetch(values, table, min(t + _AHEAD, kv_len - 1))
-        value = values[table[t // values.shape[1]], t % values.shape[1]]
-        for k in range(kv_heads):
-            for h in range(k * group, (k + 1) * group):
-                weight = weights[h, t - start]
-                for d in range(head_dim):
-                    total[h, d] += weight * load(value[k, d])
-
-
-@njit(inline="always")
-def _fetch(pool: Any, table: Any, t: int) -> None:
-    """Fetches token t of a table into the processor's caches."""
-    block_size, token_size = pool.shape[1], pool.shape[2] * pool.shape[3]
-    begin = (table[t // block_size] * block_size + t % block_size) * token_size
-    for offset in range(begin, begin + token_size, 64 // pool.itemsize):
-        prefetch(pool, offset)
-
-
-def _norm(x: Any, weight: Any, eps: float, out: Any) -> None:
-    width = x.shape[1]
-    for row in prange(len(x)):
-        squares = np.float32(0)
-        for d in range(width):
-            squares += load(x[row, d]) * load(x[row, d])
-        factor = np.float32(1) / np.sqrt(squares / np.float32(width) + eps)
-        for d in range(width):
-            store(out, (row, d), load(x[row, d]) * factor * load(weight[d]))
-
-
-def _rotate(heads: Any, num_heads: int, angles: Any, has_norms: bool, norms: Any, num_queries: int, eps: float) -> None:
-    head_dim = heads.shape[2]
-    for row in prange(len(heads)):
-        for h in range(num_heads):
-            head = heads[row, h]
-            factor = np.float32(1)
-            if has_norms:
-                squares = np.float32(0)
-                for d in range(head_dim):
-                    squares += load(head[d]) * load(head[d])
-                factor = np.float32(1) / np.sqrt(squares / np.float32(head_dim) + eps)
-            turns = angles[row]
-            # Two loops, because the compiler does not vectorize a loop that contains the condition.
-            if has_norms:
-                norm = norms[0 if h < num_queries else 1]
-                for pair in range(head_dim // 2):
-                    real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
-                    real *= factor * load(norm[2 * pair])
-                    imaginary *= factor * load(norm[2 * pair + 1])
-                    _turn(head, pair, real, imaginary, turns)
-            else:
-                for pair in range(head_dim // 2):
-                    real, imaginary = load(head[2 * pair]), load(head[2 * pair + 1])
-                    _turn(head, pair, real, imaginary, turns)
-
-
-@njit(inline="always", fastmath=FASTMATH)
-def _turn(head: Any, pair: Any, real: Any, imaginary: Any, turns: Any) -> None:
-    cos, sin = turns[2 * pair], turns[2 * pair + 1]
-    store(head, 2 * pair, real * cos - imaginary * sin)
-    store(head, 2 * pair + 1, real * sin + imaginary * cos)
-
-
-def _silu_and_mul(gate_up: Any, out: Any) -> None:
-    width = out.shape[1]
-    for row in prange(len(out)):
-        for d in range(width):
-            gate = load(gate_up[row, d])
-            store(out, (row, d), gate / (np.float32(1) + exp(-gate)) * load(gate_up[row, width + d]))
 
 
 def _split(x: Any, parts: Any, scales: Any) -> None:
@@ -277,8 +144,8 @@ class Kernels:
         least, least_decodes = (_MIN_ROWS, 2) if by_size else (0, 0)
 
         attend = strided, blocks, blocks, ints, ints, ints, ints, types.intp, single, matrix
-        rotate = cube, types.intp, angles, types.boolean, matrix, types.intp, single
-        attention = attend_wide if wide_heads else _attend
+        turned = cube, types.intp, angles, types.boolean, matrix, types.intp, single
+        attention = attend_wide if wide_heads else attend_narrow
         began_s = time.monotonic()
         if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
             made = f"Kernels({dtype}, 2, wide_heads={wide_heads}, compiles_here=True)"
@@ -291,8 +158,8 @@ class Kernels:
             self.attend_chunk = CompiledKernel(attend_chunk, chunk, threads, least=0)
         softmax = types.Array(single, 2, "C"), types.intp, types.intp, types.intp, single
         self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
-        self.norm = CompiledKernel(_norm, (matrix, vector, single, matrix), threads, least)
-        self.rotate = CompiledKernel(_rotate, rotate, threads, least)
-        self.silu_and_mul = CompiledKernel(_silu_and_mul, (matrix, matrix), threads, least)
+        self.norm = CompiledKernel(norm, (matrix, vector, single, matrix), threads, least)
+        self.rotate = CompiledKernel(rotate, turned, threads, least)
+        self.silu_and_mul = CompiledKernel(silu_and_mul, (matrix, matrix), threads, least)
         self.attend = CompiledKernel(attention, attend, threads, least_decodes, rows_at=6)
         _log.info("the kernels are ready", seconds=round(time.monotonic() - began_s, 1))

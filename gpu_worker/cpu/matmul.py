@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,26 +24,33 @@ _log = get_logger(__name__)
 _mkldnn: Any = torch.ops.mkldnn
 
 
-# Float32 matrices up to this size stay plain: for few rows, a call of oneDNN (20 us) takes longer than torch's product.
+# Float32 matrices up to this size stay plain if no kernel for few rows can read them: a call of oneDNN (20 us) takes
+# longer than torch's product.
 SMALL_ELEMENTS = 2**17
 
 
-def packing(device: torch.device, dtype: torch.dtype) -> Pack | None:
-    """How to pack the matrices of a model on this device; None: not at all."""
+def packing(device: torch.device, dtype: torch.dtype, few_rows: bool) -> Pack | None:
+    """How to pack the matrices of a model on this device; None: not at all. few_rows: PackedMatmul has its kernels."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     if not (hasattr(_mkldnn, "_linear_pointwise") and hasattr(_mkldnn, "_reorder_linear_weight")):
         return None
     is_possible = dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16())
-    return packed if is_possible else None
+    return partial(packed, few_rows=few_rows) if is_possible else None
 
 
-def packed(weight: Tensor) -> Tensor:
+def packed(weight: Tensor, few_rows: bool) -> Tensor:
     """A matrix [out, in] in the order of memory that oneDNN's kernels read, or [in, out] if it is small."""
-    if weight.dtype == torch.float32 and weight.numel() <= SMALL_ELEMENTS:
+    is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL_ELEMENTS
+    if is_small and not (few_rows and _has_known_order(*weight.shape)):
         return weight.t().contiguous()
     reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return reordered
+
+
+def _has_known_order(outputs: int, inputs: int) -> bool:
+    """Whether the kernels know how oneDNN packs a matrix of this shape."""
+    return outputs % OUTPUTS == 0 and inputs % 2 == 0
 
 
 class PackedMatmul(PlainMatmul):
@@ -79,8 +87,13 @@ class PackedMatmul(PlainMatmul):
         """The matrix's memory, if a kernel computes the product with these rows."""
         if self._few_rows is None or len(rows) > MOST_ROWS:
             return None
+        return self.memory(weight, rows.dtype)
+
+    def memory(self, weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
+        """What a kernel reads of a matrix, for rows of this type: the packed matrix [out * in], or a head [out, in]
+        that is also the embedding. None: it cannot read the matrix."""
         if id(weight) not in self._memory:
-            memory = self._checked_memory(weight, rows.dtype) if weight.is_mkldnn else table_memory(weight)
+            memory = self._checked_memory(weight, dtype) if weight.is_mkldnn else table_memory(weight)
             self._memory[id(weight)] = weight, memory
         return self._memory[id(weight)][1]
 
@@ -116,7 +129,7 @@ def packed_memory(weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
     """The memory of a packed matrix [out, in] of this type, if the kernel for few rows may know its order."""
     outputs, inputs = weight.shape
     size = outputs * inputs * dtype.itemsize
-    if outputs % OUTPUTS or inputs % 2 or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
+    if not _has_known_order(outputs, inputs) or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
         return None
     buffer = (ctypes.c_uint8 * size).from_address(_mkldnn.data_ptr(weight))
     return np.ctypeslib.as_array(buffer).view(np.int16 if dtype == torch.bfloat16 else np.float32)

@@ -41,12 +41,12 @@ class CpuOps:
         array = as_array(heads)
         norms = array[0, :2]  # a placeholder: the kernel does not read it without norms
         if query_norm is not None and key_norm is not None:
-            norms = self._norms_of(query_norm, key_norm)
+            norms = self.norms_of(query_norm, key_norm)
         has_norms = query_norm is not None
         self._kernels.rotate(array, self._values_at, angles, has_norms, norms, self._num_queries, self._eps)
         return heads[:, : self._num_queries], heads[:, self._num_queries : self._values_at]
 
-    def _norms_of(self, query_norm: Tensor, key_norm: Tensor) -> np.ndarray:
+    def norms_of(self, query_norm: Tensor, key_norm: Tensor) -> np.ndarray:
         """[2, head_dim], made once per layer."""
         key = query_norm.data_ptr()
         if key not in self._norms:

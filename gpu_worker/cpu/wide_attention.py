@@ -30,36 +30,67 @@ def attend_wide(
     scale: float,
     out: Any,
 ) -> None:
-    heads, head_dim = query.shape[1], query.shape[2]
+    kv_heads = keys.shape[2]
     for i in prange(len(rows)):
-        row, kv_len, table = rows[i], kv_lens[i], block_ids[first_blocks[i] :]
-        start = max(0, kv_len - window) if window else 0
-        own = np.empty((heads, head_dim), query.dtype)
-        for h in range(heads):
-            for d in range(head_dim):
-                own[h, d] = query[row, h, d]
-        scores = np.empty((heads, kv_len - start), np.float32)
-        total = np.zeros((heads, head_dim), np.float32)
-        for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
-            _score(own, keys, table, number, start, kv_len, scale, scores)
-        for h in range(heads):
-            scores[h] /= softmax(scores[h], np.float32(1))
-        for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
-            _weigh(scores, values, table, number, start, kv_len, total)
-        for h in range(heads):
-            for d in range(head_dim):
-                store(out, (row, h * head_dim + d), total[h, d])
+        table = block_ids[first_blocks[i] :]
+        attend_heads_wide(query, rows[i], keys, values, table, kv_lens[i], window, scale, 0, kv_heads, out)
+
+
+@njit
+def attend_heads_wide(
+    query: Any,
+    row: int,
+    keys: Any,
+    values: Any,
+    table: Any,
+    kv_len: int,
+    window: int,
+    scale: float,
+    first: int,
+    last: int,
+    out: Any,
+) -> None:
+    """The query heads of one row that belong to the KV heads first..last - 1."""
+    head_dim, group = query.shape[2], query.shape[1] // keys.shape[2]
+    begin, heads = first * group, (last - first) * group
+    start = max(0, kv_len - window) if window else 0
+    own = np.empty((heads, head_dim), query.dtype)
+    for h in range(heads):
+        for d in range(head_dim):
+            own[h, d] = query[row, begin + h, d]
+    scores = np.empty((heads, kv_len - start), np.float32)
+    total = np.zeros((heads, head_dim), np.float32)
+    for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
+        _score(own, keys, table, number, start, kv_len, scale, first, last, scores)
+    for h in range(heads):
+        scores[h] /= softmax(scores[h], np.float32(1))
+    for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
+        _weigh(scores, values, table, number, start, kv_len, first, last, total)
+    for h in range(heads):
+        for d in range(head_dim):
+            store(out, (row, (begin + h) * head_dim + d), total[h, d])
 
 
 @njit(inline="always")
-def _score(query: Any, keys: Any, table: Any, number: int, start: int, kv_len: int, scale: float, scores: Any) -> None:
+def _score(
+    query: Any,
+    keys: Any,
+    table: Any,
+    number: int,
+    start: int,
+    kv_len: int,
+    scale: float,
+    first_head: int,
+    last_head: int,
+    scores: Any,
+) -> None:
     """The scores of the keys in block `number` of a table."""
     block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group, first = len(query) // kv_heads, number * block_size
+    group, first = len(query) // (last_head - first_head), number * block_size
     for t in range(max(start - first, 0), min(kv_len - first, block_size)):
-        _fetch(keys, table, number, t + _AHEAD, kv_len)
-        token = (np.intp(table[number]) * block_size + t) * kv_heads * head_dim
-        for k in range(kv_heads):
+        _fetch(keys, table, number, t + _AHEAD, kv_len, first_head, last_head)
+        token = ((np.intp(table[number]) * block_size + t) * kv_heads + first_head) * head_dim
+        for k in range(last_head - first_head):
             for h in range(k * group, (k + 1) * group):
                 sums = zero_sums()
                 for d in range(0, head_dim, WIDTH):
@@ -68,17 +99,27 @@ def _score(query: Any, keys: Any, table: Any, number: int, start: int, kv_len: i
 
 
 @njit(inline="always")
-def _weigh(weights: Any, values: Any, table: Any, number: int, start: int, kv_len: int, total: Any) -> None:
+def _weigh(
+    weights: Any,
+    values: Any,
+    table: Any,
+    number: int,
+    start: int,
+    kv_len: int,
+    first_head: int,
+    last_head: int,
+    total: Any,
+) -> None:
     """Add the values in block `number` of a table, up to four tokens at a time."""
     block_size, kv_heads, head_dim = values.shape[1], values.shape[2], values.shape[3]
-    group, first, size = len(weights) // kv_heads, number * block_size, kv_heads * head_dim
+    group, first, size = len(weights) // (last_head - first_head), number * block_size, kv_heads * head_dim
     stop = min(kv_len - first, block_size)
     for t in range(max(start - first, 0), stop, 4):
         num_tokens = min(4, stop - t)
         for j in range(num_tokens):
-            _fetch(values, table, number, t + j + _AHEAD, kv_len)
-        token = (np.intp(table[number]) * block_size + t) * size
-        for k in range(kv_heads):
+            _fetch(values, table, number, t + j + _AHEAD, kv_len, first_head, last_head)
+        token = (np.intp(table[number]) * block_size + t) * size + first_head * head_dim
+        for k in range(last_head - first_head):
             for h in range(k * group, (k + 1) * group):
                 for d in range(0, head_dim, WIDTH):
                     sums = load_sums(total, h * head_dim + d)
@@ -93,12 +134,12 @@ def _weigh(weights: Any, values: Any, table: Any, number: int, start: int, kv_le
 
 
 @njit(inline="always")
-def _fetch(pool: Any, table: Any, number: int, t: int, kv_len: int) -> None:
-    """Fetch token t, counted from the start of block `number`, into the processor's caches. It may be in the next
-    block."""
-    block_size, size = pool.shape[1], pool.shape[2] * pool.shape[3]
+def _fetch(pool: Any, table: Any, number: int, t: int, kv_len: int, first_head: int, last_head: int) -> None:
+    """Fetch these heads of token t, counted from the start of block `number`, into the processor's caches. It may be in
+    the next block."""
+    block_size, kv_heads, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
     if t >= block_size:
         number, t = min(number + 1, (kv_len - 1) // block_size), min(t - block_size, block_size - 1)
-    begin = (np.intp(table[number]) * block_size + t) * size
-    for offset in range(begin, begin + size, 64 // pool.itemsize):
+    token = (np.intp(table[number]) * block_size + t) * kv_heads
+    for offset in range((token + first_head) * head_dim, (token + last_head) * head_dim, 64 // pool.itemsize):
         prefetch(pool, offset)

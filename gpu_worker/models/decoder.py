@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,14 @@ from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.matmul import Matmul
 from gpu_worker.models.ops import LayerOps
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
+
+
+class AllLayers(Protocol):
+    """Computes all layers of a step at once."""
+
+    def run(self, hidden: Tensor, angles: Any) -> bool:
+        """Run all layers on `hidden` [rows, hidden size], in place. False, and nothing is done, if it cannot run this
+        step. Attention must be planned for all rows."""
 
 
 class Decoder:
@@ -23,13 +31,15 @@ class Decoder:
         attention: AttentionBackend,
         ops: LayerOps,
         matmul: Matmul[Any],
+        all_layers: AllLayers | None = None,
     ) -> None:
-        """`matmul`: for the kind of matrices that `weights` has."""
+        """`matmul`: for the kind of matrices that `weights` has. `all_layers`: a faster way for some steps."""
         self._config = config
         self._weights = weights
         self._attention = attention
         self._ops = ops
         self._matmul = matmul
+        self._all_layers = all_layers
 
     def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Hidden states [wanted rows, hidden size], for logits() or final(). Attention must be planned for all rows.
@@ -38,6 +48,8 @@ class Decoder:
         """
         angles = self._ops.angles(positions)
         hidden = self.embed(tokens)
+        if self._all_layers is not None and self._all_layers.run(hidden, angles):
+            return hidden if wanted is None else hidden.index_select(0, wanted)
         last = self._config.num_layers - 1
         for index in range(last):
             mixed = self._attention.run(index, *self.begin_layer(index, hidden, angles))

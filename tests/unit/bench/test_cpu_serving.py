@@ -14,6 +14,7 @@ from rich.console import Console
 from bench.cpu import serving
 from bench.cpu.memory import PeakMemory, pss_bytes
 from bench.cpu.models import MODELS
+from bench.cpu.plot import panels
 from bench.cpu.servers import SERVERS
 
 MIB = 2**20
@@ -109,3 +110,10 @@ def test_peak_memory_counts_children_and_stays_after_their_end() -> None:
     assert pss_bytes(process.pid) == 0
     memory.sample()
     assert 50 * MIB < memory.num_bytes < 150 * MIB
+
+
+def test_the_plot_has_a_panel_for_each_model_and_type_that_was_measured() -> None:
+    report: dict[str, Any] = {"rows": serving.rows(MODELS["llama"], runs_of("llama")), "qwen_rows": []}
+    shown = panels(report)
+    assert [title for title, _ in shown] == ["Llama of 56 M parameters, bfloat16", "Llama of 56 M parameters, float32"]
+    assert [row["dtype"] for row in shown[1][1]] == ["float32"] * 3

@@ -265,12 +265,12 @@ def test_nan_in_a_row_stays_in_the_row(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [24, 4000])
 def test_a_packed_matmul_agrees_with_the_plain_matmul(width: int, dtype: torch.dtype) -> None:
-    if packing(CPU, dtype) is None:
+    if packing(CPU, dtype, few_rows=False) is None:
         pytest.skip(f"this CPU has no matmul of packed {dtype}")
     ours, plain = PackedMatmul(), PlainMatmul()
     weight, bias = _random(40, width, dtype=dtype) / width**0.5, _random(40, dtype=dtype, seed=1)
-    assert packed(weight).is_mkldnn == (width == 4000 or dtype == torch.bfloat16)
-    for matrix in (packed(weight), weight.t()):
+    assert packed(weight, few_rows=False).is_mkldnn == (width == 4000 or dtype == torch.bfloat16)
+    for matrix in (packed(weight, few_rows=False), weight.t()):
         for count in (1, 8, 33):
             rows, total = _random(count, width, dtype=dtype, seed=2), _random(count, 40, dtype=dtype, seed=3)
             wide = rows.float(), weight.float().t()
@@ -283,8 +283,8 @@ def test_a_packed_matmul_agrees_with_the_plain_matmul(width: int, dtype: torch.d
 
 
 def test_matrices_are_packed_only_where_the_cpu_can_use_them() -> None:
-    assert packing(torch.device("cuda"), torch.float32) is None
-    assert packing(CPU, torch.float16) is None
+    assert packing(torch.device("cuda"), torch.float32, few_rows=True) is None
+    assert packing(CPU, torch.float16, few_rows=True) is None
 
 
 def test_threads_are_those_of_the_setting_on_every_python_thread() -> None:
@@ -310,10 +310,10 @@ def test_more_threads_than_cores_are_possible() -> None:
 
 COMPILE = """
 from numba import types
-from gpu_worker.cpu import kernels
 from gpu_worker.cpu.compiling import compiled
+from gpu_worker.cpu.layer_kernels import silu_and_mul
 matrix = types.Array(types.float32, 2, "C")
-print(sum(compiled(kernels._silu_and_mul, (matrix, matrix), False).stats.cache_hits.values()))
+print(sum(compiled(silu_and_mul, (matrix, matrix), False).stats.cache_hits.values()))
 """
 
 
@@ -345,18 +345,22 @@ import hashlib, sys, numpy as np, torch
 from gpu_worker.cpu.chunk_attention import chunk_scratch
 from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.vectors import has_vectors
+from tests.unit.worker.small_decoders import SmallDecoder, config_of, content_of, step_of
 wide_heads = has_vectors(torch.float32)
 kernels = Kernels(torch.float32, int(sys.argv[1]), wide_heads=wide_heads)
 numbers = np.random.default_rng(0)
 rows = numbers.standard_normal((400, 300), np.float32)
 kernels.norm(rows, rows[0].copy(), np.float32(1e-5), rows)
-out = np.zeros((200, 512), np.float32)
+out, hidden = np.zeros((200, 512), np.float32), np.zeros(0, np.float32)
 if wide_heads:
     pool = numbers.standard_normal((2, 20, 16, 2, 64), np.float32)
     query, scratch = numbers.standard_normal((200, 8, 64), np.float32), np.empty(chunk_scratch(320, 2, 64), np.float32)
     chunk = np.arange(20, dtype=np.int32), 0, 200, 320, 0, np.float32(0.125)
     kernels.attend_chunk(query, *pool, *chunk, scratch, scratch.copy(), kernels.attend_chunk.threads, out)
-print(hashlib.sha256(rows.tobytes() + out.tobytes()).hexdigest())
+    decoder, step = SmallDecoder(config_of(), torch.float32, int(sys.argv[1]), at_once=True), step_of([(9, 1), (70, 3)])
+    hidden = decoder.run(step, content_of(step, decoder.pool)).numpy()
+    assert decoder.layers.runs[True] == 1
+print(hashlib.sha256(rows.tobytes() + out.tobytes() + hidden.tobytes()).hexdigest())
 """
 
 

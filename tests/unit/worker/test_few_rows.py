@@ -27,10 +27,10 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 def _packed(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [out, in], and the same packed. Skips the test if the kernel cannot read it on this CPU."""
-    if packing(torch.device("cpu"), dtype) is None or not has_vectors(dtype):
+    if packing(torch.device("cpu"), dtype, few_rows=True) is None or not has_vectors(dtype):
         pytest.skip(f"this CPU has no instructions for packed {dtype}")
     weight = _random(*shape, dtype=dtype) / shape[1] ** 0.5
-    return weight, matmul._mkldnn._reorder_linear_weight(weight, None)
+    return weight, packed(weight, few_rows=True)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -111,6 +111,20 @@ def test_a_head_that_the_kernel_cannot_read_is_left_to_torch() -> None:
     assert torch.equal(PackedMatmul(KERNELS[torch.float32, 1]).of(rows, table.t()), rows @ table.t())
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_packed"), [((64, 32), True), ((192, 640), True), ((40, 24), False), ((64, 23), False)]
+)
+def test_a_small_matrix_is_packed_only_for_the_kernel(shape: tuple[int, int], is_packed: bool) -> None:
+    """oneDNN itself is slower for a small matrix of float32 than torch."""
+    weight = _random(*shape, dtype=torch.float32)
+    assert packed(weight, few_rows=True).is_mkldnn == is_packed
+    plain = packed(weight, few_rows=False)
+    assert not plain.is_mkldnn
+    assert torch.equal(plain, weight.t())
+    if packing(torch.device("cpu"), torch.bfloat16, few_rows=False) is not None:
+        assert packed(weight.bfloat16(), few_rows=False).is_mkldnn
+
+
 def test_a_matrix_in_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     _weight, matrix = _packed((192, 640), torch.float32)
     memory = packed_memory(matrix, torch.float32)
@@ -128,7 +142,7 @@ def test_a_matrix_in_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.Monk
 def test_a_nan_stays_in_its_row_and_column() -> None:
     weight, _matrix = _packed((192, 640), torch.float32)
     weight[70, 3] = torch.nan
-    matrix = packed(weight) if weight.numel() > matmul.SMALL_ELEMENTS else matmul._mkldnn._reorder_linear_weight(weight)
+    matrix = packed(weight, few_rows=True)
     rows = _random(3, 640, dtype=torch.float32)
     rows[1, 9] = torch.nan
     found = PackedMatmul(KERNELS[torch.float32, 2]).of(rows, matrix).isnan()

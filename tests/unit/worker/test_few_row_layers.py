@@ -1,0 +1,274 @@
+"""All layers of a step with a few rows, in one call: the same numbers as layer by layer, and each row by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.build import BuiltWorker
+from gpu_worker.cpu import few_row_layers as module
+from gpu_worker.cpu.few_row_layers import MOST_ROWS, FewRowLayers, few_row_layers
+from gpu_worker.cpu.few_rows import FewRows
+from gpu_worker.cpu.matmul import PackedMatmul
+from gpu_worker.cpu.vectors import has_vectors
+from gpu_worker.models.config import DecoderConfig
+from tests.support.attention import Extents
+from tests.unit.worker.driver import Driver
+from tests.unit.worker.families import VOCAB, Reference
+from tests.unit.worker.small_decoders import (
+    CountedLayers,
+    SmallDecoder,
+    config_of,
+    content_of,
+    step_of,
+    torch_states,
+    weights_of,
+)
+
+TYPES = [torch.float32, torch.bfloat16]
+NARROW = {"head_dim": 32}
+CONFIGS = {
+    "wide": config_of(),
+    "narrow": config_of(**NARROW),
+    "wide, biases": config_of(qkv_bias=True, architecture="Qwen2ForCausalLM"),
+    "narrow, biases": config_of(**NARROW, qkv_bias=True, architecture="Qwen2ForCausalLM"),
+    "wide, norms": config_of(qk_norm=True, architecture="Qwen3ForCausalLM"),
+    "narrow, norms": config_of(**NARROW, qk_norm=True, architecture="Qwen3ForCausalLM"),
+    "wide, windows": config_of(windows=(10, 0), architecture="MistralForCausalLM"),
+    "narrow, windows": config_of(**NARROW, windows=(0, 5), architecture="MistralForCausalLM"),
+}
+# Tokens of a sequence before the step: none, and around the ends of blocks and windows.
+PREFIXES = (0, 3, 4, 5, 9, 10, 11, 30, 1, 17, 2, 23)
+
+
+def _decodes(count: int) -> Extents:
+    return [(PREFIXES[i % len(PREFIXES)], 1) for i in range(count)]
+
+
+@cache
+def _decoder(name: str, dtype: torch.dtype, threads: int, at_once: bool = True) -> SmallDecoder:
+    return SmallDecoder(CONFIGS[name], dtype, threads, at_once=at_once)
+
+
+@pytest.fixture(params=TYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not has_vectors(request.param):
+        pytest.skip(f"this CPU has no vector instructions for {request.param}")
+    return request.param
+
+
+def _assert_close(ours: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> None:
+    """Both round at the same places, but not always to the same side. Later layers multiply the difference."""
+    rounding = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    size = float(other.float().nan_to_num().abs().max())
+    torch.testing.assert_close(ours.float(), other.float(), rtol=rounding, atol=rounding * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_computes_what_it_computes_layer_by_layer(name: str, threads: int, dtype: torch.dtype) -> None:
+    ours, other = _decoder(name, dtype, threads), _decoder(name, dtype, threads, at_once=False)
+    assert ours.layers is not None
+    chunks = [*_decodes(3), (9, 2), (0, 8), (6, 5)]
+    for extents in [*map(_decodes, (1, 2, 3, 5, 8, 13, 32)), chunks]:
+        step = step_of(extents, seed=len(extents))
+        content, before = content_of(step, ours.pool), ours.layers.runs[True]
+        found = ours.run(step, content)
+        assert ours.layers.runs[True] == before + 1
+        assert found.isfinite().all()
+        _assert_close(found, other.run(step, content), dtype)
+        _assert_close(ours.pool.storage, other.pool.storage, dtype)
+        written = ours.pool.storage.isnan() != content.isnan()
+        assert int(written.sum()) == ours.pool.storage[:, :, 0, 0].numel() * len(found)  # a slot of each row
+        if dtype == torch.float32:
+            exact, stored = torch_states(CONFIGS[name], step, content)
+            _assert_close(found, exact, dtype)
+            _assert_close(ours.pool.storage.nan_to_num(), stored, dtype)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_row_does_not_depend_on_other_rows_or_threads(name: str, dtype: torch.dtype) -> None:
+    step = step_of(_decodes(MOST_ROWS))
+    ours = _decoder(name, dtype, 1)
+    content = content_of(step, ours.pool)
+    whole, stored = ours.run(step, content), ours.pool.storage.clone()
+    for threads in (1, 2):
+        ours = _decoder(name, dtype, threads)
+        order = np.random.default_rng(threads).permutation(MOST_ROWS).tolist()
+        for begin, end in ((0, 32), (0, 1), (1, 3), (3, 6), (6, 11), (11, 32), *((i, i + 1) for i in range(1, 32))):
+            which = order[begin:end]
+            assert torch.equal(ours.run(step.of(which), content), whole[which])
+            for i in which:
+                block, token = step.tables[i][-1], step.extents[i][0] % step.block_size
+                assert torch.equal(ours.pool.storage[:, :, block, token], stored[:, :, block, token])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_a_short_chunk_see_the_rows_before_them(name: str, threads: int, dtype: torch.dtype) -> None:
+    """The rows of a chunk, at once and one after another, are the same bits."""
+    ours = _decoder(name, dtype, threads)
+    step = step_of([(12, 1), (0, 8), (9, 7), (3, 2)])
+    content = content_of(step, ours.pool)
+    whole, stored = ours.run(step, content), ours.pool.storage.clone()
+    ours.pool.storage.copy_(content)
+    one_by_one = [
+        ours.run(step.part(sequence, token, 1))
+        for sequence, (_, count) in enumerate(step.extents)
+        for token in range(count)
+    ]
+    assert torch.equal(torch.cat(one_by_one), whole)
+    assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "extents", [_decodes(MOST_ROWS + 1), [(3, 1), (7, 9)], [(0, 9)]], ids=["rows", "both", "chunk"]
+)
+def test_a_step_of_many_rows_or_with_a_long_chunk_runs_layer_by_layer(extents: Extents, dtype: torch.dtype) -> None:
+    ours, other = _decoder("wide", dtype, 2), _decoder("wide", dtype, 2, at_once=False)
+    assert ours.layers is not None
+    step = step_of(extents)
+    content, before = content_of(step, ours.pool), dict(ours.layers.runs)
+    ours.pool.storage.copy_(content)
+    ours.attention.plan(step.metadata)
+    hidden = torch.ones(len(step.positions), ours.decoder.config.hidden_size, dtype=dtype)
+    assert not ours.layers.run(hidden, ours.decoder.angles(step.positions))
+    assert (hidden == 1).all()
+    assert torch.equal(ours.pool.storage.nan_to_num(), content.nan_to_num())
+    assert torch.equal(ours.run(step, content), other.run(step, content))
+    assert ours.layers.runs == {True: before[True], False: before[False] + 2}
+
+
+def test_nan_in_a_sequence_does_not_reach_other_rows(dtype: torch.dtype) -> None:
+    for name in ("wide, windows", "narrow"):
+        ours = _decoder(name, dtype, 2)
+        step = step_of([(9, 1), (11, 3), (5, 1)])
+        content = content_of(step, ours.pool)
+        whole = ours.run(step, content)
+        content[:, :, step.tables[1][-2]] = torch.nan
+        found = ours.run(step, content)
+        assert found[1:4].isnan().all()
+        assert torch.equal(found[[0, 4]], whole[[0, 4]])
+
+
+def test_only_wanted_rows_are_returned(dtype: torch.dtype) -> None:
+    ours = _decoder("wide", dtype, 1)
+    step = step_of([(9, 1), (11, 3)])
+    whole = ours.run(step, content_of(step, ours.pool))
+    for wanted in ([3, 0], []):
+        ours.attention.plan(step.metadata)
+        rows = torch.tensor(wanted, dtype=torch.int64)
+        assert torch.equal(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted])
+
+
+def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: bool = True) -> FewRowLayers | None:
+    ready = _decoder("wide", dtype, threads)
+    matmul = PackedMatmul(FewRows(dtype, threads))
+    weights = weights_of(config, dtype, pack)
+    return few_row_layers(config, weights, ready.pool, ready.attention, ready.decoder._ops, matmul, threads)
+
+
+def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _made(config_of(), dtype) is not None
+    assert _made(config_of(output_bias=True), dtype) is None
+    assert _made(config_of(), dtype, pack=False) is None
+    assert _made(config_of(hidden_size=96), dtype) is None  # no multiple of 64 outputs
+    if numba.config.NUMBA_NUM_THREADS > 1:
+        monkeypatch.setattr(module, "threading_layer", lambda: "tbb")
+        assert _made(config_of(), dtype, threads=2) is None
+
+
+def test_a_thread_that_waits_in_vain_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the other thread never comes, and the test sets the flag which the waiting thread sets after its last
+    pause."""
+    if not has_vectors(torch.float32):
+        pytest.skip("this CPU has no vector instructions for float32")
+    ours = _decoder("wide", torch.float32, 2)
+    layers = ours.few_row_layers
+    assert layers is not None
+    one_thread = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(layers._function.address)
+
+    class Alone:
+        threads = 2
+
+        def __call__(self, _function: int, *arguments: int) -> None:
+            waiting = threading.Thread(target=one_thread, args=(*arguments[:3], 0, 2), daemon=True)
+            waiting.start()
+            time.sleep(0.2)
+            assert waiting.is_alive()
+            assert layers._arrived.tolist() == [1, 0]
+            layers._arrived[1] = 1
+            waiting.join(10)
+            assert not waiting.is_alive()
+
+    monkeypatch.setattr(layers, "_run", Alone())
+    step = step_of(_decodes(2))
+    with pytest.raises(RuntimeError, match="do not run at the same time"):
+        ours.run(step, content_of(step, ours.pool))
+    monkeypatch.undo()
+    ours.run(step, content_of(step, ours.pool))  # the next step runs
+
+
+def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:
+    """A worker is built in one thread and runs in another. Here two workers run at the same time."""
+    if not has_vectors(torch.float32):
+        pytest.skip("this CPU has no vector instructions for float32")
+    if numba.threading_layer() == "workqueue":
+        pytest.skip("numba's workqueue cannot run two workers in one process")
+    step = step_of(_decodes(7))
+    workers = [SmallDecoder(config_of(), torch.float32, 2, at_once=True) for _ in range(2)]
+    content = content_of(step, workers[0].pool)
+    expected = _decoder("wide", torch.float32, 1).run(step, content)
+    found: list[bool] = []
+
+    def run(worker: SmallDecoder) -> None:
+        found.extend(torch.equal(worker.run(step, content), expected) for _ in range(20))
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [True] * 40
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "mistral", "qwen2", "qwen3"])
+def test_a_worker_gives_the_tokens_of_transformers(
+    family: str,
+    reference: Callable[[str], Reference],
+    build: Callable[..., BuiltWorker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_vectors(torch.float32):
+        pytest.skip("this CPU has no vector instructions for float32")
+    checkpoint = reference(family)
+    runner = build(checkpoint.folder, threads=2, block_size=8, dtype="float32").runner
+    assert isinstance(runner._decoder._all_layers, FewRowLayers)
+    counted = CountedLayers(runner._decoder._all_layers)
+    monkeypatch.setattr(runner._decoder, "_all_layers", counted)
+    random = np.random.default_rng(3)
+    prompts = [random.integers(0, VOCAB, size=count).tolist() for count in (1, 6, 40)]
+    driver = Driver(runner, 64)
+    sequences = [driver.add(prompt, 12) for prompt in prompts]
+    driver.run()
+    assert [one.output for one in sequences] == [checkpoint.greedy(prompt, 12) for prompt in prompts]
+    assert counted.runs == {False: 1, True: 11}  # the first step has a long chunk
+
+
+def test_workers_that_promise_the_same_bits_run_layer_by_layer(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    settings: list[dict[str, Any]] = [{"deterministic": True}, {"attention_backend": "torch"}]
+    folder: Path = reference("llama-tied").folder
+    for one in settings:
+        assert build(folder, **one).runner._decoder._all_layers is None
