@@ -113,8 +113,8 @@ class SmallStep:
 
     def of(self, sequences: list[int]) -> SmallStep:
         """A step of some of the sequences."""
-        extents, tables, tokens = ([of[i] for i in sequences] for of in (self.extents, self.tables, self.tokens))
-        return SmallStep(extents, tables, tokens, self.block_size)
+        extents, tables = [self.extents[i] for i in sequences], [self.tables[i] for i in sequences]
+        return SmallStep(extents, tables, [self.tokens[i] for i in sequences], self.block_size)
 
     def part(self, sequence: int, skipped: int, count: int) -> SmallStep:
         """A step with `count` new tokens of one sequence, after its first `skipped` new tokens."""

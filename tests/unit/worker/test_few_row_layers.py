@@ -20,6 +20,7 @@ from gpu_worker.cpu import few_row_layers as module
 from gpu_worker.cpu.few_row_layers import MOST_ROWS, FewRowLayers, few_row_layers
 from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.matmul import PackedMatmul
+from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.models.config import DecoderConfig
 from tests.support.attention import Extents
@@ -175,7 +176,9 @@ def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: boo
     ready = _decoder("wide", dtype, threads)
     matmul = PackedMatmul(FewRows(dtype, threads))
     weights = weights_of(config, dtype, pack)
-    return few_row_layers(config, weights, ready.pool, ready.attention, ready.decoder._ops, matmul, threads)
+    ops = ready.decoder._ops
+    assert isinstance(ops, CpuOps)
+    return few_row_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads)
 
 
 def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +199,7 @@ def test_a_thread_that_waits_in_vain_gives_up(monkeypatch: pytest.MonkeyPatch) -
     ours = _decoder("wide", torch.float32, 2)
     layers = ours.few_row_layers
     assert layers is not None
+    arrived = layers._arrived
     one_thread = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(layers._function.address)
 
     class Alone:
@@ -206,8 +210,8 @@ def test_a_thread_that_waits_in_vain_gives_up(monkeypatch: pytest.MonkeyPatch) -
             waiting.start()
             time.sleep(0.2)
             assert waiting.is_alive()
-            assert layers._arrived.tolist() == [1, 0]
-            layers._arrived[1] = 1
+            assert arrived.tolist() == [1, 0]
+            arrived[1] = 1
             waiting.join(10)
             assert not waiting.is_alive()
 
