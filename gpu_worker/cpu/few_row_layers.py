@@ -1,25 +1,304 @@
-"""Calls the function that computes all layers of a step with a few rows (all_layers.py)."""
+"""All layers of a step with a few rows, in one call.
+
+With a few rows, a layer takes a few hundred microseconds. Python needs many of them to call nine kernels, and meanwhile
+all cores but one wait. So one function computes a thread's part of all layers, with the functions of the other kernels.
+Its threads meet where a part of a layer needs the whole result of the part before (a barrier).
+
+The function is compiled by itself, and a kernel calls it by its address, in several threads. In the kernel, numba would
+compile all its code three times.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from numba import threading_layer, types
+from llvmlite import ir
+from numba import carray, njit, prange, threading_layer, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 from torch import Tensor
 
-from gpu_worker.cpu import all_layers as at
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.compiling import CompiledKernel, compiled_function
+from gpu_worker.cpu.few_rows import multiply_part
+from gpu_worker.cpu.layer_kernels import gated, norm, rotate
 from gpu_worker.cpu.matmul import PackedMatmul
-from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
+from gpu_worker.cpu.narrow_attention import attend_heads_narrow
+from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, as_array, load, store
 from gpu_worker.cpu.ops import CpuOps
-from gpu_worker.cpu.wide_attention import WIDTH
+from gpu_worker.cpu.wide_attention import WIDTH as HEAD_WIDTH
+from gpu_worker.cpu.wide_attention import attend_heads_wide
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 # With up to so many rows, all layers in one call are faster, on two Zen 4 cores.
 MOST_ROWS = 32
+
+# The arguments, by their place in an array: addresses of arrays, then sizes.
+(
+    HIDDEN,  # [rows, width]
+    ANGLES,  # float32 [rows, head_dim]
+    SLOTS,  # int64 [rows]: block * block_size + place in the block
+    BLOCK_IDS,  # int32 [num_block_ids]
+    FIRST_BLOCKS,  # int32 [rows]
+    KV_LENS,  # int32 [rows]
+    KEYS,  # [layers, blocks, block_size, kv_heads, head_dim]
+    VALUES,
+    WINDOWS,  # int64 [layers]; 0: none
+    LAYERS,  # int64 [layers, NUM_LAYER_ARRAYS]
+    PROJECTED,  # scratch memory: [rows, (heads + 2 * kv_heads) * head_dim]
+    MIXED,  # [rows, heads * head_dim]
+    GATE_UP,  # [rows, 2 * inner]
+    ACTIVATED,  # [rows, inner]
+    ARRIVED,  # int64 [2]: how often threads have arrived at a meeting; whether one has given up. 0 at the start
+    NUM_ROWS,
+    NUM_BLOCK_IDS,
+    NUM_LAYERS,
+    NUM_BLOCKS,
+    BLOCK_SIZE,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    HEAD_DIM,
+    WIDTH,
+    INNER,
+) = range(25)
+NUM_ARGUMENTS = 25
+# The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
+INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
+NUM_LAYER_ARRAYS = 8
+# The places of float32 arguments.
+EPS, SCALE = range(2)
+
+_YIELD_AFTER = 4096  # pauses; some hundred microseconds
+_GIVE_UP_AFTER = 2**18 * _YIELD_AFTER  # pauses; at least half a minute
+
+_norm = njit(fastmath=FASTMATH)(norm)
+_rotate = njit(fastmath=FASTMATH)(rotate)
+
+
+def run_threads(function: Any, like: Any, arguments: Any, numbers: Any, threads: int) -> None:
+    """Calls the function at this address in each thread."""
+    for thread in prange(threads):
+        _call(function, like, arguments, numbers, thread, threads)
+
+
+def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
+    """A thread's part of all layers of a model with heads of a multiple of 64. like: a pointer of the model's type."""
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_wide)
+
+
+def narrow_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
+    """A thread's part of all layers of any model. like: a pointer of the model's type."""
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_narrow)
+
+
+@njit(inline="always")
+def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: int, attend_heads: Any) -> None:
+    a, singles = carray(arguments, (NUM_ARGUMENTS,)), carray(numbers, (2,))
+    like, ints = carray(like, (0,)), np.empty(0, np.int32)
+    eps, scale = singles[EPS], singles[SCALE]
+    rows, width, inner, head_dim = a[NUM_ROWS], a[WIDTH], a[INNER], a[HEAD_DIM]
+    num_heads, kv_heads, num_layers = a[NUM_HEADS], a[NUM_KV_HEADS], a[NUM_LAYERS]
+    num_rotated, all_heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+
+    hidden = _array(a[HIDDEN], rows * width, like).reshape(rows, width)
+    angles = _array(a[ANGLES], rows * head_dim, singles).reshape(rows, head_dim)
+    slots = _array(a[SLOTS], rows, a)
+    pool = num_layers, a[NUM_BLOCKS], a[BLOCK_SIZE], kv_heads, head_dim
+    size = num_layers * a[NUM_BLOCKS] * a[BLOCK_SIZE] * kv_heads * head_dim
+    keys, values = _array(a[KEYS], size, like).reshape(pool), _array(a[VALUES], size, like).reshape(pool)
+    block_ids = _array(a[BLOCK_IDS], a[NUM_BLOCK_IDS], ints)
+    tables = block_ids, _array(a[FIRST_BLOCKS], rows, ints), _array(a[KV_LENS], rows, ints)
+    windows = _array(a[WINDOWS], num_layers, a)
+    layers = _array(a[LAYERS], num_layers * NUM_LAYER_ARRAYS, a).reshape(num_layers, NUM_LAYER_ARRAYS)
+    projected = _array(a[PROJECTED], rows * all_heads * head_dim, like).reshape(rows, all_heads * head_dim)
+    heads = projected.reshape(rows, all_heads, head_dim)
+    mixed = _array(a[MIXED], rows * num_heads * head_dim, like).reshape(rows, num_heads * head_dim)
+    gate_up = _array(a[GATE_UP], rows * 2 * inner, like).reshape(rows, 2 * inner)
+    activated = _array(a[ACTIVATED], rows * inner, like).reshape(rows, inner)
+    arrived = _array(a[ARRIVED], 2, a)
+
+    normed, empty = np.empty_like(hidden), like[:0]
+    begin, end = rows * thread // threads, rows * (thread + 1) // threads
+    meetings = 0
+    for index in range(num_layers):
+        layer = layers[index]
+        # Each thread has all normed rows for itself, because a meeting would take longer.
+        _norm(hidden, _array(layer[INPUT_NORM], width, like), eps, normed)
+        bias = _array(layer[QKV_BIAS], projected.shape[1] if layer[QKV_BIAS] else 0, like)
+        qkv = _array(layer[QKV], width * projected.shape[1], like)
+        multiply_part(normed, qkv, bias, False, thread, threads, projected)
+        meetings = _meet(arrived, threads, meetings)
+
+        has_norms = layer[HEAD_NORMS] != 0
+        norms = _array(layer[HEAD_NORMS] if has_norms else layer[INPUT_NORM], 2 * head_dim, like)
+        norms = norms.reshape(2, head_dim)
+        _rotate(heads[begin:end], num_rotated, angles[begin:end], has_norms, norms, num_heads, eps)
+        _write_kv(heads[begin:end], num_heads, slots[begin:end], keys[index], values[index])
+        meetings = _meet(arrived, threads, meetings)
+
+        queries, window = heads[:, :num_heads], windows[index]
+        _attend_part(queries, keys[index], values[index], tables, window, scale, thread, threads, attend_heads, mixed)
+        meetings = _meet(arrived, threads, meetings)
+
+        output = _array(layer[OUTPUT], width * mixed.shape[1], like)
+        multiply_part(mixed, output, empty, True, thread, threads, hidden)
+        meetings = _meet(arrived, threads, meetings)
+
+        _norm(hidden, _array(layer[MLP_NORM], width, like), eps, normed)
+        matrix = _array(layer[GATE_UP_MATRIX], width * 2 * inner, like)
+        multiply_part(normed, matrix, empty, False, thread, threads, gate_up)
+        meetings = _meet(arrived, threads, meetings)
+
+        _gate_part(gate_up, thread, threads, activated)
+        meetings = _meet(arrived, threads, meetings)
+
+        down = _array(layer[DOWN], width * inner, like)
+        multiply_part(activated, down, empty, True, thread, threads, hidden)
+        meetings = _meet(arrived, threads, meetings)
+
+
+@njit(inline="always")
+def _write_kv(heads: Any, num_heads: int, slots: Any, keys: Any, values: Any) -> None:
+    block_size, kv_heads, head_dim = keys.shape[1:]
+    for row in range(len(heads)):
+        block, token = slots[row] // block_size, slots[row] % block_size
+        for k in range(kv_heads):
+            for d in range(head_dim):
+                keys[block, token, k, d] = heads[row, num_heads + k, d]
+                values[block, token, k, d] = heads[row, num_heads + kv_heads + k, d]
+
+
+@njit(inline="always")
+def _attend_part(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    window: int,
+    scale: float,
+    thread: int,
+    threads: int,
+    attend_heads: Any,
+    out: Any,
+) -> None:
+    """A thread's part of the KV heads of all rows: of most rows all or none, as they are side by side in memory."""
+    block_ids, first_blocks, kv_lens = tables
+    kv_heads = keys.shape[2]
+    count = len(kv_lens) * kv_heads
+    begin, end = count * thread // threads, count * (thread + 1) // threads
+    for row in range(begin // kv_heads, len(kv_lens)):
+        first, last = max(begin - row * kv_heads, 0), min(end - row * kv_heads, kv_heads)
+        if last <= 0:
+            break
+        table = block_ids[first_blocks[row] :]
+        attend_heads(query, row, keys, values, table, kv_lens[row], window, scale, first, last, out)
+
+
+@njit(fastmath=FASTMATH)
+def _gate_part(gate_up: Any, thread: int, threads: int, out: Any) -> None:
+    """A thread's part of out = silu(gate) * up."""
+    width = out.shape[1]
+    for row in range(len(out)):
+        for d in range(width * thread // threads, width * (thread + 1) // threads):
+            store(out, (row, d), gated(load(gate_up[row, d]), load(gate_up[row, width + d])))
+
+
+@njit(inline="always")
+def _meet(arrived: Any, threads: int, meetings: int) -> int:
+    """Wait for all threads. Returns the number of meetings so far, this one included."""
+    meetings += 1
+    if threads > 1:
+        _arrive(arrived)
+        pauses = 0
+        while _num_arrived(arrived) < threads * meetings and not arrived[1]:
+            _pause()
+            pauses += 1
+            if pauses % _YIELD_AFTER == 0:  # the other thread may need this core
+                _let_others_run()
+            if pauses == _GIVE_UP_AFTER:  # OpenMP runs the threads one after another
+                arrived[1] = 1
+    return meetings
+
+
+@njit(inline="always")
+def _array(address: int, size: int, like: Any) -> Any:
+    """The array of `size` elements at an address, of the type of the array `like`."""
+    return carray(_pointer(address, like), (size,))
+
+
+@intrinsic
+def _pointer(_context: Any, _address: Any, like: Any) -> Any:
+    """In a kernel: an address, as a pointer to elements of the type of the array `like`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.intp, like), build
+
+
+@intrinsic
+def _call(
+    _context: Any, _function: Any, _like: Any, _arguments: Any, _numbers: Any, _thread: Any, _threads: Any
+) -> Any:
+    """In a kernel: call the function at an address, with the arguments of wide_layers(). Pointers are addresses."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 6), build
+
+
+@intrinsic
+def _arrive(_context: Any, arrived: Any) -> Any:
+    """In a kernel: add 1 to an int64 array's first element, after everything that this thread has written."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        builder.atomic_rmw("add", data, ir.IntType(64)(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(arrived), build
+
+
+@intrinsic
+def _num_arrived(_context: Any, arrived: Any) -> Any:
+    """In a kernel: an int64 array's first element, before everything that this thread reads later."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(data, "acquire", 8)
+
+    return types.int64(arrived), build
+
+
+@intrinsic
+def _pause(_context: Any) -> Any:
+    """In a kernel: tell the processor that this thread only waits."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def _let_others_run(_context: Any) -> Any:
+    """In a kernel: the operating system may run another thread on this core (sched_yield)."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
 
 
 class FewRowLayers:
@@ -34,13 +313,13 @@ class FewRowLayers:
         attention: CpuAttention,
         threads: int,
     ) -> None:
-        """layers: for each layer, its arrays in the order of all_layers.py."""
+        """layers: for each layer, its arrays in the order of LAYERS."""
         dtype = pool.storage.dtype
         self._attention = attention
         pointers = types.CPointer(KERNEL_TYPES[dtype]), types.CPointer(types.int64), types.CPointer(types.float32)
-        function = at.wide_layers if config.head_dim % WIDTH == 0 else at.narrow_layers
+        function = wide_layers if config.head_dim % HEAD_WIDTH == 0 else narrow_layers
         self._function = compiled_function(function, (*pointers, types.intp, types.intp))
-        self._run = CompiledKernel(at.run_threads, (types.intp,) * 5, threads, least=0)
+        self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         addresses = [[0 if array is None else array.ctypes.data for array in layer] for layer in layers]
 
         def scratch(width: int) -> np.ndarray:
@@ -49,29 +328,29 @@ class FewRowLayers:
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._arrived = np.zeros(2, np.int64)
         fixed = {
-            at.KEYS: as_array(pool.keys),
-            at.VALUES: as_array(pool.values),
-            at.WINDOWS: np.array(config.windows, np.int64),
-            at.LAYERS: np.array(addresses, np.int64),
-            at.PROJECTED: scratch(query_size + 2 * kv_size),
-            at.MIXED: scratch(query_size),
-            at.GATE_UP: scratch(2 * config.intermediate_size),
-            at.ACTIVATED: scratch(config.intermediate_size),
-            at.ARRIVED: self._arrived,
+            KEYS: as_array(pool.keys),
+            VALUES: as_array(pool.values),
+            WINDOWS: np.array(config.windows, np.int64),
+            LAYERS: np.array(addresses, np.int64),
+            PROJECTED: scratch(query_size + 2 * kv_size),
+            MIXED: scratch(query_size),
+            GATE_UP: scratch(2 * config.intermediate_size),
+            ACTIVATED: scratch(config.intermediate_size),
+            ARRIVED: self._arrived,
         }
         self._numbers = np.array([config.rms_norm_eps, config.head_dim**-0.5], np.float32)
-        self._arguments = np.zeros(at.NUM_ARGUMENTS, np.int64)
+        self._arguments = np.zeros(NUM_ARGUMENTS, np.int64)
         for place, array in fixed.items():
             self._arguments[place] = array.ctypes.data
         sizes = {
-            at.NUM_LAYERS: config.num_layers,
-            at.NUM_BLOCKS: pool.keys.shape[1],
-            at.BLOCK_SIZE: pool.block_size,
-            at.NUM_HEADS: config.num_heads,
-            at.NUM_KV_HEADS: config.num_kv_heads,
-            at.HEAD_DIM: config.head_dim,
-            at.WIDTH: config.hidden_size,
-            at.INNER: config.intermediate_size,
+            NUM_LAYERS: config.num_layers,
+            NUM_BLOCKS: pool.keys.shape[1],
+            BLOCK_SIZE: pool.block_size,
+            NUM_HEADS: config.num_heads,
+            NUM_KV_HEADS: config.num_kv_heads,
+            HEAD_DIM: config.head_dim,
+            WIDTH: config.hidden_size,
+            INNER: config.intermediate_size,
         }
         for place, size in sizes.items():
             self._arguments[place] = size
@@ -85,11 +364,11 @@ class FewRowLayers:
         if num_rows > MOST_ROWS or (tables := self._attention.planned_rows(num_rows)) is None:
             return False
         arrays = angles, self._attention.slot_mapping.numpy(), *tables
-        for place, array in enumerate(arrays, at.ANGLES):
+        for place, array in enumerate(arrays, ANGLES):
             assert array.flags.c_contiguous
             self._arguments[place] = array.ctypes.data
-        self._arguments[at.HIDDEN] = hidden.data_ptr()
-        self._arguments[at.NUM_ROWS], self._arguments[at.NUM_BLOCK_IDS] = num_rows, len(tables[0])
+        self._arguments[HIDDEN] = hidden.data_ptr()
+        self._arguments[NUM_ROWS], self._arguments[NUM_BLOCK_IDS] = num_rows, len(tables[0])
         self._arrived[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
@@ -112,7 +391,7 @@ def few_row_layers(
     if config.output_bias:
         return None
     layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
-    needed = at.QKV, at.OUTPUT, at.GATE_UP_MATRIX, at.DOWN
+    needed = QKV, OUTPUT, GATE_UP_MATRIX, DOWN
     if any(layer[place] is None for layer in layers for place in needed):
         return None
     if threads > 1 and threading_layer() == "tbb":  # it may run the threads one after another
@@ -121,14 +400,14 @@ def few_row_layers(
 
 
 def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:
-    arrays: list[np.ndarray | None] = [None] * at.NUM_LAYER_ARRAYS
-    matrices = {at.QKV: layer.qkv, at.OUTPUT: layer.output, at.GATE_UP_MATRIX: layer.gate_up, at.DOWN: layer.down}
+    arrays: list[np.ndarray | None] = [None] * NUM_LAYER_ARRAYS
+    matrices = {QKV: layer.qkv, OUTPUT: layer.output, GATE_UP_MATRIX: layer.gate_up, DOWN: layer.down}
     for place, matrix in matrices.items():
         if isinstance(matrix, Tensor) and matrix.is_mkldnn:
             arrays[place] = matmul.memory(matrix, layer.input_norm.dtype)
-    arrays[at.INPUT_NORM], arrays[at.MLP_NORM] = as_array(layer.input_norm), as_array(layer.mlp_norm)
+    arrays[INPUT_NORM], arrays[MLP_NORM] = as_array(layer.input_norm), as_array(layer.mlp_norm)
     if layer.qkv_bias is not None:
-        arrays[at.QKV_BIAS] = as_array(layer.qkv_bias)
+        arrays[QKV_BIAS] = as_array(layer.qkv_bias)
     if layer.query_norm is not None and layer.key_norm is not None:
-        arrays[at.HEAD_NORMS] = ops.norms_of(layer.query_norm, layer.key_norm)
+        arrays[HEAD_NORMS] = ops.norms_of(layer.query_norm, layer.key_norm)
     return arrays
