@@ -17,6 +17,7 @@ import torch
 from llvmlite import ir
 from numba import carray, njit, prange, threading_layer, types
 from numba.core import cgutils
+from numba.core.config import NUMBA_NUM_THREADS
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -53,7 +54,7 @@ MOST_ROWS = 32
     MIXED,  # [rows, heads * head_dim]
     GATE_UP,  # [rows, 2 * inner]
     ACTIVATED,  # [rows, inner]
-    ARRIVED,  # int64 [2]: how often threads have arrived at a meeting; whether one has given up. 0 at the start
+    ARRIVED,  # int64 [3], 0 at the start: arrivals at meetings; whether a thread has given up; threads at the end
     NUM_ROWS,
     NUM_BLOCK_IDS,
     NUM_LAYERS,
@@ -72,8 +73,8 @@ NUM_LAYER_ARRAYS = 8
 # The places of float32 arguments.
 EPS, SCALE = range(2)
 
-_YIELD_AFTER = 4096  # pauses; some hundred microseconds
-_GIVE_UP_AFTER = 2**18 * _YIELD_AFTER  # pauses; at least half a minute
+_YIELD_AFTER = 256  # pauses; 7 us on Zen 4. With 4,096, a step beside busy programs takes up to twice as long
+_GIVE_UP_AFTER = 2**30  # pauses; half a minute on Zen 4
 
 _norm = njit(fastmath=FASTMATH)(norm)
 _rotate = njit(fastmath=FASTMATH)(rotate)
@@ -119,7 +120,7 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
     mixed = _array(a[MIXED], rows * num_heads * head_dim, like).reshape(rows, num_heads * head_dim)
     gate_up = _array(a[GATE_UP], rows * 2 * inner, like).reshape(rows, 2 * inner)
     activated = _array(a[ACTIVATED], rows * inner, like).reshape(rows, inner)
-    arrived = _array(a[ARRIVED], 2, a)
+    arrived = _array(a[ARRIVED], 3, a)
 
     normed, empty = np.empty_like(hidden), like[:0]
     begin, end = rows * thread // threads, rows * (thread + 1) // threads
@@ -159,6 +160,7 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
         down = _array(layer[DOWN], width * inner, like)
         multiply_part(activated, down, empty, True, thread, threads, hidden)
         meetings = _meet(arrived, threads, meetings)
+    _arrive(arrived[2:])
 
 
 @njit(inline="always")
@@ -192,7 +194,7 @@ def _attend_part(
     begin, end = count * thread // threads, count * (thread + 1) // threads
     for row in range(begin // kv_heads, len(kv_lens)):
         first, last = max(begin - row * kv_heads, 0), min(end - row * kv_heads, kv_heads)
-        if last <= 0:
+        if last <= first:
             break
         table = block_ids[first_blocks[row] :]
         attend_heads(query, row, keys, values, table, kv_lens[row], window, scale, first, last, out)
@@ -326,7 +328,7 @@ class FewRowLayers:
             return as_array(torch.empty(MOST_ROWS, width, dtype=dtype))
 
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._arrived = np.zeros(2, np.int64)
+        self._arrived = np.zeros(3, np.int64)
         fixed = {
             KEYS: as_array(pool.keys),
             VALUES: as_array(pool.values),
@@ -375,6 +377,8 @@ class FewRowLayers:
         self._run(function, like, arguments, numbers, self._run.threads)
         if self._arrived[1]:
             raise RuntimeError("the threads of a step do not run at the same time: check the OMP_ variables")
+        if self._arrived[2] < self._run.threads:  # numba has logged why
+            raise RuntimeError("a thread of a step has failed")
         return True
 
 
@@ -394,7 +398,8 @@ def few_row_layers(
     needed = QKV, OUTPUT, GATE_UP_MATRIX, DOWN
     if any(layer[place] is None for layer in layers for place in needed):
         return None
-    if threads > 1 and threading_layer() == "tbb":  # it may run the threads one after another
+    # numba knows its threading layer only if it has more than one thread. TBB may run the threads one after another.
+    if min(threads, NUMBA_NUM_THREADS) > 1 and threading_layer() == "tbb":
         return None
     return FewRowLayers(config, layers, pool, attention, threads)
 

@@ -28,7 +28,7 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
         multiply_part(rows, packed, bias, adds, thread, threads, out)
 
 
-@njit
+@njit(fastmath=False)  # otherwise it takes over the option of its first caller
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, threads: int, out: Any) -> None:
     """A thread's part of the outputs."""
     blocks = out.shape[1] // OUTPUTS
@@ -37,7 +37,7 @@ def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, th
         multiply_block(rows, packed, bias, adds, block, sums, out)
 
 
-@njit
+@njit(fastmath=False)
 def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, sums: Any, out: Any) -> None:
     """The 64 outputs of a block. sums: scratch memory, float32 [4, 64]."""
     count, inputs = rows.shape
