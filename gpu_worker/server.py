@@ -107,7 +107,7 @@ async def run_worker(
 async def _build(settings: WorkerSettings) -> BuiltWorker:
     """Build in a thread, so that health checks get answers while gigabytes are read. The thread must end with the
     build. If it stayed, libgomp would count its threads beside those of the model thread, and find more threads than
-    cores. The model's threads would then sleep at each of some 60 barriers of a step instead of spinning."""
+    cores. The model's threads would then sleep at each of libgomp's barriers in a step instead of spinning."""
     log.info("loading model", model=settings.model, load_format=settings.load_format)
     loop = asyncio.get_running_loop()
     with build_progress(settings.model) as reports, interruptible(), ThreadPoolExecutor(1) as builder:
