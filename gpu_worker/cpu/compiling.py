@@ -68,10 +68,10 @@ def compiled_function(function: Any, arguments: tuple[types.Type, ...]) -> Any:
     """A function for kernels that call it by its address, compiled or from numba's cache."""
     copy, signature = renamed(function, arguments, parallel=False), types.void(*arguments)
     try:
-        return cfunc(signature, cache=True, error_model="numpy")(copy)
+        return cfunc(signature, cache=True, fastmath=FASTMATH, error_model="numpy")(copy)
     except Exception as error:  # as of compiled()
         _log.warning("a kernel is compiled at each start", kernel=copy.__name__, reason=repr(error))
-        return cfunc(signature, error_model="numpy")(copy)
+        return cfunc(signature, fastmath=FASTMATH, error_model="numpy")(copy)
 
 
 def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> FunctionType:
@@ -87,17 +87,17 @@ def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> F
     return copy
 
 
-def compile_in_child(last: Any, arguments: tuple[types.Type, ...], code: str) -> None:
-    """If numba's cache lacks the kernel `last`, run the Python code `code` in a child process. This code compiles all
-    kernels, and `last` after the others.
+def compile_in_child(last: Any, arguments: tuple[types.Type, ...], parallel: bool, code: str) -> None:
+    """If numba's cache lacks the kernel `last`, run the Python code `code` in a child process. This code compiles the
+    kernel, after all others of its kind.
 
-    numba compiles the body of a parallel loop as a function of its own. Only the process that compiles the kernel
-    optimizes this function and the kernel together, so its results round differently from those of a kernel that was
-    loaded from the cache. But a worker must compute the same bits when it starts again.
+    numba compiles the body of a parallel loop, and a function that a kernel calls, as a function of its own. Only the
+    process that compiles the kernel has this function twice: by itself, and optimized together with the kernel. It may
+    run either, and the two round differently. But a worker must compute the same bits when it starts again.
     """
-    copy = renamed(last, arguments, parallel=True)
+    copy = renamed(last, arguments, parallel)
     try:
-        folder = Path(njit(parallel=True, cache=True)(copy).stats.cache_path)
+        folder = Path(njit(parallel=parallel, cache=True)(copy).stats.cache_path)
     except RuntimeError:  # no folder: every start compiles
         return
     if not any(folder.glob(f"*{copy.__name__}*.nbi")):

@@ -10,6 +10,7 @@ compile all its code three times.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from gpu_worker.cpu.attention import CpuAttention
-from gpu_worker.cpu.compiling import CompiledKernel, compiled_function
+from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
 from gpu_worker.cpu.few_rows import multiply_part
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate
 from gpu_worker.cpu.matmul import PackedMatmul
@@ -34,6 +35,9 @@ from gpu_worker.cpu.wide_attention import attend_heads_wide
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
 
 # With up to so many rows, all layers in one call are faster, on two Zen 4 cores.
 MOST_ROWS = 32
@@ -303,6 +307,21 @@ def _let_others_run(_context: Any) -> Any:
     return types.void(), build
 
 
+def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
+    """The function for models of this type. `wide_heads`, `compiles_here`: as of Kernels."""
+    function = wide_layers if wide_heads else narrow_layers
+    pointers = types.CPointer(KERNEL_TYPES[dtype]), types.CPointer(types.int64), types.CPointer(types.float32)
+    arguments = (*pointers, types.intp, types.intp)
+    began_s = time.monotonic()
+    if not compiles_here:
+        made = f"compiled_layers({dtype}, {wide_heads}, compiles_here=True)"
+        code = f"import torch; from {__name__} import compiled_layers; {made}"
+        compile_in_child(function, arguments, parallel=False, code=code)
+    made = compiled_function(function, arguments)
+    _log.info("the function for all layers is ready", seconds=round(time.monotonic() - began_s, 1))
+    return made
+
+
 class FewRowLayers:
     """All layers of a decoder for up to MOST_ROWS rows. A row's result depends only on the row's own inputs, bit for
     bit."""
@@ -318,9 +337,7 @@ class FewRowLayers:
         """layers: for each layer, its arrays in the order of LAYERS."""
         dtype = pool.storage.dtype
         self._attention = attention
-        pointers = types.CPointer(KERNEL_TYPES[dtype]), types.CPointer(types.int64), types.CPointer(types.float32)
-        function = wide_layers if config.head_dim % HEAD_WIDTH == 0 else narrow_layers
-        self._function = compiled_function(function, (*pointers, types.intp, types.intp))
+        self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         addresses = [[0 if array is None else array.ctypes.data for array in layer] for layer in layers]
 

@@ -147,9 +147,10 @@ class Kernels:
         turned = cube, types.intp, angles, types.boolean, matrix, types.intp, single
         attention = attend_wide if wide_heads else attend_narrow
         began_s = time.monotonic()
-        if min(threads, config.NUMBA_NUM_THREADS) > 1 and not compiles_here:
-            made = f"Kernels({dtype}, 2, wide_heads={wide_heads}, compiles_here=True)"
-            compile_in_child(attention, attend, f"import torch; from {__name__} import Kernels; {made}")
+        if not compiles_here:
+            parallel = min(threads, config.NUMBA_NUM_THREADS) > 1
+            made = f"Kernels({dtype}, {threads}, wide_heads={wide_heads}, by_size={by_size}, compiles_here=True)"
+            compile_in_child(attention, attend, parallel, f"import torch; from {__name__} import Kernels; {made}")
         self.attend_chunk = None
         if wide_heads:
             integer, packed, seen = types.intp, types.Array(number, 1, "C"), types.Array(single, 1, "C")

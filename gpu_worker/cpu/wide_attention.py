@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import prefetch, softmax, store
+from gpu_worker.cpu.numbers import FASTMATH, prefetch, softmax, store
 from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_sums, total_of, zero_sums
 
 WIDTH = 64
@@ -36,7 +36,7 @@ def attend_wide(
         attend_heads_wide(query, rows[i], keys, values, table, kv_lens[i], window, scale, 0, kv_heads, out)
 
 
-@njit
+@njit(fastmath=FASTMATH)
 def attend_heads_wide(
     query: Any,
     row: int,
