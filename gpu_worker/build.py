@@ -18,7 +18,7 @@ from gpu_worker.cpu.few_row_layers import few_row_layers
 from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
-from gpu_worker.cpu.matmul import PackedMatmul, packing
+from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.vectors import has_vectors
@@ -78,6 +78,7 @@ def build_worker(
         if device.type == "cpu":
             weights_bytes = memory_need(settings, config, dtype).weights_bytes
             torch.set_num_threads(settings.threads or default_threads(weights_bytes, settings.local_workers))
+            check_threads()
 
     model = load_model(
         settings.model,

@@ -92,7 +92,8 @@ def _need(
 
 
 def inspect_model(settings: WorkerSettings) -> Inspection:
-    """Raises ModelError for what build_worker() would refuse before it reads the weights' values."""
+    """Raises ModelError for what build_worker() would refuse before it reads the weights' values, except the OpenMP
+    settings of the worker's process."""
     device = pick_device(settings.device)
     check_quantization(settings, device)
     with memory_claims.lock() as claims:

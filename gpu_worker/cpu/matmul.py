@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.device import multiplies_bfloat16
+from gpu_worker.errors import ModelError
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.weights import Pack
 from services.runtime.logs import get_logger
@@ -51,6 +53,22 @@ def packed(weight: Tensor, few_rows: bool) -> Tensor:
 def _has_known_order(outputs: int, inputs: int) -> bool:
     """Whether the kernels know how oneDNN packs a matrix of this shape."""
     return outputs % OUTPUTS == 0 and inputs % 2 == 0
+
+
+def check_threads() -> None:
+    """Raises ModelError if OpenMP runs fewer threads than torch asks for. oneDNN divides a product among all of them,
+    and what the missing ones should compute stays what was in memory before."""
+    threads = torch.get_num_threads()
+    if threads == 1 or not multiplies_bfloat16():
+        return
+    weight = torch.ones(1024, 512, dtype=torch.bfloat16)
+    product = _product(weight[:32], _mkldnn._reorder_linear_weight(weight, None), None)
+    # OMP_DYNAMIC: the number follows the load on the machine, so this product may be right by chance.
+    if os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true" or not bool((product == 512).all()):
+        raise ModelError(
+            f"OpenMP does not always run the {threads} threads of this worker, so products would be wrong: unset "
+            "OMP_DYNAMIC and OMP_THREAD_LIMIT, or set threads to 1"
+        )
 
 
 class PackedMatmul(PlainMatmul):

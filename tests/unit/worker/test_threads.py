@@ -1,0 +1,41 @@
+"""A worker whose OpenMP runs fewer threads than it asks for does not start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpu_worker.device import multiplies_bfloat16
+
+BUILD = """
+from demo import CHECKPOINT
+from gpu_worker.build import build_worker
+from gpu_worker.settings import WorkerSettings
+try:
+    build_worker(WorkerSettings(model=str(CHECKPOINT), device="cpu", threads={threads}, num_blocks=100))
+    print("built")
+except Exception as error:
+    print(f"{{type(error).__name__}}: {{error}}")
+"""
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU does not multiply bfloat16")
+@pytest.mark.parametrize(
+    ("variable", "threads", "answer"),
+    [
+        ("OMP_THREAD_LIMIT=1", 2, "ModelError: OpenMP does not always run the 2 threads of this worker"),
+        ("OMP_DYNAMIC=TRUE", 2, "ModelError: OpenMP does not always run the 2 threads of this worker"),
+        ("OMP_THREAD_LIMIT=1", 1, "built"),
+        ("OMP_NUM_THREADS=1", 2, "built"),
+    ],
+)
+def test_openmp_must_run_all_threads_of_a_worker(variable: str, threads: int, answer: str) -> None:
+    name, value = variable.split("=")
+    command = [sys.executable, "-c", BUILD.format(threads=threads)]
+    done = subprocess.run(
+        command, env=os.environ | {name: value}, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1].startswith(answer)
