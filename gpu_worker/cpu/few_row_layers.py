@@ -71,6 +71,7 @@ MOST_ROWS = 32
     INNER,
 ) = range(25)
 NUM_ARGUMENTS = 25
+_STEP_TYPES = np.float32, np.int64, np.int32, np.int32, np.int32  # from ANGLES on
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8
@@ -317,9 +318,9 @@ def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = 
         made = f"compiled_layers({dtype}, {wide_heads}, compiles_here=True)"
         code = f"import torch; from {__name__} import compiled_layers; {made}"
         compile_in_child(function, arguments, parallel=False, code=code)
-    made = compiled_function(function, arguments)
+    compiled = compiled_function(function, arguments)
     _log.info("the function for all layers is ready", seconds=round(time.monotonic() - began_s, 1))
-    return made
+    return compiled
 
 
 class FewRowLayers:
@@ -334,8 +335,10 @@ class FewRowLayers:
         attention: CpuAttention,
         threads: int,
     ) -> None:
-        """layers: for each layer, its arrays in the order of LAYERS."""
+        """layers: for each layer, its arrays in the order of LAYERS. The caller keeps the weights in memory."""
         dtype = pool.storage.dtype
+        number = as_array(pool.keys).dtype
+        assert all(a.dtype == number and a.flags.c_contiguous for layer in layers for a in layer if a is not None)
         self._attention = attention
         self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
@@ -383,7 +386,8 @@ class FewRowLayers:
         if num_rows > MOST_ROWS or (tables := self._attention.planned_rows(num_rows)) is None:
             return False
         arrays = angles, self._attention.slot_mapping.numpy(), *tables
-        for place, array in enumerate(arrays, ANGLES):
+        for place, (array, number) in enumerate(zip(arrays, _STEP_TYPES, strict=True), ANGLES):
+            assert array.dtype == number
             assert array.flags.c_contiguous
             self._arguments[place] = array.ctypes.data
         self._arguments[HIDDEN] = hidden.data_ptr()

@@ -44,15 +44,16 @@ def packing(device: torch.device, dtype: torch.dtype, few_rows: bool) -> Pack | 
 def packed(weight: Tensor, few_rows: bool) -> Tensor:
     """A matrix [out, in] in the order of memory that oneDNN's kernels read, or [in, out] if it is small."""
     is_small = weight.dtype == torch.float32 and weight.numel() <= SMALL_ELEMENTS
-    if is_small and not (few_rows and _has_known_order(*weight.shape)):
+    if is_small and not (few_rows and _has_known_order(weight.shape, weight.dtype)):
         return weight.t().contiguous()
     reordered: Tensor = _mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return reordered
 
 
-def _has_known_order(outputs: int, inputs: int) -> bool:
-    """Whether the kernels know how oneDNN packs a matrix of this shape."""
-    return outputs % OUTPUTS == 0 and inputs % 2 == 0
+def _has_known_order(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the kernels know how oneDNN packs a matrix [out, in]. It pads other inputs to whole cache lines."""
+    outputs, inputs = shape
+    return outputs % OUTPUTS == 0 and inputs * dtype.itemsize % 64 == 0
 
 
 def check_threads() -> None:
@@ -145,9 +146,8 @@ class PackedMatmul(PlainMatmul):
 
 def packed_memory(weight: Tensor, dtype: torch.dtype) -> np.ndarray | None:
     """The memory of a packed matrix [out, in] of this type, if the kernel for few rows may know its order."""
-    outputs, inputs = weight.shape
-    size = outputs * inputs * dtype.itemsize
-    if not _has_known_order(outputs, inputs) or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
+    size = weight.numel() * dtype.itemsize
+    if not _has_known_order(weight.shape, dtype) or not hasattr(_mkldnn, "data_ptr") or _mkldnn._nbytes(weight) != size:
         return None
     buffer = (ctypes.c_uint8 * size).from_address(_mkldnn.data_ptr(weight))
     return np.ctypeslib.as_array(buffer).view(np.int16 if dtype == torch.bfloat16 else np.float32)
