@@ -49,7 +49,8 @@ def bits_of_float(_context: Any, _value: Any) -> Any:
 
 @intrinsic
 def prefetch(_context: Any, array: Any, _offset: Any) -> Any:
-    """In a kernel: fetch the cache line of a contiguous array's element `offset`. Any offset is allowed."""
+    """In a kernel: fetch the cache line of a contiguous array's element `offset` into the second-level cache. Any offset
+    is allowed. A core waits for few lines of its first-level cache at a time, so fetches into that one are slower."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -57,7 +58,7 @@ def prefetch(_context: Any, array: Any, _offset: Any) -> Any:
         flag = ir.IntType(32)
         name, signature_ir = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTES, flag, flag, flag])
         function = cgutils.get_or_insert_function(builder.module, signature_ir, name)
-        builder.call(function, [address, flag(0), flag(3), flag(1)])  # a read, into all caches, of data
+        builder.call(function, [address, flag(0), flag(2), flag(1)])  # a read, into the second-level cache, of data
         return context.get_dummy_value()
 
     return types.void(array, types.intp), build

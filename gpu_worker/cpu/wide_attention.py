@@ -15,7 +15,7 @@ from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_su
 
 WIDTH = 64
 # Tokens between a fetch of a key or value and its use, as in narrow_attention.py.
-_AHEAD = 4
+_AHEAD = 8
 
 
 def attend_wide(

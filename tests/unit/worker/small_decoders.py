@@ -28,7 +28,7 @@ from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_t
 from tests.support.attention import Extents, metadata_of
 
 CPU = torch.device("cpu")
-NUM_BLOCKS, BLOCK_SIZE = 300, 4
+NUM_BLOCKS, BLOCK_SIZE = 600, 4
 MAX_POSITIONS = 256
 _CONFIG = DecoderConfig(
     architecture="LlamaForCausalLM",

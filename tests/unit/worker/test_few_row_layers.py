@@ -81,7 +81,7 @@ def test_a_step_computes_what_it_computes_layer_by_layer(name: str, threads: int
     ours, other = _decoder(name, dtype, threads), _decoder(name, dtype, threads, at_once=False)
     assert ours.layers is not None
     chunks = [*_decodes(3), (9, 2), (0, 8), (6, 5)]
-    for extents in [*map(_decodes, (1, 2, 3, 5, 8, 13, 32)), chunks]:
+    for extents in [*map(_decodes, (1, 2, 3, 5, 8, 13, 32, MOST_ROWS)), chunks]:
         step = step_of(extents, seed=len(extents))
         content, before = content_of(step, ours.pool), ours.layers.runs[True]
         found = ours.run(step, content)
@@ -106,7 +106,15 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(name: str, dtype: torch.
     for threads in (1, 2):
         ours = _decoder(name, dtype, threads)
         order = np.random.default_rng(threads).permutation(MOST_ROWS).tolist()
-        for begin, end in ((0, 32), (0, 1), (1, 3), (3, 6), (6, 11), (11, 32), *((i, i + 1) for i in range(1, 32))):
+        for begin, end in (
+            (0, MOST_ROWS),
+            (0, 1),
+            (1, 3),
+            (3, 6),
+            (6, 11),
+            (11, 43),
+            *((i, i + 1) for i in range(1, 32)),
+        ):
             which = order[begin:end]
             assert torch.equal(ours.run(step.of(which), content), whole[which])
             for i in which:
