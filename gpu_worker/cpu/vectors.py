@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +173,46 @@ def total_of(_context: Any, sums: Any) -> Any:
         return builder.extract_element(total, ir.IntType(32)(0))
 
     return types.float32(sums), build
+
+
+@intrinsic
+def store_totals(_context: Any, array: Any, _offset: Any, _factor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """In a kernel: 4 elements of a contiguous float32 array from `offset` on = the totals of these sums * factor."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, offset, factor, *all_sums = arguments
+        a, b, c, d = (_half(builder, sums) for sums in all_sums)
+        # In each half of a register: a0 + a2, b0 + b2, a1 + a3, b1 + b3, then the totals of a, b, c and d.
+        ab, cd = (_add_shuffled(builder, *two, (0, 8, 1, 9), (2, 10, 3, 11)) for two in ((a, b), (c, d)))
+        fours = _add_shuffled(builder, ab, cd, (0, 1, 8, 9), (2, 3, 10, 11))
+        totals = builder.fadd(*(_shuffle(builder, fours, fours, range(i, i + 4)) for i in (0, 4)))
+        vector = ir.VectorType(ir.FloatType(), 4)
+        one = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.IntType(32)(0))
+        scaled = builder.fmul(totals, _shuffle(builder, one, one, [0] * 4))
+        pointer = _pointer(context, builder, signature.args[0], array, offset)
+        builder.store(scaled, builder.bitcast(pointer, vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32, a, b, c, d), build
+
+
+def _shuffle(builder: Any, one: Any, other: Any, order: Iterable[int]) -> Any:
+    places = list(order)
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places))
+
+
+def _half(builder: Any, sums: Any) -> Any:
+    """8 numbers with the total of some sums."""
+    total = builder.extract_value(sums, 0)
+    for part in range(1, _NUM_PARTS):  # nsz: an unused part, of zeros, costs nothing
+        total = builder.fadd(total, builder.extract_value(sums, part), flags=("nsz",))
+    return builder.fadd(*(_shuffle(builder, total, total, range(i, i + 8)) for i in (0, 8)))
+
+
+def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int], high: Sequence[int]) -> Any:
+    """The sum of two orders of two vectors of 8. low, high: the places of 4 elements, for each half of the vectors."""
+    orders = ([*order, *(place + 4 for place in order)] for order in (low, high))
+    return builder.fadd(*(_shuffle(builder, one, other, order) for order in orders))
 
 
 @intrinsic

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, prange
 
 from gpu_worker.cpu.numbers import FASTMATH, prefetch, softmax, store
-from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_sums, total_of, zero_sums
+from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_sums, store_totals, total_of, zero_sums
 
 WIDTH = 64
 # Tokens between a fetch of a key or value and its use, as in narrow_attention.py.
@@ -84,18 +84,31 @@ def _score(
     last_head: int,
     scores: Any,
 ) -> None:
-    """The scores of the keys in block `number` of a table."""
+    """The scores of the keys in block `number` of a table, up to four tokens at a time."""
     block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group, first = len(query) // (last_head - first_head), number * block_size
-    for t in range(max(start - first, 0), min(kv_len - first, block_size)):
+    group, first, size = len(query) // (last_head - first_head), number * block_size, kv_heads * head_dim
+    stop = min(kv_len - first, block_size)
+    for t in range(max(start - first, 0), stop, 4):
+        num_tokens = min(4, stop - t)
         _fetch(keys, table, number, t + _AHEAD, kv_len, first_head, last_head)
-        token = ((np.intp(table[number]) * block_size + t) * kv_heads + first_head) * head_dim
+        token = (np.intp(table[number]) * block_size + t) * size + first_head * head_dim
         for k in range(last_head - first_head):
             for h in range(k * group, (k + 1) * group):
-                sums = zero_sums()
-                for d in range(0, head_dim, WIDTH):
-                    sums = add_products(sums, keys, token + k * head_dim + d, query, h * head_dim + d)
-                scores[h, first + t - start] = total_of(sums) * scale
+                place, own, score = token + k * head_dim, h * head_dim, first + t - start
+                if num_tokens == 4:
+                    a, b, c, d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
+                    for i in range(0, head_dim, WIDTH):
+                        a = add_products(a, keys, place + i, query, own + i)
+                        b = add_products(b, keys, place + size + i, query, own + i)
+                        c = add_products(c, keys, place + 2 * size + i, query, own + i)
+                        d = add_products(d, keys, place + 3 * size + i, query, own + i)
+                    store_totals(scores, h * scores.shape[1] + score, scale, a, b, c, d)
+                else:
+                    for j in range(num_tokens):
+                        sums = zero_sums()
+                        for i in range(0, head_dim, WIDTH):
+                            sums = add_products(sums, keys, place + j * size + i, query, own + i)
+                        scores[h, score + j] = total_of(sums) * scale
 
 
 @njit(inline="always")
@@ -116,8 +129,7 @@ def _weigh(
     stop = min(kv_len - first, block_size)
     for t in range(max(start - first, 0), stop, 4):
         num_tokens = min(4, stop - t)
-        for j in range(num_tokens):
-            _fetch(values, table, number, t + j + _AHEAD, kv_len, first_head, last_head)
+        _fetch(values, table, number, t + _AHEAD, kv_len, first_head, last_head)
         token = (np.intp(table[number]) * block_size + t) * size + first_head * head_dim
         for k in range(last_head - first_head):
             for h in range(k * group, (k + 1) * group):
@@ -135,11 +147,13 @@ def _weigh(
 
 @njit(inline="always")
 def _fetch(pool: Any, table: Any, number: int, t: int, kv_len: int, first_head: int, last_head: int) -> None:
-    """Fetch these heads of token t, counted from the start of block `number`, into the processor's caches. It may be in
-    the next block."""
+    """Fetch these heads of four tokens into the processor's caches: of token t, counted from the start of block
+    `number`, and the next ones. They may be in the next block."""
     block_size, kv_heads, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
     if t >= block_size:
         number, t = min(number + 1, (kv_len - 1) // block_size), min(t - block_size, block_size - 1)
     token = (np.intp(table[number]) * block_size + t) * kv_heads
-    for offset in range((token + first_head) * head_dim, (token + last_head) * head_dim, 64 // pool.itemsize):
-        prefetch(pool, offset)
+    for _ in range(4):
+        for offset in range((token + first_head) * head_dim, (token + last_head) * head_dim, 64 // pool.itemsize):
+            prefetch(pool, offset)
+        token += kv_heads
