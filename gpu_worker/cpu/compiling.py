@@ -101,4 +101,4 @@ def compile_in_child(last: Any, arguments: tuple[types.Type, ...], parallel: boo
     except RuntimeError:  # no folder: every start compiles
         return
     if not any(folder.glob(f"*{copy.__name__}*.nbi")):
-        subprocess.run([sys.executable, "-c", code], check=False)
+        subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)  # its log

@@ -1,4 +1,4 @@
-"""A worker whose OpenMP runs fewer threads than it asks for does not start."""
+"""If OpenMP runs fewer threads than a worker asks for, the worker does not start."""
 
 from __future__ import annotations
 
