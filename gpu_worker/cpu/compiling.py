@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,18 +89,23 @@ def renamed(kernel: Any, arguments: tuple[types.Type, ...], parallel: bool) -> F
     return copy
 
 
-def compile_in_child(last: Any, arguments: tuple[types.Type, ...], parallel: bool, code: str) -> None:
-    """If numba's cache lacks the kernel `last`, run the Python code `code` in a child process. This code compiles the
-    kernel, after all others of its kind.
+def compile_in_child(kernel: Any, code: str) -> None:
+    """Run the Python code `code` in a child process, once for each version of the kernels. It compiles a set of kernels
+    into the cache folder of `kernel`. If another process does so now, wait for it.
 
     numba compiles the body of a parallel loop, and a function that a kernel calls, as a function of its own. Only the
     process that compiles the kernel has this function twice: by itself, and optimized together with the kernel. It may
     run either, and the two round differently. But a worker must compute the same bits when it starts again.
     """
-    copy = renamed(last, arguments, parallel)
     try:
-        folder = Path(njit(parallel=parallel, cache=True)(copy).stats.cache_path)
+        folder = Path(njit(cache=True)(kernel).stats.cache_path)
     except RuntimeError:  # no folder: every start compiles
         return
-    if not any(folder.glob(f"*{copy.__name__}*.nbi")):
-        subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)  # its log
+    number = hashlib.sha256(code.encode()).hexdigest()[:12]
+    with (folder / f"paceline_{number}_{_VERSION}.done").open("a") as done:
+        fcntl.flock(done, fcntl.LOCK_EX)  # ends with the file
+        if not os.fstat(done.fileno()).st_size:
+            # It logs as this process will.
+            child = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)
+            if child.returncode == 0:
+                done.write("done")

@@ -316,8 +316,7 @@ def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = 
     began_s = time.monotonic()
     if not compiles_here:
         made = f"compiled_layers({dtype}, {wide_heads}, compiles_here=True)"
-        code = f"import torch; from {__name__} import compiled_layers; {made}"
-        compile_in_child(function, arguments, parallel=False, code=code)
+        compile_in_child(function, f"import torch; from {__name__} import compiled_layers; {made}")
     compiled = compiled_function(function, arguments)
     _log.info("the function for all layers is ready", seconds=round(time.monotonic() - began_s, 1))
     return compiled

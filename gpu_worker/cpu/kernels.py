@@ -148,9 +148,9 @@ class Kernels:
         attention = attend_wide if wide_heads else attend_narrow
         began_s = time.monotonic()
         if not compiles_here:
-            parallel = min(threads, config.NUMBA_NUM_THREADS) > 1
-            made = f"Kernels({dtype}, {threads}, wide_heads={wide_heads}, by_size={by_size}, compiles_here=True)"
-            compile_in_child(attention, attend, parallel, f"import torch; from {__name__} import Kernels; {made}")
+            variants = f"{min(threads, config.NUMBA_NUM_THREADS, 2)}, by_size={by_size}, wide_heads={wide_heads}"
+            made = f"Kernels({dtype}, {variants}, compiles_here=True)"
+            compile_in_child(attention, f"import torch; from {__name__} import Kernels; {made}")
         self.attend_chunk = None
         if wide_heads:
             integer, packed, seen = types.intp, types.Array(number, 1, "C"), types.Array(single, 1, "C")

@@ -14,8 +14,6 @@ from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.few_row_layers import FewRowLayers, few_row_layers
-from gpu_worker.cpu.few_rows import FewRows
-from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.wide_attention import WIDTH
@@ -26,6 +24,7 @@ from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.ops import TorchOps
 from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_tensors
 from tests.support.attention import Extents, metadata_of
+from tests.unit.worker.ready_kernels import ready_few_rows, ready_kernels
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 600, 4
@@ -74,16 +73,6 @@ def weights_of(config: DecoderConfig, dtype: torch.dtype, pack: bool = True) -> 
         how = packing(CPU, dtype, few_rows=True)
         assert how is not None
     return assemble(config, tensors.__getitem__, how)
-
-
-@cache
-def _kernels(dtype: torch.dtype, threads: int, wide_heads: bool) -> Kernels:
-    return Kernels(dtype, threads, wide_heads=wide_heads)
-
-
-@cache
-def _few_rows(dtype: torch.dtype, threads: int) -> FewRows:
-    return FewRows(dtype, threads)
 
 
 @dataclass(frozen=True)
@@ -172,9 +161,9 @@ class SmallDecoder:
         """at_once: with FewRowLayers."""
         self.pool = _pool(config, dtype, num_blocks, block_size)
         weights = weights_of(config, dtype)
-        kernels = _kernels(dtype, threads, config.head_dim % WIDTH == 0)
+        kernels = ready_kernels(dtype, threads, config.head_dim % WIDTH == 0)
         self.attention = CpuAttention(self.pool, config.windows, kernels)
-        ops, matmul = CpuOps(config, MAX_POSITIONS, kernels), PackedMatmul(_few_rows(dtype, threads))
+        ops, matmul = CpuOps(config, MAX_POSITIONS, kernels), PackedMatmul(ready_few_rows(dtype, threads))
         self.layers: CountedLayers | None = None
         self.few_row_layers: FewRowLayers | None = None
         if at_once:

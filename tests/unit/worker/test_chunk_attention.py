@@ -10,20 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.cpu.attention import KERNEL_ROWS, CpuAttention
-from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from tests.support.attention import dense, fill, metadata_of
+from tests.unit.worker.ready_kernels import ready_kernels
 
 CPU = torch.device("cpu")
 BLOCK = 16
 TYPES = [torch.float32, torch.bfloat16]
-KERNELS = {
-    (dtype, threads): Kernels(dtype, threads, wide_heads=True, by_size=False)
-    for dtype in TYPES
-    if has_vectors(dtype)
-    for threads in (1, 2)
-}
 
 
 @dataclass
@@ -59,7 +53,9 @@ class Case:
         return pool
 
     def attended(self, window: int, threads: int) -> torch.Tensor:
-        attention = CpuAttention(self.pool(), (window,), KERNELS[self.dtype, threads])
+        attention = CpuAttention(
+            self.pool(), (window,), ready_kernels(self.dtype, threads, wide_heads=True, by_size=False)
+        )
         attention.plan(metadata_of(0, self.lengths, self.tables, BLOCK))
         new = torch.cat([kv[:, prefix:] for kv, (prefix, _) in zip(self.full, self.lengths, strict=True)], dim=1)
         return attention.run(0, self.query, new[0], new[1])

@@ -32,10 +32,10 @@ from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.ops import TorchOps
 from tests.support.attention import dense, fill, metadata_of
+from tests.unit.worker.ready_kernels import ready_kernels
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
-KERNELS = {(dtype, threads): Kernels(dtype, threads) for dtype in TYPES for threads in (1, 2)}
 # Kernels that promise the same bits for a row in every batch.
 SAME_BITS: dict[str, Callable[[torch.dtype], Kernels]] = {
     "one thread": lambda dtype: Kernels(dtype, 1),
@@ -146,7 +146,7 @@ def test_the_softmax_of_a_chunk_hides_the_keys_behind_each_row(dtype: torch.dtyp
     masked = (scores / 4).view(kv_heads, rows, group, keys).masked_fill(hidden, -torch.inf)
     for threads in (1, 2):
         weights = scores.clone()
-        KERNELS[dtype, threads].mask_softmax(weights.numpy(), rows * group, group, window, np.float32(0.25))
+        ready_kernels(dtype, threads).mask_softmax(weights.numpy(), rows * group, group, window, np.float32(0.25))
         assert_close(weights, masked.softmax(-1).view_as(scores), torch.float32)
 
 
@@ -161,7 +161,7 @@ def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, prefix: in
     full = _random(2, prefix + count, 2, 16, dtype=dtype)
     fill(pool.storage, 0, table, full[:, :prefix])
     query = 5 * _random(count, 6, 16, dtype=dtype, seed=1)
-    attention = CpuAttention(pool, (window,), KERNELS[dtype, threads])
+    attention = CpuAttention(pool, (window,), ready_kernels(dtype, threads))
     attention.plan(metadata_of(0, [(prefix, count)], [table], 8))
     out = attention.run(0, query, full[0, prefix:], full[1, prefix:])
     torch.testing.assert_close(out.double(), dense(query, full[0], full[1], window), atol=0.01, rtol=2**-8)
@@ -172,7 +172,7 @@ def test_a_chunk_of_bfloat16_is_as_precise_as_its_inputs(window: int, prefix: in
 def test_layer_operations_agree_with_torch(dtype: torch.dtype, threads: int) -> None:
     config = _config()
     plain = TorchOps(config, 512, CPU)
-    ours = CpuOps(config, 512, KERNELS[dtype, threads])
+    ours = CpuOps(config, 512, ready_kernels(dtype, threads))
     for rows in COUNTS:
         x, weight = _random(rows, 48, dtype=dtype), _random(48, dtype=dtype, seed=1)
         assert_close(ours.norm(x, weight), plain.norm(x.float(), weight.float()), dtype)
@@ -242,7 +242,7 @@ def test_only_rows_that_see_a_broken_value_are_broken(dtype: torch.dtype, window
     query = _random(count, 6, 16, dtype=dtype, seed=1)
     expected = dense(query, full[0], full[1], window)
     full[1, prefix + broken, 1, 3] = bad
-    attention = CpuAttention(pool, (window,), KERNELS[dtype, 1])
+    attention = CpuAttention(pool, (window,), ready_kernels(dtype, 1))
     attention.plan(metadata_of(0, [(prefix, count)], [table], 8))
     out = attention.run(0, query, full[0, prefix:], full[1, prefix:]).double()
     last = broken + (window or count)
@@ -253,7 +253,7 @@ def test_only_rows_that_see_a_broken_value_are_broken(dtype: torch.dtype, window
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nan_in_a_row_stays_in_the_row(dtype: torch.dtype) -> None:
-    ops = CpuOps(_config(), 512, KERNELS[dtype, 1])
+    ops = CpuOps(_config(), 512, ready_kernels(dtype, 1))
     x = _random(3, 48, dtype=dtype)
     x[1, 5] = torch.nan
     gate_up = _random(3, 80, dtype=dtype)
@@ -290,7 +290,7 @@ def test_matrices_are_packed_only_where_the_cpu_can_use_them() -> None:
 def test_threads_are_those_of_the_setting_on_every_python_thread() -> None:
     """numba keeps its number of threads per Python thread. A worker is built in one thread and runs in another."""
     found: list[int] = []
-    ops = CpuOps(_config(), 512, KERNELS[torch.float32, 2])
+    ops = CpuOps(_config(), 512, ready_kernels(torch.float32, 2))
 
     def run() -> None:
         numba.set_num_threads(1)
@@ -340,6 +340,41 @@ def test_with_a_damaged_kernel_cache_a_start_compiles_again(tmp_path: Path) -> N
     assert "a kernel is compiled at each start" in printed
 
 
+SET = """
+import sys
+from gpu_worker.cpu.compiling import compile_in_child
+from gpu_worker.cpu.layer_kernels import silu_and_mul
+print("ready", flush=True)
+sys.stdin.readline()
+compile_in_child(silu_and_mul, sys.argv[1])
+"""
+
+
+def test_workers_that_start_together_compile_a_set_of_kernels_once(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.write_text("")
+
+    def start(end: str) -> subprocess.Popen[str]:
+        code = f"import time; open({str(runs)!r}, 'a').write('.'); time.sleep(0.5); {end}"
+        command, environment = [sys.executable, "-c", SET, code], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(count: int, end: str) -> str:
+        workers = [start(end) for _ in range(count)]
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+        for worker in workers:
+            worker.communicate("go\n", timeout=60)
+            assert worker.returncode == 0
+        return runs.read_text()
+
+    assert run(1, "raise SystemExit(1)") == "."  # it has failed, so it is tried again
+    assert run(1, "raise SystemExit(1)") == ".."
+    assert run(3, "print('compiled')") == "..."
+    assert run(1, "print('compiled')") == "..."
+
+
 BITS = """
 import hashlib, sys, numpy as np, torch
 from gpu_worker.cpu.chunk_attention import chunk_scratch
@@ -385,7 +420,7 @@ def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
     assert hashlib.sha256(code + get_host_cpu_name().encode()).hexdigest().startswith(compiling._VERSION)
     names = {
         kernel.__name__
-        for ready in KERNELS.values()
+        for ready in (ready_kernels(dtype, threads) for dtype in TYPES for threads in (1, 2))
         for kernel in (ready.norm._serial.py_func, ready.norm._parallel.py_func if ready.norm.threads > 1 else None)
         if kernel is not None
     }

@@ -11,13 +11,13 @@ import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.cpu import matmul
-from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
+from gpu_worker.cpu.few_rows import MOST_ROWS
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing, table_memory
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.cpu.vectors import has_vectors
+from tests.unit.worker.ready_kernels import ready_few_rows
 
 TYPES = [torch.float32, torch.bfloat16]
-KERNELS = {(dtype, threads): FewRows(dtype, threads) for dtype in TYPES if has_vectors(dtype) for threads in (1, 2)}
 SHAPES = [(64, 66), (192, 640), (2816, 512)]  # [out, in]
 
 
@@ -43,7 +43,7 @@ def test_a_few_rows_are_multiplied_by_the_kernel(shape: tuple[int, int], dtype: 
         assert memory is None
         return
     assert memory is not None
-    ours, onednn = PackedMatmul(KERNELS[dtype, threads]), PackedMatmul()
+    ours, onednn = PackedMatmul(ready_few_rows(dtype, threads)), PackedMatmul()
     bias = _random(shape[0], dtype=dtype, seed=1)
     exact = weight.float().t()
     for count in range(1, MOST_ROWS + 2):
@@ -74,7 +74,9 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> N
         for begin in range(7):
             for end in range(begin + 1, 8):
                 out = torch.zeros(end - begin, 192, dtype=dtype)
-                KERNELS[dtype, threads].multiply(as_array(rows[begin:end]), memory, memory[:0], False, as_array(out))
+                ready_few_rows(dtype, threads).multiply(
+                    as_array(rows[begin:end]), memory, memory[:0], False, as_array(out)
+                )
                 products.append((begin, out))
     whole = products[6][1]
     assert len(whole) == 7
@@ -86,7 +88,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(dtype: torch.dtype) -> N
 def test_a_few_rows_are_multiplied_with_an_embedding(dtype: torch.dtype, threads: int) -> None:
     if not has_vectors(dtype):
         pytest.skip(f"this CPU has no instructions for {dtype}")
-    ours = PackedMatmul(KERNELS[dtype, threads])
+    ours = PackedMatmul(ready_few_rows(dtype, threads))
     table = _random(301, 192, dtype=dtype) / 192**0.5
     head = table.t()
     assert table_memory(head) is not None
@@ -108,7 +110,7 @@ def test_a_head_that_the_kernel_cannot_read_is_left_to_torch() -> None:
     assert table_memory(torch.zeros(301, 100).t()) is None
     assert table_memory(torch.zeros(192, 301)) is None
     rows, table = _random(2, 100, dtype=torch.float32), _random(301, 100, dtype=torch.float32)
-    assert torch.equal(PackedMatmul(KERNELS[torch.float32, 1]).of(rows, table.t()), rows @ table.t())
+    assert torch.equal(PackedMatmul(ready_few_rows(torch.float32, 1)).of(rows, table.t()), rows @ table.t())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_a_matrix_in_an_unknown_order_is_left_to_onednn(monkeypatch: pytest.Monk
     assert memory is not None
     other = np.ascontiguousarray(memory.reshape(3, 640, 64).transpose(0, 2, 1)).ravel()
     monkeypatch.setattr(matmul, "packed_memory", lambda *_: other)
-    rows, ours = _random(1, 640, dtype=torch.float32), PackedMatmul(KERNELS[torch.float32, 1])
+    rows, ours = _random(1, 640, dtype=torch.float32), PackedMatmul(ready_few_rows(torch.float32, 1))
     _weight, second = _packed((192, 640), torch.float32)
     with capture_logs() as logs:
         found = [ours.of(rows, one) for one in (matrix, matrix, second)]
@@ -145,7 +147,7 @@ def test_a_nan_stays_in_its_row_and_column() -> None:
     matrix = packed(weight, few_rows=True)
     rows = _random(3, 640, dtype=torch.float32)
     rows[1, 9] = torch.nan
-    found = PackedMatmul(KERNELS[torch.float32, 2]).of(rows, matrix).isnan()
+    found = PackedMatmul(ready_few_rows(torch.float32, 2)).of(rows, matrix).isnan()
     assert found[1].all()
     assert found[0].nonzero().flatten().tolist() == found[2].nonzero().flatten().tolist() == [70]
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,12 @@ from tests.unit.worker.inputs import Inputs
 CPU = torch.device("cpu")
 BFLOAT16 = torch.bfloat16
 TYPES = [torch.float32, torch.bfloat16]
-MATMUL = {(dtype, threads): Int8Matmul(Int8Kernels(dtype, threads)) for dtype in TYPES for threads in (1, 2)}
 pytestmark = pytest.mark.skipif(not can_multiply_int8(), reason="this CPU has no VNNI instructions")
+
+
+@cache
+def _matmul(dtype: torch.dtype, threads: int) -> Int8Matmul:
+    return Int8Matmul(Int8Kernels(dtype, threads))
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = BFLOAT16) -> Tensor:
@@ -88,7 +93,7 @@ def test_large_products_are_those_of_the_dequantized_matrix(
 def _check_products(dtype: torch.dtype, count: int, out: int, width: int, seed: int) -> None:
     """Only the weights are rounded to 8 bits. Rows with one large number among many small ones are the hardest."""
     weight = _random(out, width, seed=seed, dtype=dtype) / width**0.5
-    matmul, matrix = MATMUL[dtype, 1], packed_int8(weight)
+    matmul, matrix = _matmul(dtype, 1), packed_int8(weight)
     assert matrix.shape == (width, out)
     rows, bias = _random(count, width, seed=seed + 1, dtype=dtype), _random(out, seed=seed + 2, dtype=dtype)
     rows[-1, 0] = 30
@@ -115,7 +120,7 @@ def _check_products(dtype: torch.dtype, count: int, out: int, width: int, seed: 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_does_not_depend_on_other_rows(dtype: torch.dtype, threads: int) -> None:
-    matmul = MATMUL[dtype, threads]
+    matmul = _matmul(dtype, threads)
     matrix = packed_int8(_random(2816, 512, dtype=dtype))
     rows = _random(400, 512, seed=1, dtype=dtype)
     whole = matmul.of(rows, matrix)
@@ -130,12 +135,12 @@ def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype, bad: float) -> N
     for count in (3, 40):
         rows = _random(count, 48, dtype=dtype)
         rows[1, 5] = bad
-        finite = MATMUL[dtype, 1].of(rows, matrix).isfinite()
+        finite = _matmul(dtype, 1).of(rows, matrix).isfinite()
         assert finite.all(1).tolist() == finite.any(1).tolist() == [i != 1 for i in range(count)]
 
 
 def test_a_row_of_zeros_has_the_product_zero() -> None:
-    product = MATMUL[torch.float32, 1].of(torch.zeros(2, 48), packed_int8(_random(64, 48)))
+    product = _matmul(torch.float32, 1).of(torch.zeros(2, 48), packed_int8(_random(64, 48)))
     assert torch.equal(product, torch.zeros(2, 64))
 
 

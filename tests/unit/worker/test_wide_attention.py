@@ -8,19 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker.cpu.attention import CpuAttention
-from gpu_worker.cpu.kernels import Kernels
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.kv.pool import allocate_pool
 from tests.support.attention import dense, fill, metadata_of
+from tests.unit.worker.ready_kernels import ready_kernels
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
-KERNELS = {
-    (dtype, threads): Kernels(dtype, threads, wide_heads=True, by_size=False)
-    for dtype in TYPES
-    if has_vectors(dtype)
-    for threads in (1, 2)
-}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -61,7 +55,7 @@ def test_wide_heads_attend_as_dense_attention(
     last = torch.stack([kv[:, -1] for kv in full], dim=1)
 
     def attended(which: list[int]) -> torch.Tensor:
-        attention = CpuAttention(pool, (window,), KERNELS[dtype, threads])
+        attention = CpuAttention(pool, (window,), ready_kernels(dtype, threads, wide_heads=True, by_size=False))
         extents = [(lengths[i] - 1, 1) for i in which]
         attention.plan(metadata_of(len(which), extents, [tables[i] for i in which], block_size))
         return attention.run(0, query[which], last[0, which], last[1, which])
