@@ -11,7 +11,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from llvmlite.binding import get_host_cpu_name
+import llvmlite
+import numba
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import cfunc, config, njit, set_num_threads, types
 
 from gpu_worker.cpu.numbers import FASTMATH
@@ -19,9 +21,10 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# Changes with the code of the kernels and with the CPU.
+# Changes with the code of the kernels, with the compiler, and with the CPU.
 _SOURCES = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-_VERSION = hashlib.sha256(_SOURCES + get_host_cpu_name().encode()).hexdigest()[:12]
+_MACHINE = numba.__version__, llvmlite.__version__, get_host_cpu_name(), get_host_cpu_features().flatten()
+_VERSION = hashlib.sha256(_SOURCES + repr(_MACHINE).encode()).hexdigest()[:12]
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -101,11 +104,25 @@ def compile_in_child(kernel: Any, code: str) -> None:
         folder = Path(njit(cache=True)(kernel).stats.cache_path)
     except RuntimeError:  # no folder: every start compiles
         return
-    number = hashlib.sha256(code.encode()).hexdigest()[:12]
-    with (folder / f"paceline_{number}_{_VERSION}.done").open("a") as done:
-        fcntl.flock(done, fcntl.LOCK_EX)  # ends with the file
-        if not os.fstat(done.fileno()).st_size:
-            # It logs as this process will.
-            child = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL)
-            if child.returncode == 0:
-                done.write("done")
+    marker = folder / f"paceline_{hashlib.sha256(code.encode()).hexdigest()[:12]}_{_VERSION}.done"
+    try:
+        if marker.is_file() and marker.stat().st_size:
+            return
+        with marker.open("a") as done:
+            try:
+                fcntl.flock(done, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("waiting for another process that compiles the kernels")
+                fcntl.flock(done, fcntl.LOCK_EX)
+            if os.fstat(done.fileno()).st_size:
+                return
+            # The same modules as this process has. Its log is not needed: this process says the same.
+            command, quiet = [sys.executable, "-P", "-c", code], subprocess.DEVNULL
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            child = subprocess.run(command, env=environment, stdin=quiet, stdout=quiet, check=False)
+            if child.returncode != 0:
+                raise OSError(f"the child process ended with status {child.returncode}")
+            done.write("done")
+    except OSError as error:  # a full or foreign folder, or one without locks
+        reason = f"{type(error).__name__}: {error}"
+        _log.warning("later starts may round differently, because this process compiles the kernels", reason=reason)

@@ -132,7 +132,7 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
     meetings = 0
     for index in range(num_layers):
         layer = layers[index]
-        # Each thread has all normed rows for itself, because a meeting would take longer.
+        # Each thread has all normed rows for itself: for a few rows, a meeting would take longer.
         _norm(hidden, _array(layer[INPUT_NORM], width, like), eps, normed)
         bias = _array(layer[QKV_BIAS], projected.shape[1] if layer[QKV_BIAS] else 0, like)
         qkv = _array(layer[QKV], width * projected.shape[1], like)

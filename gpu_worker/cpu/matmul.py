@@ -60,15 +60,16 @@ def check_threads() -> None:
     """Raises ModelError if OpenMP runs fewer threads than torch asks for. oneDNN divides a product among all of them,
     and what the missing ones should compute stays what was in memory before."""
     threads = torch.get_num_threads()
-    if threads == 1 or not multiplies_bfloat16():
+    dtype = torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    if threads == 1 or packing(torch.device("cpu"), dtype, few_rows=False) is None:
         return
-    weight = torch.ones(1024, 512, dtype=torch.bfloat16)
+    weight = torch.ones(64 * threads, 512, dtype=dtype)  # so that each thread has a part
     product = _product(weight[:32], _mkldnn._reorder_linear_weight(weight, None), None)
     # OMP_DYNAMIC: the number follows the load on the machine, so this product may be right by chance.
     if os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true" or not bool((product == 512).all()):
         raise ModelError(
             f"OpenMP does not always run the {threads} threads of this worker, so products would be wrong: unset "
-            "OMP_DYNAMIC and OMP_THREAD_LIMIT, or set threads to 1"
+            "OMP_DYNAMIC, OMP_THREAD_LIMIT and OMP_MAX_ACTIVE_LEVELS, or set threads to 1"
         )
 
 

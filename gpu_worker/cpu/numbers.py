@@ -50,7 +50,7 @@ def bits_of_float(_context: Any, _value: Any) -> Any:
 @intrinsic
 def prefetch(_context: Any, array: Any, _offset: Any) -> Any:
     """In a kernel: fetch the cache line of a contiguous array's element `offset` into the second-level cache. Any
-    offset is allowed. A core waits for few lines of its first-level cache at a time, so such fetches are slower."""
+    offset is allowed. The first-level cache would be slower: a core waits for only a few of its lines at a time."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data

@@ -164,7 +164,7 @@ def total_of(_context: Any, sums: Any) -> Any:
         total = builder.extract_value(arguments[0], 0)
         for part in range(1, _NUM_PARTS):
             total = builder.fadd(total, builder.extract_value(arguments[0], part))
-        # Halves, quarters and so on. Without fastmath the compiler keeps this order.
+        # Halves, quarters and so on. Without fastmath, as in products, the compiler keeps this order.
         width = _LANES
         while width > 1:
             width //= 2

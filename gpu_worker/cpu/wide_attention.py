@@ -148,12 +148,13 @@ def _weigh(
 @njit(inline="always")
 def _fetch(pool: Any, table: Any, number: int, t: int, kv_len: int, first_head: int, last_head: int) -> None:
     """Fetch these heads of four tokens into the processor's caches: of token t, counted from the start of block
-    `number`, and the next ones. They may be in the next block."""
+    `number`, and the next ones. They may be in later blocks."""
     block_size, kv_heads, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
-    if t >= block_size:
-        number, t = min(number + 1, (kv_len - 1) // block_size), min(t - block_size, block_size - 1)
-    token = (np.intp(table[number]) * block_size + t) * kv_heads
-    for _ in range(4):
+    position, last = number * block_size + t, (kv_len - 1) // block_size
+    number, t = min(position // block_size, last), position % block_size
+    for j in range(4):
+        if t + j >= block_size:
+            number, t = min(number + 1, last), -j
+        token = (np.intp(table[number]) * block_size + t + j) * kv_heads
         for offset in range((token + first_head) * head_dim, (token + last_head) * head_dim, 64 // pool.itemsize):
             prefetch(pool, offset)
-        token += kv_heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import math
 import os
@@ -24,6 +26,7 @@ from numba import njit
 from gpu_worker.cpu import compiling
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.kernels import Kernels
+from gpu_worker.cpu.layer_kernels import silu_and_mul
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packing
 from gpu_worker.cpu.numbers import FASTMATH, as_array, exp, largest, load, store
 from gpu_worker.cpu.ops import CpuOps
@@ -375,6 +378,24 @@ def test_workers_that_start_together_compile_a_set_of_kernels_once(tmp_path: Pat
     assert run(1, "print('compiled')") == "..."
 
 
+def test_without_locks_in_the_cache_folder_a_worker_compiles_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", fail)
+    compiling.compile_in_child(silu_and_mul, "raise SystemExit(0)")
+    assert "No locks available" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiling.compile_in_child(silu_and_mul, "raise SystemExit(7)")
+    assert "ended with status 7" in capsys.readouterr().out
+    compiling.compile_in_child(silu_and_mul, "import gpu_worker, sys; raise SystemExit('' in sys.path)")
+    assert capsys.readouterr().out == ""
+
+
 BITS = """
 import hashlib, sys, numpy as np, torch
 from gpu_worker.cpu.chunk_attention import chunk_scratch
@@ -386,16 +407,20 @@ kernels = Kernels(torch.float32, int(sys.argv[1]), wide_heads=wide_heads)
 numbers = np.random.default_rng(0)
 rows = numbers.standard_normal((400, 300), np.float32)
 kernels.norm(rows, rows[0].copy(), np.float32(1e-5), rows)
-out, hidden = np.zeros((200, 512), np.float32), np.zeros(0, np.float32)
+out, hidden = np.zeros((200, 512), np.float32), []
 if wide_heads:
     pool = numbers.standard_normal((2, 20, 16, 2, 64), np.float32)
     query, scratch = numbers.standard_normal((200, 8, 64), np.float32), np.empty(chunk_scratch(320, 2, 64), np.float32)
     chunk = np.arange(20, dtype=np.int32), 0, 200, 320, 0, np.float32(0.125)
     kernels.attend_chunk(query, *pool, *chunk, scratch, scratch.copy(), kernels.attend_chunk.threads, out)
-    decoder, step = SmallDecoder(config_of(), torch.float32, int(sys.argv[1]), at_once=True), step_of([(9, 1), (70, 3)])
-    hidden = decoder.run(step, content_of(step, decoder.pool)).numpy()
-    assert decoder.layers.runs[True] == 1
-print(hashlib.sha256(rows.tobytes() + out.tobytes() + hidden.tobytes()).hexdigest())
+    step = step_of([(9, 1), (70, 3), (31, 1)])
+    for dtype in (torch.float32, torch.bfloat16):
+        for at_once in (True, False):
+            if has_vectors(dtype):
+                decoder = SmallDecoder(config_of(), dtype, int(sys.argv[1]), at_once=at_once)
+                hidden.append(decoder.run(step, content_of(step, decoder.pool)).float().numpy().tobytes())
+                assert not at_once or decoder.layers.runs[True] == 1
+print(hashlib.sha256(rows.tobytes() + out.tobytes() + b"".join(hidden)).hexdigest())
 """
 
 
@@ -417,7 +442,10 @@ def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
     sources = sorted(Path(compiling.__file__).parent.glob("*.py"))
     assert {"numbers.py", "vectors.py", "kernels.py"} < {source.name for source in sources}
     code = b"".join(source.read_bytes() for source in sources)
-    assert hashlib.sha256(code + get_host_cpu_name().encode()).hexdigest().startswith(compiling._VERSION)
+    assert code == compiling._SOURCES
+    machine = repr(compiling._MACHINE)
+    assert all(part in machine for part in (numba.__version__, get_host_cpu_name(), "avx"))
+    assert hashlib.sha256(code + machine.encode()).hexdigest().startswith(compiling._VERSION)
     names = {
         kernel.__name__
         for ready in (ready_kernels(dtype, threads) for dtype in TYPES for threads in (1, 2))

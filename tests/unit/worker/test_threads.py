@@ -39,3 +39,27 @@ def test_openmp_must_run_all_threads_of_a_worker(variable: str, threads: int, an
         command, env=os.environ | {name: value}, capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.splitlines()[-1].startswith(answer)
+
+
+CHECK = """
+import torch
+from gpu_worker.cpu.matmul import check_threads
+torch.set_num_threads({threads})
+try:
+    check_threads()
+    print("checked")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "DEFAULT"])  # AVX2: products of float32 instead of bfloat16
+@pytest.mark.parametrize(
+    ("limit", "threads", "answer"),
+    [(32, 64, "ModelError"), (63, 64, "ModelError"), (64, 64, "checked"), (1, 1, "checked")],
+)
+def test_one_missing_thread_of_many_is_noticed(instructions: str, limit: int, threads: int, answer: str) -> None:
+    environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "ONEDNN_MAX_CPU_ISA": instructions}
+    command = [sys.executable, "-c", CHECK.format(threads=threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines()[-1] == answer

@@ -20,7 +20,7 @@ TYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", TYPES)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5),
-    block_size=st.sampled_from([1, 3, 16]),
+    block_size=st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 7]),
     head_dim=st.sampled_from([64, 128, 192]),
