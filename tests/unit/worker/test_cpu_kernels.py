@@ -414,16 +414,15 @@ if wide_heads:
     chunk = np.arange(20, dtype=np.int32), 0, 200, 320, 0, np.float32(0.125)
     kernels.attend_chunk(query, *pool, *chunk, scratch, scratch.copy(), kernels.attend_chunk.threads, out)
     step = step_of([(9, 1), (70, 3), (31, 1)])
-    for dtype in (torch.float32, torch.bfloat16):
-        for at_once in (True, False):
-            if has_vectors(dtype):
-                decoder = SmallDecoder(config_of(), dtype, int(sys.argv[1]), at_once=at_once)
-                hidden.append(decoder.run(step, content_of(step, decoder.pool)).float().numpy().tobytes())
-                assert not at_once or decoder.layers.runs[True] == 1
+    for at_once in (True, False):
+        decoder = SmallDecoder(config_of(), torch.float32, int(sys.argv[1]), at_once=at_once)
+        hidden.append(decoder.run(step, content_of(step, decoder.pool)).numpy().tobytes())
+        assert not at_once or decoder.layers.runs[True] == 1
 print(hashlib.sha256(rows.tobytes() + out.tobytes() + b"".join(hidden)).hexdigest())
 """
 
 
+@pytest.mark.timeout(300)  # it compiles
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(threads: int, tmp_path: Path) -> None:
     if threads > numba.config.NUMBA_NUM_THREADS:
