@@ -16,11 +16,16 @@ import torch
 from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
-from gpu_worker.cpu.numbers import KERNEL_TYPES, load, store
-from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_products, store_sums, total_of, zero_sums
+from gpu_worker.cpu.numbers import KERNEL_TYPES, load, prefetch, store
+from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_products, load_sums, store_sums, total_of, zero_sums
 
-# With up to so many rows the kernel is faster than oneDNN, on two Zen 4 cores.
-MOST_ROWS = 12
+# With up to so many rows the kernels are faster than oneDNN and torch, on two Zen 4 cores: for packed matrices, and for
+# embeddings.
+MOST_ROWS = 32
+MOST_TABLE_ROWS = 12
+# With more than four rows, so many weights of a block of outputs are multiplied at a time. They stay in the first-level
+# cache for all rows.
+_PART_BYTES = 16 << 10
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
@@ -32,42 +37,62 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, threads: int, out: Any) -> None:
     """A thread's part of the outputs."""
     blocks = out.shape[1] // OUTPUTS
-    sums = np.empty((4, OUTPUTS), np.float32)
+    sums = np.empty((len(rows) + 3, OUTPUTS), np.float32)
     for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
         multiply_block(rows, packed, bias, adds, block, sums, out)
 
 
 @njit(fastmath=False)
 def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, sums: Any, out: Any) -> None:
-    """The 64 outputs of a block. sums: scratch memory, float32 [4, 64]."""
+    """The 64 outputs of a block. sums: scratch memory, float32 [rows + 3, 64]."""
     count, inputs = rows.shape
-    begin, row = block * OUTPUTS * inputs, 0
-    while row < count:
-        # One row, or four: if fewer are left, the last one several times.
-        num_rows = 1 if row == count - 1 else min(4, count - row)
-        if num_rows == 1:
-            _one_row(rows[row], packed, begin, sums)
-        else:
-            _four_rows(rows[row:], packed, begin, sums)
-        for i in range(num_rows):
-            _write(sums[i], bias, adds, row + i, block * OUTPUTS, out)
-        row += num_rows
+    begin = block * OUTPUTS * inputs
+    groups = (count + 3) // 4
+    step = 2 * OUTPUTS // groups
+    part = _PART_BYTES // packed.itemsize // OUTPUTS if groups > 1 else inputs
+    for first in range(0, inputs, part):
+        last = min(first + part, inputs)
+        for group in range(groups):
+            row = 4 * group
+            ahead = begin + last * OUTPUTS + part * OUTPUTS * group // groups
+            if row == count - 1:
+                _add_row(rows[row], packed, begin, first, last, sums[row:])
+            elif groups > 1:
+                _add_four_rows(rows[row:], packed, begin, first, last, sums[row:], True, ahead, step)
+            else:
+                _add_four_rows(rows[row:], packed, begin, first, last, sums[row:], False, ahead, step)
+    for row in range(count):
+        _write(sums[row], bias, adds, row, block * OUTPUTS, out)
 
 
 @njit(inline="always")
-def _one_row(row: Any, packed: Any, begin: int, sums: Any) -> None:
-    total = zero_sums()
-    for i in range(0, len(row), 2):
+def _add_row(row: Any, packed: Any, begin: int, first: int, last: int, sums: Any) -> None:
+    """Adds the products of the inputs first..last - 1."""
+    total = _begun(sums, 0, first)
+    for i in range(first, last, 2):
         total = add_inputs(total, packed, begin + i * OUTPUTS, row, i)
     store_sums(sums, 0, total)
 
 
 @njit(inline="always")
-def _four_rows(rows: Any, packed: Any, begin: int, sums: Any) -> None:
-    last = len(rows) - 1
-    a, b, c, d = rows[0], rows[min(1, last)], rows[min(2, last)], rows[min(3, last)]
-    total_a, total_b, total_c, total_d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
-    for i in range(0, rows.shape[1], 2):
+def _add_four_rows(
+    rows: Any, packed: Any, begin: int, first: int, last: int, sums: Any, fetches: bool, ahead: int, step: int
+) -> None:
+    """As _add_row(), for the first four rows; if there are fewer, for the last one several times. With `fetches`, each
+    of the groups fetches its share of the next part's weights, which begins at `ahead`: otherwise the cores would wait
+    for memory first, and compute then."""
+    end, line = len(rows) - 1, step // packed.itemsize
+    a, b, c, d = rows[0], rows[min(1, end)], rows[min(2, end)], rows[min(3, end)]
+    total_a, total_b = _begun(sums, 0, first), _begun(sums, 1, first)
+    total_c, total_d = _begun(sums, 2, first), _begun(sums, 3, first)
+    for i in range(first, last, 2):
+        if fetches:  # for two groups in bfloat16 two lines of the cache, in float32 four
+            prefetch(packed, ahead)
+            prefetch(packed, ahead + line)
+            if packed.itemsize == 4:
+                prefetch(packed, ahead + 2 * line)
+                prefetch(packed, ahead + 3 * line)
+            ahead += step
         offset = begin + i * OUTPUTS
         total_a = add_inputs(total_a, packed, offset, a, i)
         total_b = add_inputs(total_b, packed, offset, b, i)
@@ -77,6 +102,12 @@ def _four_rows(rows: Any, packed: Any, begin: int, sums: Any) -> None:
     store_sums(sums, OUTPUTS, total_b)
     store_sums(sums, 2 * OUTPUTS, total_c)
     store_sums(sums, 3 * OUTPUTS, total_d)
+
+
+@njit(inline="always")
+def _begun(sums: Any, row: int, first: int) -> Any:
+    """The sums of a row over the inputs before `first`."""
+    return load_sums(sums, row * OUTPUTS) if first else zero_sums()
 
 
 @njit(inline="always")
@@ -94,12 +125,17 @@ def _write(sums: Any, bias: Any, adds: bool, row: int, begin: int, out: Any) -> 
 
 
 def _multiply_table(rows: Any, table: Any, threads: int, out: Any) -> None:
-    count = len(rows)
     for thread in prange(threads):
-        for output in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
-            weights = table[output]
-            for row in range(0, count, 4):
-                _four_products(rows, row, weights, output, out)
+        multiply_table_part(rows, table, thread, threads, out)
+
+
+@njit(fastmath=False)
+def multiply_table_part(rows: Any, table: Any, thread: int, threads: int, out: Any) -> None:
+    """A thread's part of the outputs."""
+    for output in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
+        weights = table[output]
+        for row in range(0, len(rows), 4):
+            _four_products(rows, row, weights, output, out)
 
 
 @njit(inline="always")

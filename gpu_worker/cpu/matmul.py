@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.cpu.few_rows import MOST_ROWS, FewRows
+from gpu_worker.cpu.few_rows import MOST_ROWS, MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.device import multiplies_bfloat16
@@ -105,7 +105,8 @@ class PackedMatmul(PlainMatmul):
 
     def _memory_for(self, rows: Tensor, weight: Tensor) -> np.ndarray | None:
         """The matrix's memory, if a kernel computes the product with these rows."""
-        if self._few_rows is None or len(rows) > MOST_ROWS:
+        most_rows = MOST_ROWS if weight.is_mkldnn else MOST_TABLE_ROWS
+        if self._few_rows is None or len(rows) > most_rows:
             return None
         return self.memory(weight, rows.dtype)
 

@@ -11,7 +11,7 @@ import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.cpu import matmul
-from gpu_worker.cpu.few_rows import MOST_ROWS
+from gpu_worker.cpu.few_rows import MOST_ROWS, MOST_TABLE_ROWS
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing, table_memory
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.cpu.vectors import has_vectors
@@ -92,11 +92,11 @@ def test_a_few_rows_are_multiplied_with_an_embedding(dtype: torch.dtype, threads
     table = _random(301, 192, dtype=dtype) / 192**0.5
     head = table.t()
     assert table_memory(head) is not None
-    rows = _random(MOST_ROWS, 192, dtype=dtype, seed=1)
+    rows = _random(MOST_TABLE_ROWS, 192, dtype=dtype, seed=1)
     exact = rows.float() @ table.float().t()
     rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
-    for begin in range(MOST_ROWS):
-        out = torch.empty(MOST_ROWS - begin, 301, dtype=dtype)
+    for begin in range(MOST_TABLE_ROWS):
+        out = torch.empty(MOST_TABLE_ROWS - begin, 301, dtype=dtype)
         assert ours.of(rows[begin:], head, out=out) is out
         torch.testing.assert_close(out.float(), exact[begin:], rtol=rounding, atol=1e-5)
         assert torch.equal(ours.of(rows[begin : begin + 1], head), out[:1])
