@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,15 +15,15 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer, unsupported
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.few_row_layers import few_row_layers
 from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
 from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
-from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.ops import CpuOps, largest_logits
 from gpu_worker.cpu.vectors import has_vectors
-from gpu_worker.cpu.wide_attention import WIDTH
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
 from gpu_worker.kv.pool import allocate_pool
@@ -39,6 +40,7 @@ from gpu_worker.models.ops import LayerOps, TorchOps
 from gpu_worker.models.weights import Pack
 from gpu_worker.sampling.fused import try_kernels
 from gpu_worker.sampling.grammars import load_tokenizer
+from gpu_worker.sampling.sampler import Largest
 from gpu_worker.settings import CPU_STEP_TOKENS, GPU_STEP_TOKENS, WorkerSettings
 from gpu_worker.steps.graphs import CaptureProgress, CudaCapture, graph_sizes
 from gpu_worker.steps.inputs import HostInputs, PinnedInputs
@@ -236,6 +238,7 @@ class _RunnerMaker:
             num_host_blocks=num_host_blocks,
         )
         table_blocks = -(-self.max_model_len // settings.block_size)
+        largest: Largest | None = None
         attention: AttentionBackend
         ops: LayerOps
         matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
@@ -246,6 +249,7 @@ class _RunnerMaker:
             )
             attention = CpuAttention(pool, config.windows, kernels, by_row=settings.deterministic)
             ops = CpuOps(config, self.max_model_len, kernels)
+            largest = partial(largest_logits, kernels)
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
                 all_layers = few_row_layers(config, self.model.weights, pool, attention, ops, matmul, threads)
@@ -263,7 +267,7 @@ class _RunnerMaker:
         if (embedding := self.model.embedding) is not None:
             pooler = Pooler(embedding, config.hidden_size, settings.max_num_seqs, device)
         return ModelRunner(
-            decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler, self.fused_sampling
+            decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler, self.fused_sampling, largest
         )
 
 

@@ -48,16 +48,24 @@ class CpuAttention(TorchAttention):
         self._scale = np.float32(self._head_dim**-0.5)
         self._packed_keys = np.empty(0, self._pool_arrays[0][0].dtype)
         self._seen_values = np.empty(0, np.float32)
+        self._by_kernel: tuple[Int32s, Int32s, Int32s, Int32s]
+        self._no_plans = {window: WindowPlan((), ()) for window in set(windows)}
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
         """One call takes all decodes and short chunks at once. Their arrays are the same for every window."""
+        if metadata.num_decodes == metadata.num_sequences:
+            numbers = np.arange(metadata.num_decodes, dtype=np.int32)
+            self._by_kernel = metadata.kv_indices, metadata.kv_indptr[:-1], metadata.kv_lens(self._block_size), numbers
+            self._chunks_by_kernel, self._plans = [], self._no_plans
+            return
         counts = np.diff(metadata.qo_indptr)
         owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
-        rows = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
+        which = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
         # A row sees the tokens up to its own. The sequence's last row sees all.
-        kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - rows)
-        arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, rows
-        self._by_kernel = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
+        kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - which)
+        arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, which
+        block_ids, first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
+        self._by_kernel = block_ids, first_blocks, kv_lens, rows
         has_kernel = self._kernels.attend_chunk is not None
         self._chunks_by_kernel = list(self._kernel_chunks(metadata)) if has_kernel else []
         shorter = metadata.num_rows if has_kernel else KERNEL_ROWS
@@ -82,6 +90,10 @@ class CpuAttention(TorchAttention):
         decodes or in short chunks."""
         block_ids, first_blocks, kv_lens, rows = self._by_kernel
         return (block_ids, first_blocks, kv_lens) if len(rows) == num_rows else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def slot_mapping(self) -> Tensor:

@@ -12,19 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import config, prange, types
+from numba import config, njit, prange, types
 
 from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
+from gpu_worker.cpu.decode_attention import attend_narrow, attend_wide
 from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul
-from gpu_worker.cpu.narrow_attention import attend_narrow
 from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, float_of_bits, load, softmax, store
-from gpu_worker.cpu.wide_attention import attend_wide
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
 _MIN_ROWS = 128
+_INFINITY = np.int32(0x7F800000)  # the bits of infinity
+_PART_TOKENS = 256
 
 
 def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: float) -> None:
@@ -81,6 +82,31 @@ def _join(product: Any, scales: Any, bias: Any, adds: bool, out: Any) -> None:
                 store(out, (row, d), (product[row, d] + product[rows + row, d] * low) * scale)
 
 
+@njit(inline="always")
+def _order(number: Any) -> Any:
+    """An int32 for a float32, in the order of the numbers: -0 is 0, and NaN is more than infinity."""
+    bits = np.int32(bits_of_float(number))
+    size = bits & np.int32(0x7FFFFFFF)
+    return np.int32(-size) if bits < 0 and size <= _INFINITY else size
+
+
+def _largest(logits: Any, tokens: Any, failed: Any) -> None:
+    vocab = logits.shape[1]
+    for row in prange(len(logits)):
+        best, token = np.int32(-(2**31)), 0
+        # First find the part that has the largest logit: a loop that also notes the token uses no vector instructions.
+        for begin in range(0, vocab, _PART_TOKENS):
+            most = np.int32(-(2**31))
+            for t in range(begin, min(begin + _PART_TOKENS, vocab)):
+                most = max(most, _order(load(logits[row, t])))
+            if most > best:
+                best, token = most, begin
+        while _order(load(logits[row, token])) != best:
+            token += 1
+        failed[row] = best >= _INFINITY or best <= -_INFINITY
+        tokens[row] = 0 if failed[row] else token
+
+
 class Int8Kernels:
     """The kernels around the int8 products of rows of one type (cpu/int8.py), for one thread or for several.
 
@@ -121,6 +147,8 @@ class Kernels:
         num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
         the weight norms[0] for the first num_queries heads, and norms[1] for the other heads.
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
+    largest(logits [rows, vocab], tokens int64 [rows], failed bool [rows]): the first token with the largest logit of
+        each row. failed: the largest logit is infinite or NaN, and the token is 0.
     """
 
     def __init__(
@@ -132,7 +160,7 @@ class Kernels:
         wide_heads: bool = False,
         compiles_here: bool = False,
     ) -> None:
-        """`wide_heads`: attend() is the kernel of wide_attention.py, and there is attend_chunk(). `by_size`: a few rows
+        """`wide_heads`: attend() is attend_wide(), and there is attend_chunk(). `by_size`: a few rows
         run in one thread, where that is faster. Without it every call runs in the same number of threads, so that a
         row's result depends only on the row's own inputs, bit for bit. `compiles_here`: what the cache lacks is
         compiled by this process; see compile_in_child()."""
@@ -162,5 +190,7 @@ class Kernels:
         self.norm = CompiledKernel(norm, (matrix, vector, single, matrix), threads, least)
         self.rotate = CompiledKernel(rotate, turned, threads, least)
         self.silu_and_mul = CompiledKernel(silu_and_mul, (matrix, matrix), threads, least)
+        chosen = types.Array(types.int64, 1, "C"), types.Array(types.boolean, 1, "C")
+        self.largest = CompiledKernel(_largest, (matrix, *chosen), threads, least=2)
         self.attend = CompiledKernel(attention, attend, threads, least_decodes, rows_at=6)
         _log.info("the kernels are ready", seconds=round(time.monotonic() - began_s, 1))

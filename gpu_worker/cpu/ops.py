@@ -14,6 +14,14 @@ from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.rope import angle_table
 
 
+def largest_logits(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As of sampling/sampler.py, for logits of the kernels' type."""
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    failed = torch.empty(len(logits), dtype=torch.bool)
+    kernels.largest(as_array(logits), tokens.numpy(), failed.numpy())
+    return tokens, failed
+
+
 class CpuOps:
     """LayerOps with compiled kernels, for float32 and bfloat16."""
 
@@ -25,6 +33,11 @@ class CpuOps:
         self._turns = torch.view_as_real(angle_table(config.rope, config.head_dim, max_positions, torch.device("cpu")))
         self._turns = self._turns.flatten(1)  # float32 [max_positions, head_dim]: cos and sin of each pair
         self._norms: dict[int, np.ndarray] = {}
+
+    @property
+    def turns(self) -> np.ndarray:
+        """float32 [max_positions, head_dim]: angles() of each position."""
+        return self._turns.numpy()
 
     def angles(self, positions: Tensor) -> np.ndarray:
         return self._turns.index_select(0, positions).numpy()

@@ -14,11 +14,15 @@ from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 
 class AllLayers(Protocol):
-    """Computes all layers of a step at once."""
+    """Computes all layers of some steps at once. Attention must be planned for all rows.
 
-    def run(self, hidden: Tensor, angles: Any) -> bool:
-        """Run all layers on `hidden` [rows, hidden size], in place. False, and nothing is done, if it cannot run this
-        step. Attention must be planned for all rows."""
+    tokens, positions: int64 [rows]. The results are None, and nothing is done, if it cannot compute this step."""
+
+    def run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """Hidden states [rows, hidden size], before the final norm."""
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """Logits [rows, vocab]."""
 
 
 class Decoder:
@@ -46,10 +50,10 @@ class Decoder:
 
         tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all.
         """
+        if self._all_layers is not None and (hidden := self._all_layers.run(tokens, positions)) is not None:
+            return hidden if wanted is None else hidden.index_select(0, wanted)
         angles = self._ops.angles(positions)
         hidden = self.embed(tokens)
-        if self._all_layers is not None and self._all_layers.run(hidden, angles):
-            return hidden if wanted is None else hidden.index_select(0, wanted)
         last = self._config.num_layers - 1
         for index in range(last):
             mixed = self._attention.run(index, *self.begin_layer(index, hidden, angles))
@@ -64,6 +68,12 @@ class Decoder:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
+
+    def all_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits [rows, vocab] of all rows. The arguments are those of forward()."""
+        if self._all_layers is not None and (logits := self._all_layers.logits(tokens, positions)) is not None:
+            return logits
+        return self.logits(self.forward(tokens, positions))
 
     @property
     def config(self) -> DecoderConfig:

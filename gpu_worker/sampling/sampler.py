@@ -16,7 +16,7 @@ The order is that of vLLM V1 (its Sampler's documentation). The definitions are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,23 @@ from gpu_worker.sampling.gumbel import draw_keys
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.sampling.processors import allow_bits, ban
 from gpu_worker.sampling.torch_sampling import draw_filtered, score
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsOf(Mapping[str, Column]):
+    """The columns of some slots. Each is gathered when it is read: a greedy step reads only the temperature."""
+
+    columns: Mapping[str, Column]  # of all slots
+    slots: npt.NDArray[np.int32]
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name][self.slots]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +76,11 @@ class SamplingRows:
         return parameters_of(columns, draw_keys(self.seed, self.position))
 
 
-# Tokens that _largest() compares at a time.
+# Returns, for each row of logits [rows, vocab], the first token with the largest logit, int64 [rows], and whether that
+# logit is NaN or infinite, bool [rows]; then the token is 0.
+Largest = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+# Tokens that largest_logits() compares at a time.
 _BLOCK_TOKENS = 256
 
 
@@ -91,12 +112,14 @@ def sample(
     processors: BatchLogitsProcessors | None = None,
     mask: GrammarMask | None = None,
     fused: bool = False,
+    largest: Largest | None = None,
 ) -> Sampled:
     """Sample one token per row. A row's token depends only on its own logits, parameters and past.
 
-    logits: [rows, vocab], any float type; float32 logits may be overwritten. fused: use the operations of fused.py."""
+    logits: [rows, vocab], any float type; float32 logits may be overwritten. fused: use the operations of fused.py.
+    largest: replaces largest_logits() if no logits change."""
     changed = processors is not None or mask is not None or len(rows.banned_rows) > 0
-    if changed or not fused:
+    if changed:
         logits = logits.float()
     # Look for rows with NaN or infinity before a ban may hide them.
     broken = ~logits.amax(dim=-1).isfinite() if changed else None
@@ -105,7 +128,10 @@ def sample(
     scorer = _scorer(logits, rows, fused, changed) if len(rows.scored) else None
     if changed:
         _process_logits(logits, rows, processors)
-    tokens, failed = _choose_fused(logits, rows) if fused else _choose(logits, rows)
+    if fused:
+        tokens, failed = _choose_fused(logits, rows)
+    else:
+        tokens, failed = _choose(logits, rows, largest_logits if largest is None or changed else largest)
     ruled_out = None
     if broken is not None:
         ruled_out = failed & ~broken
@@ -126,7 +152,7 @@ def _scorer(logits: Tensor, rows: SamplingRows, fused: bool, changes: bool) -> C
     going to change."""
     where, num_top = upload(rows.scored, logits.device), int(rows.num_top.max())
     if not fused:
-        logprobs = logits.index_select(0, where).log_softmax(-1)
+        logprobs = logits.index_select(0, where).float().log_softmax(-1)
         return lambda tokens: score(logprobs, tokens.index_select(0, where), num_top)
     if not changes:
         return lambda tokens: score_rows(logits, where, tokens.index_select(0, where), num_top)
@@ -134,13 +160,20 @@ def _scorer(logits: Tensor, rows: SamplingRows, fused: bool, changes: bool) -> C
     return lambda tokens: score_rows(kept, all_kept, tokens.index_select(0, where), num_top)
 
 
-def _choose(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def _choose(logits: Tensor, rows: SamplingRows, largest: Largest) -> tuple[Tensor, Tensor]:
     """The tokens, int64 [rows], 0 for a failed row; and which rows failed."""
-    best, tokens = _largest(logits)
-    failed = ~best.isfinite()
+    tokens, failed = largest(logits)
     random = np.flatnonzero(rows.columns["temperature"])
     if len(random):
         _draw_rows(logits, rows, random, tokens, failed)
+        tokens.masked_fill_(failed, 0)
+    return tokens, failed
+
+
+def largest_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Largest`."""
+    best, tokens = _largest(logits)
+    failed = ~best.isfinite()
     return tokens.masked_fill_(failed, 0), failed
 
 

@@ -7,7 +7,7 @@ host has to know the tokens before it can prepare the slot's next row, so only s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.grammars import Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
-from gpu_worker.sampling.sampler import sample
+from gpu_worker.sampling.sampler import Sampled
 from gpu_worker.steps.results import VerifiedDrafts
 from gpu_worker.steps.rows import Bools, Int32s, StepRows
 from gpu_worker.steps.slots import SlotBuffers
@@ -34,11 +34,15 @@ def check_drafted(rows: StepRows, slots: SlotBuffers, processors: LogitsProcesso
 
 
 def verify(
-    rows: StepRows, logits: Iterable[Tensor], slots: SlotBuffers, processors: LogitsProcessors, fused: bool
+    rows: StepRows,
+    logits: Iterable[Tensor],
+    slots: SlotBuffers,
+    processors: LogitsProcessors,
+    draw: Callable[..., Sampled],
 ) -> VerifiedDrafts:
     """Sample after each draft row. Accept tokens up to and including the first that is not the next draft token.
 
-    logits: of all draft rows in order, in pieces [rows, vocab]. fused: see sample()."""
+    logits: of all draft rows in order, in pieces [rows, vocab]. draw: as sample()."""
     drafted = rows.drafted
     counts = rows.counts[drafted]
     ends = np.cumsum(counts)
@@ -49,7 +53,7 @@ def verify(
     for piece in logits:
         part = slice(done, done := done + len(piece))
         parameters = slots.sampling_at(owners[part], positions[part])
-        sampled = sample(piece, parameters, processors.of(owners[part]), None, fused)
+        sampled = draw(piece, parameters, processors.of(owners[part]))
         tokens[part], failed[part] = sampled.tokens.numpy(), sampled.failed.numpy()
     accepted = []
     for drafts, count, end in zip(rows.drafts(), counts, ends, strict=True):

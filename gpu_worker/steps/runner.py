@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -23,7 +24,7 @@ from gpu_worker.sampling.fused import NUM_PARAMETERS, sample_rows
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import rows_at_once, score_prompts
-from gpu_worker.sampling.sampler import Sampled, sample
+from gpu_worker.sampling.sampler import Largest, Sampled, sample
 from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
@@ -99,9 +100,10 @@ class ModelRunner:
         tokenizer: LLTokenizer | None = None,
         pooler: Pooler | None = None,
         fused_sampling: bool = False,
+        largest: Largest | None = None,
     ) -> None:
         """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
-        and samples no token. `fused_sampling`: see sample()."""
+        and samples no token. `fused_sampling`, `largest`: see sample()."""
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -110,6 +112,7 @@ class ModelRunner:
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._pooler = pooler
         self._fused_sampling = fused_sampling
+        self._draw = partial(sample, fused=fused_sampling, largest=largest)
         self._inputs = inputs
         self._device = device
         self._graphs: DecodeGraphs | None = None
@@ -287,6 +290,9 @@ class ModelRunner:
             return StepOutputs(self._replay(rows, arrays, self._graphs, graph))
         size = self._pieces.size_for(arrays.num_rows) if self._pieces else None
         step = self._prepare(arrays if size is None else arrays.with_padding_rows(size), captured=False)
+        if self._pieces is None and arrays.sampling_rows is None and len(arrays.sampled_slots) == arrays.num_rows:
+            logits = self._decoder.all_logits(self._tokens(step), step.positions)
+            return StepOutputs(self._sample(rows, step, logits))
         hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)
         num_logits = num_samples + rows.num_draft_rows
@@ -348,7 +354,7 @@ class ModelRunner:
         parameters = self._slots.sampling_rows(rows)
         slots = rows.sampled_slots
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
-        sampled = sample(logits, parameters, processors, mask, self._fused_sampling)
+        sampled = self._draw(logits, parameters, processors, mask)
         if processors is not None:
             processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
@@ -356,7 +362,7 @@ class ModelRunner:
 
     def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
         """logits: of the draft rows, in pieces [rows, vocab]."""
-        return verify(rows, logits, self._slots, self._logits_processors, self._fused_sampling)
+        return verify(rows, logits, self._slots, self._logits_processors, self._draw)
 
     def _advance(self, drafts: VerifiedDrafts) -> None:
         """The sequences continue after the tokens of their draft rows."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
-from gpu_worker.sampling.sampler import SamplingRows
+from gpu_worker.sampling.sampler import ColumnsOf, SamplingRows
 from gpu_worker.steps.history import SampledSlots, TokenHistory
 from gpu_worker.steps.rows import NO_INTS, Bools, Int32s, Int64s, Pairs, StepRows
 from paceline.request_fields import SAMPLING
@@ -366,7 +366,7 @@ class SlotBuffers:
         banned_rows, banned_tokens = self._banned(slots, positions)
         scored = np.flatnonzero(self.num_top[slots] >= 0)
         return SamplingRows(
-            columns={name: column[slots] for name, column in self.sampling_columns.items()},
+            columns=ColumnsOf(self.sampling_columns, slots),
             seed=self.seed[slots],
             position=positions,
             banned_rows=banned_rows,

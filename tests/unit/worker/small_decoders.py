@@ -13,10 +13,10 @@ from torch import Tensor
 from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.few_row_layers import FewRowLayers, few_row_layers
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
-from gpu_worker.cpu.wide_attention import WIDTH
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.decoder import Decoder
@@ -139,10 +139,15 @@ class CountedLayers:
         self._layers = layers
         self.runs = {True: 0, False: 0}
 
-    def run(self, hidden: Tensor, angles: np.ndarray) -> bool:
-        has_run = self._layers.run(hidden, angles)
-        self.runs[has_run] += 1
-        return has_run
+    def run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        return self._counted(self._layers.run(tokens, positions))
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        return self._counted(self._layers.logits(tokens, positions))
+
+    def _counted(self, result: Tensor | None) -> Tensor | None:
+        self.runs[result is not None] += 1
+        return result
 
 
 class SmallDecoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from gpu_worker.build import BuiltWorker
+from gpu_worker.cpu.ops import largest_logits
 from gpu_worker.sampling.filters import apply_temperature, mask_top_k, mask_top_p
 from gpu_worker.sampling.grammars import GrammarMask
 from gpu_worker.sampling.sampler import SamplingRows, sample
@@ -27,6 +29,7 @@ from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import NewSequence, StepPlan
 from tests.unit.worker.driver import Driver
 from tests.unit.worker.families import VOCAB, Reference
+from tests.unit.worker.ready_kernels import ready_kernels
 
 EMPTY = np.zeros(0, np.int64)
 
@@ -315,8 +318,10 @@ def test_equally_likely_tokens_are_reported_by_lower_id_in_any_batch(vocab: int)
         assert torch.equal(values, order.values[:, :count].float())
 
 
-@pytest.mark.parametrize("vocab", [1, 511, 512, 1000, 40_000])
-def test_greedy_takes_the_first_of_the_largest_logits(vocab: int) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=["torch", "float32", "bfloat16"])
+@pytest.mark.parametrize("vocab", [1, 2, 511, 512, 1000, 40_000])
+def test_greedy_takes_the_first_of_the_largest_logits(vocab: int, dtype: torch.dtype | None) -> None:
+    """dtype: with the kernel for this type; None: with torch."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(40, vocab, generator=generator).mul(3).bfloat16().float()  # with many equal logits
     logits[0] = -torch.inf
@@ -325,8 +330,17 @@ def test_greedy_takes_the_first_of_the_largest_logits(vocab: int) -> None:
     logits[3, vocab - 1] = 99.0
     logits[4, vocab // 3] = logits[5, vocab - 1] = torch.nan
     logits[6, vocab // 2] = torch.inf
-    sampled = sample(logits.clone(), make_rows(40, temperature=np.zeros(40, np.float32)))
-    fails = [row in (0, 4, 5, 6) for row in range(40)]
+    logits[7], logits[7, 0] = -torch.inf, -1e30
+    logits[8] = -0.0
+    logits[8, vocab // 2] = 0.0  # equal
+    logits[9, vocab - 1] = -torch.nan
+    logits[10] = -1 - logits[10].abs()
+    largest = None if dtype is None else partial(largest_logits, ready_kernels(dtype, 2))
+    if dtype is not None:
+        logits = logits.to(dtype)
+    sampled = sample(logits.clone(), make_rows(40, temperature=np.zeros(40, np.float32)), largest=largest)
+    logits = logits.float()
+    fails = [row in (0, 4, 5, 6, 9) for row in range(40)]
     assert sampled.failed.tolist() == fails
     expected = [0 if fails[row] else int(logits[row].numpy().argmax()) for row in range(40)]
     assert sampled.tokens.tolist() == expected

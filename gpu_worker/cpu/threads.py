@@ -1,0 +1,118 @@
+"""A compiled function that runs in several threads, which meet where one needs what another computes.
+
+The function is compiled by itself, and a kernel calls it by its address, in each thread. In the kernel, numba would
+compile all its code three times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_YIELD_AFTER = 256  # pauses; 7 us on Zen 4. With 4,096, a step beside busy programs takes up to twice as long
+_GIVE_UP_AFTER = 2**30  # pauses; half a minute on Zen 4
+
+
+def run_threads(function: Any, like: Any, arguments: Any, numbers: Any, threads: int) -> None:
+    """Call the function at this address in each thread: (like, arguments, numbers, thread, threads). The first
+    three are pointers."""
+    for thread in prange(threads):
+        _call(function, like, arguments, numbers, thread, threads)
+
+
+@njit(inline="always")
+def meet(arrived: Any, threads: int, meetings: int) -> int:
+    """Wait for all threads. Returns the number of meetings so far, this one included."""
+    meetings += 1
+    if threads > 1:
+        arrive(arrived)
+        pauses = 0
+        while _num_arrived(arrived) < threads * meetings and not arrived[1]:
+            _pause()
+            pauses += 1
+            if pauses % _YIELD_AFTER == 0:  # the other thread may need this core
+                _let_others_run()
+            if pauses == _GIVE_UP_AFTER:  # OpenMP runs the threads one after another
+                arrived[1] = 1
+    return meetings
+
+
+@njit(inline="always")
+def array_at(address: int, size: int, like: Any) -> Any:
+    """The array of `size` elements at an address, of the type of the array `like`."""
+    return carray(_pointer(address, like), (size,))
+
+
+@intrinsic
+def _pointer(_context: Any, _address: Any, like: Any) -> Any:
+    """In a kernel: an address, as a pointer to elements of the type of the array `like`."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.intp, like), build
+
+
+@intrinsic
+def _call(
+    _context: Any, _function: Any, _like: Any, _arguments: Any, _numbers: Any, _thread: Any, _threads: Any
+) -> Any:
+    """In a kernel: call the function at an address, with the arguments of run_threads(). Pointers are addresses."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 5)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 6), build
+
+
+@intrinsic
+def arrive(_context: Any, arrived: Any) -> Any:
+    """In a kernel: add 1 to an int64 array's first element, after everything that this thread has written."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        builder.atomic_rmw("add", data, ir.IntType(64)(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(arrived), build
+
+
+@intrinsic
+def _num_arrived(_context: Any, arrived: Any) -> Any:
+    """In a kernel: an int64 array's first element, before everything that this thread reads later."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.load_atomic(data, "acquire", 8)
+
+    return types.int64(arrived), build
+
+
+@intrinsic
+def _pause(_context: Any) -> Any:
+    """In a kernel: tell the processor that this thread only waits."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+@intrinsic
+def _let_others_run(_context: Any) -> Any:
+    """In a kernel: the operating system may run another thread on this core (sched_yield)."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
