@@ -84,6 +84,9 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """Owns only scratch memory. It gets the KV pool when it is made."""
 
+    # Whether it multiplies what is behind a sequence's tokens in its last block, by 0: then that must not be NaN.
+    reads_whole_blocks: bool
+
     def plan(self, metadata: AttentionMetadata) -> None:
         """Call once per step, before any layer."""
 

@@ -62,6 +62,8 @@ class FlashInferAttention:
     """SplitAttention. `flashinfer`: the module (passed in, so that tests can read its calls). `windows`: per layer,
     how many tokens a token sees, itself included; 0: all."""
 
+    reads_whole_blocks = True
+
     def __init__(
         self,
         flashinfer: Any,

@@ -86,6 +86,8 @@ class TorchAttention:
     result of a row depends only on its own tokens, bit for bit: all rows are decodes, and no row is padded to another
     row's length."""
 
+    reads_whole_blocks = True
+
     def __init__(self, pool: KvPool, windows: tuple[int, ...], by_row: bool = False) -> None:
         self._by_row = by_row
         self._block_size, self._num_kv_heads, self._head_dim = pool.keys.shape[2:]

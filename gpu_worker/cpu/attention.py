@@ -41,6 +41,8 @@ class CpuAttention(TorchAttention):
     """The kernel for decodes reads the blocks where they are, because to gather them takes three times as long as a
     decode's attention. `by_row`: all rows are decodes, so that a row's result depends only on its own tokens."""
 
+    reads_whole_blocks = False
+
     def __init__(self, pool: KvPool, windows: tuple[int, ...], kernels: Kernels, by_row: bool = False) -> None:
         super().__init__(pool, windows, by_row)
         self._kernels = kernels
@@ -101,7 +103,7 @@ class CpuAttention(TorchAttention):
         return self._slot_mapping
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._write(layer, key, value)
+        self._kernels.write(as_array(key), as_array(value), self._slot_mapping.numpy(), *self._pool_arrays[layer])
         out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         window = self._windows[layer]
         inputs = as_array(query), *self._pool_arrays[layer]

@@ -22,7 +22,7 @@ from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
 from gpu_worker.cpu.few_rows import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.few_rows import MOST_TABLE_ROWS, multiply_part, multiply_table_part
-from gpu_worker.cpu.layer_kernels import gated, norm, rotate
+from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, as_array, load, store
 from gpu_worker.cpu.ops import CpuOps
@@ -84,6 +84,7 @@ EPS, SCALE = range(2)
 
 _norm = njit(fastmath=FASTMATH)(norm)
 _rotate = njit(fastmath=FASTMATH)(rotate)
+_write = njit(fastmath=FASTMATH)(write)
 
 
 def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
@@ -143,7 +144,8 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
         norms = array_at(layer[HEAD_NORMS] if has_norms else layer[INPUT_NORM], 2 * head_dim, like)
         norms = norms.reshape(2, head_dim)
         _rotate(heads[begin:end], num_rotated, angles, has_norms, norms, num_heads, eps)
-        _write_kv(heads[begin:end], num_heads, slots[begin:end], keys[index], values[index])
+        own = heads[begin:end]
+        _write(own[:, num_heads:num_rotated], own[:, num_rotated:], slots[begin:end], keys[index], values[index])
         meetings = meet(arrived, threads, meetings)
 
         queries, window = heads[:, :num_heads], windows[index]
@@ -181,17 +183,6 @@ def _copy_rows(table: Any, which: Any, out: Any) -> None:
     for row in range(len(which)):
         for d in range(out.shape[1]):
             out[row, d] = table[which[row], d]
-
-
-@njit(inline="always")
-def _write_kv(heads: Any, num_heads: int, slots: Any, keys: Any, values: Any) -> None:
-    block_size, kv_heads, head_dim = keys.shape[1:]
-    for row in range(len(heads)):
-        block, token = slots[row] // block_size, slots[row] % block_size
-        for k in range(kv_heads):
-            for d in range(head_dim):
-                keys[block, token, k, d] = heads[row, num_heads + k, d]
-                values[block, token, k, d] = heads[row, num_heads + kv_heads + k, d]
 
 
 @njit(inline="always")

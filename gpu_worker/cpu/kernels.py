@@ -17,7 +17,7 @@ from numba import config, njit, prange, types
 from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.decode_attention import attend_narrow, attend_wide
-from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul
+from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul, write
 from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, float_of_bits, load, softmax, store
 from services.runtime.logs import get_logger
 
@@ -146,6 +146,8 @@ class Kernels:
     rotate(heads [rows, n, head_dim], num_heads, angles float32 [rows, head_dim], has_norms, norms [2, head_dim],
         num_queries, eps): rotates the first num_heads heads, in place. With has_norms, an RMS norm comes first, with
         the weight norms[0] for the first num_queries heads, and norms[1] for the other heads.
+    write(key and value [rows, kv_heads, head_dim], slots int64 [rows], keys and values [blocks, block_size, kv_heads,
+        head_dim]): the key and value of each row go to its slot, block * block_size + place in the block.
     silu_and_mul(gate_up [rows, 2 * width], out [rows, width])
     largest(logits [rows, vocab], tokens int64 [rows], failed bool [rows]): the first token with the largest logit of
         each row. failed: the largest logit is infinite or NaN, and the token is 0.
@@ -189,6 +191,8 @@ class Kernels:
         self.mask_softmax = CompiledKernel(_mask_softmax, softmax, threads, least)
         self.norm = CompiledKernel(norm, (matrix, vector, single, matrix), threads, least)
         self.rotate = CompiledKernel(rotate, turned, threads, least)
+        written = strided, strided, types.Array(types.int64, 1, "C"), blocks, blocks
+        self.write = CompiledKernel(write, written, threads, least)
         self.silu_and_mul = CompiledKernel(silu_and_mul, (matrix, matrix), threads, least)
         chosen = types.Array(types.int64, 1, "C"), types.Array(types.boolean, 1, "C")
         self.largest = CompiledKernel(_largest, (matrix, *chosen), threads, least=2)

@@ -54,6 +54,16 @@ def _turn(head: Any, pair: Any, real: Any, imaginary: Any, turns: Any) -> None:
     store(head, 2 * pair + 1, real * sin + imaginary * cos)
 
 
+def write(key: Any, value: Any, slots: Any, keys: Any, values: Any) -> None:
+    block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
+    for row in prange(len(slots)):
+        block, token = slots[row] // block_size, slots[row] % block_size
+        for k in range(kv_heads):
+            for d in range(head_dim):
+                keys[block, token, k, d] = key[row, k, d]
+                values[block, token, k, d] = value[row, k, d]
+
+
 def silu_and_mul(gate_up: Any, out: Any) -> None:
     width = out.shape[1]
     for row in prange(len(out)):

@@ -259,7 +259,7 @@ class ModelRunner:
             self._pool.swap_in(*rows.swaps_in)
         if len(rows.copies[0]):
             self._pool.copy(*rows.copies)
-        if len(rows.granted_blocks):
+        if len(rows.granted_blocks) and self._attention.reads_whole_blocks:
             self._pool.clear(rows.granted_blocks)
         outputs = self._forward(rows) if rows.num_rows else StepOutputs()
         sampled = self._slots.sampling(rows)
