@@ -98,7 +98,7 @@ def sample_rows(
                 num_best = limit
             count, total, copied, bound, counts = _copy_candidates(
                 source, best, largest, temperature, floor, num_best, scale, values, ids, vocab, per_unit,
-                is_counted, TILE, CAPACITY,
+                is_counted, False, TILE, CAPACITY,
             )  # fmt: skip
             if is_limited:
                 least = bound  # the k-th largest is `bound`, or above it
@@ -153,7 +153,7 @@ def score_rows(
     largest = tl.max(best, 0)
     limit = tl.minimum(tl.maximum(num_top, 1), 3 * TILE // 4)
     count, total, _copied, _bound, _counts = _copy_candidates(
-        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, 1.0, False, TILE,
+        source, best, largest, 1.0, float("-inf"), limit, _SCORE_SCALE, values, ids, vocab, 1.0, False, True, TILE,
         CAPACITY,
     )  # fmt: skip
     if num_top > limit:
@@ -202,18 +202,19 @@ def _lane_maxima(source, vocab, TILE: tl.constexpr):
 @triton.jit
 def _copy_candidates(
     source, best, largest, temperature, floor, limit, scale, values, ids, vocab, per_unit, is_counted,
-    TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    FIRST_EQUALS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Copy all tokens that may be among the `limit` largest, z and id. Returns (count, total, copied, bound, counts):
     the number of these tokens (above CAPACITY the copy is incomplete); the sum of the weights with z >= floor, of all
-    tokens and of the copied ones; the smallest z that is copied; if is_counted, how many tokens each bin has."""
+    tokens and of the copied ones; the smallest z that is copied; if is_counted, how many tokens each bin has.
+    FIRST_EQUALS: of the tokens with the smallest z, copy only the first `limit`."""
     tl.static_assert(CAPACITY >= TILE)
     lanes = tl.arange(0, TILE)
     tl.store(values + lanes, tl.div_rn(best - largest, temperature))
     tl.debug_barrier()
     bound = kth_largest(values, ids, TILE, 0.0, 1.0, limit, TILE, True)
     tl.debug_barrier()
-    count = 0
+    count, equals = 0, 0
     total = tl.zeros((TILE,), tl.int64)
     copied = tl.zeros((TILE,), tl.int64)
     counts = tl.zeros((BINS,), tl.int32)
@@ -222,6 +223,10 @@ def _copy_candidates(
         weights = tl.where(z >= floor, weights_of(z, scale), 0)
         total += weights
         taken = (z >= bound) & (z > float("-inf"))
+        if FIRST_EQUALS:
+            equal = taken & (z == bound)
+            taken = taken & ((z > bound) | (equals + tl.cumsum(equal.to(tl.int32), 0) <= limit))
+            equals += tl.sum(equal.to(tl.int32), 0)
         copied += tl.where(taken, weights, 0)
         places = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         fits = taken & (places < CAPACITY)

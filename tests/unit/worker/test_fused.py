@@ -291,6 +291,27 @@ def test_log_probabilities_of_few_possible_tokens_keep_to_the_budget(monkeypatch
     assert top[:, 3:].isneginf().all()
 
 
+@pytest.mark.parametrize("kind", ["all equal", "thousands of the largest", "few values"])
+def test_log_probabilities_of_equal_logits_keep_to_the_budget(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than the kernel can copy are as likely as the 20th."""
+    monkeypatch.undo()
+    vocab, tokens = 40_000, torch.tensor([5, 700])
+    logits = torch.zeros(2, vocab)
+    if kind == "thousands of the largest":
+        logits[0, ::4] = logits[1, 39_000:] = logits[1, ::5] = 1.0
+        logits[1, [7, 20_001]] = 2.0
+    elif kind == "few values":
+        logits = 20 + 0.05 * torch.randn(2, vocab, generator=torch.Generator().manual_seed(1))
+    logits = logits.bfloat16()
+    with counts._count_loads(logits) as loads:
+        sampled, ids, top = score_rows_by_triton(logits, torch.arange(2), tokens, 20)
+    assert (loads / vocab < 2.01).all()
+    expected = score_rows(logits, torch.arange(2), tokens, 20)
+    assert ids.tolist() == expected[1].tolist()
+    for found, right in ((sampled, expected[0]), (top, expected[2])):
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-6)
+
+
 def test_scores_do_not_depend_on_the_type_of_the_logits() -> None:
     """A row that needs a logits processor makes the logits of all rows float32."""
     logits = make_logits(8, VOCAB, torch.bfloat16)
