@@ -90,10 +90,10 @@ def parts(
         return gpu_measure.serving(runner, concurrency, requests, prompt, output, clock)
 
     batches, contexts = ((1, 3), (24, 40)) if tiny else (BATCHES, CONTEXTS)
+    yield "sampled_decode", DECODE_S, partial(decode, 3 if tiny else 128, contexts[0], SAMPLED)
     for context in contexts:
         for batch in batches:
             yield "decode", DECODE_S, partial(decode, batch, context)
-    yield "sampled_decode", DECODE_S, partial(decode, 3 if tiny else 128, contexts[0], SAMPLED)
     whole = 48 if tiny else 8192
     for prompts in ([whole], [whole // 8] * (4 if tiny else 8)):
         yield "prefill", PREFILL_S, partial(prefill, prompts)

@@ -4,9 +4,10 @@
 #   scripts/gpu_lease.sh wheels TOOLS   here, beforehand: .whl/ with what the machine lacks. TOOLS has make_wheels.sh
 #   scripts/gpu_lease.sh check          there, up to 4 minutes: a few kernels, and whether a worker of full size starts
 #   scripts/gpu_lease.sh tests          there, up to 9.5 minutes: tests/gpu, a process for each file
+#   scripts/gpu_lease.sh sanitize       there, up to 9.5 minutes: NVIDIA's compute-sanitizer on the tests of the kernels
 #   scripts/gpu_lease.sh bench [ARGS]   there, 5 minutes: one model. ARGS go to bench.gpu
 #
-# The results of the last three are in $OUT.
+# The results of the last four are in $OUT.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 # The kernels that tests/gpu, the bench and models with heads of 64 or 128 need, with and without sliding windows.
@@ -26,7 +27,7 @@ if [ "${1:-}" = wheels ]; then
 fi
 
 part=${1:-}
-case $part in check | tests | bench) shift;; *) sed -n '2,9p' "$0" >&2; exit 2;; esac
+case $part in check | tests | sanitize | bench) shift;; *) sed -n '2,10p' "$0" >&2; exit 2;; esac
 . .whl/env.sh || exit
 out=${OUT:?where the results go}
 export PYTHONPATH=$PWD:$PWD/protos:$PYTHONPATH
@@ -41,6 +42,10 @@ tests)
     timeout 112 python3 -m pytest "tests/gpu/test_$name.py" -o filterwarnings=default -p no:cacheprovider --durations=8 \
       --junitxml="$out/$name.xml" "$@" 2>&1 | tee "$out/$name.log" || status=$?
   done;;
+sanitize)
+  tool=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  timeout 560 "$tool" --tool memcheck --error-exitcode 9 --log-file "$out/sanitizer.log" python3 -m pytest \
+    tests/gpu/test_kernels.py -x -o filterwarnings=default -p no:cacheprovider -o timeout=0 "$@" || status=$?;;
 bench) timeout 590 python3 -m bench.gpu --models llama-3.1-8b --budget 280 --out "$out/gpu.json" "$@" || status=$?;;
 esac
 exit $status

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.device import counts
 from gpu_worker.sampling import fused
@@ -270,6 +272,32 @@ def test_sampling_keeps_to_its_budget(name: str, monkeypatch: pytest.MonkeyPatch
     assert max(counted.passes) <= most
     assert counted.bytes <= (mean + 0.01) * rows * vocab * 2
     assert counted.operations < counts.count_torch(counts.CASES[name], rows, vocab).operations
+
+
+@pytest.mark.parametrize("kernel", ["sample_rows", "score_rows"])
+def test_nothing_runs_beside_a_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budgets above count a call of a kernel as one operation."""
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *_arguments, **_options: launches.append(grid)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    called: list[str] = []
+    monkeypatch.setattr(fused_kernels, kernel, Kernel())
+    logits, parameters, rows = make_logits(3, VOCAB, torch.bfloat16), make_parameters(3), torch.arange(3)
+    with Names():
+        if kernel == "sample_rows":
+            sample_rows_by_triton(logits, parameters)
+        else:
+            score_rows_by_triton(logits, rows, rows, 5)
+    assert launches == [(3,)]
+    assert set(called) == {"aten::new_empty"}
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3_000}, {"top_k": 2_000, "top_p": 0.9}])

@@ -18,6 +18,7 @@ from gpu_worker.steps.runner import LaunchedStep, ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 from tests.unit.worker.driver import pack
+from tests.unit.worker.families import VOCAB
 
 SETTINGS: dict[str, Any] = {
     "threads": 1,
@@ -37,7 +38,12 @@ PROCESSED = SamplingParams(
 SCORED = SamplingParams(
     top_p=1, logprobs=True, num_top_logprobs=2, prompt_logprobs=True, num_top_prompt_logprobs=1, ignore_eos=True
 )
+BANNED = SamplingParams(  # two thirds of the tokens, until there are eight
+    top_p=1, min_tokens=8, stop_token_ids=[i for i in range(VOCAB) if i % 3], temperature=1.0, ignore_eos=True, seed=5
+)
+TYPICAL = SamplingParams(top_p=1, typical_p=0.5, temperature=1.0, ignore_eos=True, seed=7)
 ALLOWED = SamplingParams(top_p=1, allowed_token_ids=pack(range(40, 90)), temperature=1.0, ignore_eos=True, seed=9)
+SAMPLINGS = [GREEDY, SAMPLED, PROCESSED, SCORED, BANNED, TYPICAL, ALLOWED]
 
 
 def make_requests(count: int, longest: int = 40, outputs: int = 24, seed: int = 4) -> list[LoadRequest]:

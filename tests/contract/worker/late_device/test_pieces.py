@@ -15,10 +15,7 @@ from bench.device.load import GREEDY
 from demo import CHECKPOINT
 from paceline.v1.common_pb2 import SamplingParams
 from tests.contract.worker.late_device.rig import (
-    ALLOWED,
-    PROCESSED,
-    SAMPLED,
-    SCORED,
+    SAMPLINGS,
     check_equal,
     cpu_runner,
     gpu_runner,
@@ -62,7 +59,7 @@ def test_every_kind_of_sampling_is_as_on_a_cpu(
 ) -> None:
     folder = reference("qwen3").folder
     runner = cpu_runner(folder)
-    plans = make_plans(runner, REQUESTS, [GREEDY, SAMPLED, PROCESSED, SCORED, ALLOWED])
+    plans = make_plans(runner, REQUESTS, SAMPLINGS)
     expected = play(runner, plans)
     with late_gpu(seed, eagerness):
         check_equal(play(gpu_runner(folder, **PIECES), plans, window), expected)

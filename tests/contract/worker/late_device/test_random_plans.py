@@ -11,25 +11,14 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.device.load import GREEDY
 from tests.contract.worker.late_device.random_plans import RandomPlans
-from tests.contract.worker.late_device.rig import (
-    ALLOWED,
-    PROCESSED,
-    SAMPLED,
-    SCORED,
-    check_equal,
-    cpu_runner,
-    gpu_runner,
-    play,
-)
+from tests.contract.worker.late_device.rig import SAMPLINGS, check_equal, cpu_runner, gpu_runner, play
 from tests.support.late_device.worker import late_gpu
 from tests.unit.worker.families import Reference
 
 # Pieces have 16 rows or more, and steps have at most 48.
 GRAPH_MAX_TOKENS, GRAPH_MAX_SEQS = (1, 15, 16, 17, 48, 1000), (0, 1, 6)
 FAMILIES = ["llama3-rope", "mistral", "qwen2", "qwen3"]
-SAMPLINGS = [GREEDY, GREEDY, SAMPLED, PROCESSED, SCORED, ALLOWED]
 FIRST, SEEDS = int(os.environ.get("PACELINE_FUZZ_FIRST", "0")), int(os.environ.get("PACELINE_FUZZ_PLANS", "6"))
 
 

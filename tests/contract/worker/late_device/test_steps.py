@@ -16,9 +16,10 @@ from gpu_worker.errors import ProtocolViolation
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan
 from tests.contract.worker.late_device.rig import (
-    ALLOWED,
+    BANNED,
     PROCESSED,
     SAMPLED,
+    SAMPLINGS,
     SCORED,
     check_equal,
     cpu_runner,
@@ -74,15 +75,28 @@ def test_every_kind_of_sampling_is_as_on_a_cpu(
 ) -> None:
     folder = reference("qwen3").folder
     runner = cpu_runner(folder)
-    plans = make_plans(runner, REQUESTS, [GREEDY, SAMPLED, PROCESSED, SCORED, ALLOWED])
+    plans = make_plans(runner, REQUESTS, SAMPLINGS)
     expected = play(runner, plans)
     with late_gpu(seed, eagerness):
         check_equal(play(gpu_runner(folder), plans, window), expected)
 
 
+def test_a_batch_in_which_only_a_ban_prevents_sampling_in_the_graph_is_as_on_a_cpu(reference: Checkpoints) -> None:
+    folder = reference("qwen3").folder
+    runner = cpu_runner(folder)
+    plans = make_plans(runner, [LoadRequest(5, 0, 12)] * 4, [SAMPLED, BANNED])
+    expected = play(runner, plans)
+    with late_gpu(seed=3):
+        check_equal(play(gpu_runner(folder), plans, window=2), expected)
+
+
 # Operations of a decode step that the host queues one by one: the copies of its inputs and of FlashInfer's plan, three
 # events, the results (2). Sampling is in the graph; log probabilities and penalties are not.
 QUEUED = {"greedy": (GREEDY, 7), "sampled": (SAMPLED, 7), "scored": (SCORED, 16)}
+
+
+# Operations in the graph of a model with two layers, with those of sampling, and the replay itself.
+REPLAYED = 47
 
 
 @pytest.mark.parametrize("name", QUEUED)
@@ -91,15 +105,17 @@ def test_a_decode_step_queues_few_operations_beside_its_graph(name: str, referen
     with late_gpu() as device:
         runner = gpu_runner(reference("llama3-rope").folder)
         plans = make_plans(runner, [LoadRequest(5, 0, 12)] * 4, [sampling])
-        queued = []
+        queued, replayed = [], []
         for plan in plans:
-            before = device.num_queued - device.num_replayed
+            before, in_graphs = device.num_queued - device.num_replayed, device.num_replayed
             step = runner.launch(plan)
             step.result()
             if step.stats.decode_tokens and not step.stats.prefill_tokens:
                 queued.append(device.num_queued - device.num_replayed - before)
+                replayed.append(device.num_replayed - in_graphs)
         assert device.num_replays == len(queued) > 10
     assert max(queued) == budget
+    assert max(replayed) == REPLAYED
 
 
 @pytest.mark.parametrize(("seed", "eagerness", "window"), PACES[1:2] + PACES[3:4])
@@ -140,7 +156,7 @@ def test_a_step_is_launched_while_the_last_one_has_not_run(reference: Checkpoint
     """A launch waits at most for the copies of the last plan, never for its forward pass."""
     with late_gpu(seed=1) as device:
         runner = gpu_runner(reference("llama3-rope").folder)
-        plans = make_plans(runner, REQUESTS, [GREEDY, SAMPLED, PROCESSED, SCORED, ALLOWED])
+        plans = make_plans(runner, REQUESTS, SAMPLINGS)
         last = runner.launch(plans[0])
         for plan in plans[1:]:
             launched = runner.launch(plan)
