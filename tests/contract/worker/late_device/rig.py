@@ -52,7 +52,8 @@ def make_requests(count: int, longest: int = 40, outputs: int = 24, seed: int = 
 
 
 def cpu_runner(folder: Path, **settings: Any) -> ModelRunner:
-    made = WorkerSettings(model=str(folder), device="cpu", attention_backend="torch", **SETTINGS | settings)
+    options = SETTINGS | {"attention_backend": "torch"} | settings
+    made = WorkerSettings(model=str(folder), device="cpu", **options)
     return build_worker(made).runner
 
 
