@@ -1,5 +1,5 @@
-"""The kernels for CPUs play random plans as plain torch does, in a pool that contains NaN wherever no token was written:
-a worker on a CPU does not clear blocks that get a new owner."""
+"""The kernels for CPUs play random plans as plain torch does, in a pool with NaN wherever no token was written: a
+worker on a CPU does not clear blocks that get a new owner."""
 
 from __future__ import annotations
 
