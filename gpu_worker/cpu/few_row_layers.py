@@ -39,7 +39,7 @@ MOST_ROWS = 128
 
 # The arguments, by their place in an array: addresses of arrays, then sizes.
 (
-    TOKENS,  # int64 [rows]
+    TOKENS,  # int64 [rows]; without layers, HIDDEN is given instead, and only LOGITS are computed
     POSITIONS,  # int64 [rows]
     SLOTS,  # int64 [rows]: block * block_size + place in the block
     BLOCK_IDS,  # int32 [num_block_ids]
@@ -128,9 +128,11 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
     normed, empty = np.empty_like(hidden), like[:0]
     begin, end = rows * thread // threads, rows * (thread + 1) // threads
     angles = np.empty((end - begin, head_dim), np.float32)
-    _copy_rows(turns, positions[begin:end], angles)
-    _copy_rows(embedding, tokens[begin:end], hidden[begin:end])
-    meetings = meet(arrived, threads, 0)
+    meetings = 0
+    if num_layers:
+        _copy_rows(turns, positions[begin:end], angles)
+        _copy_rows(embedding, tokens[begin:end], hidden[begin:end])
+        meetings = meet(arrived, threads, meetings)
     for index in range(num_layers):
         layer = layers[index]
         # Each thread has all normed rows for itself: for a few rows, a meeting would take longer.
@@ -263,7 +265,8 @@ class FewRowLayers:
         self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         self._most_logits = 0 if head is None else MOST_TABLE_ROWS if head.ndim == 2 else MOST_HEAD_ROWS
-        self._vocab, self._hidden_size = config.vocab_size, config.hidden_size
+        self._num_layers, self._vocab, self._hidden_size = config.num_layers, config.vocab_size, config.hidden_size
+        assert len(embedding) == self._vocab
         addresses = [[0 if array is None else array.ctypes.data for array in layer] for layer in layers]
 
         def scratch(width: int) -> np.ndarray:
@@ -292,7 +295,6 @@ class FewRowLayers:
         for place, array in fixed.items():
             self._arguments[place] = array.ctypes.data
         sizes = {
-            NUM_LAYERS: config.num_layers,
             NUM_BLOCKS: pool.keys.shape[1],
             BLOCK_SIZE: pool.block_size,
             NUM_HEADS: config.num_heads,
@@ -321,18 +323,36 @@ class FewRowLayers:
         logits = torch.empty(len(tokens), self._vocab, dtype=self._attention.dtype)
         return None if self._compute(tokens, positions, logits) is None else logits
 
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
+        be None, too."""
+        if not 0 < len(hidden) <= self._most_logits:
+            return None
+        assert hidden.is_contiguous()
+        assert hidden.dtype == self._attention.dtype
+        logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
+        self._arguments[NUM_LAYERS] = 0
+        self._call(hidden, logits)
+        return logits
+
     def _compute(self, tokens: Tensor, positions: Tensor, logits: Tensor | None) -> Tensor | None:
         if (tables := self._attention.planned_rows(len(tokens))) is None:
             return None
+        self._arguments[NUM_LAYERS] = self._num_layers
         hidden = torch.empty(len(tokens), self._hidden_size, dtype=self._attention.dtype)
         arrays = tokens.numpy(), positions.numpy(), self._attention.slot_mapping.numpy(), *tables
         for place, (array, number) in enumerate(zip(arrays, _STEP_TYPES, strict=True), TOKENS):
             assert array.dtype == number
             assert array.flags.c_contiguous
             self._arguments[place] = array.ctypes.data
+        self._arguments[NUM_BLOCK_IDS] = len(tables[0])
+        self._call(hidden, logits)
+        return hidden
+
+    def _call(self, hidden: Tensor, logits: Tensor | None) -> None:
         self._arguments[HIDDEN] = hidden.data_ptr()
         self._arguments[LOGITS] = 0 if logits is None else logits.data_ptr()
-        self._arguments[NUM_ROWS], self._arguments[NUM_BLOCK_IDS] = len(tokens), len(tables[0])
+        self._arguments[NUM_ROWS] = len(hidden)
         self._arrived[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
@@ -341,7 +361,6 @@ class FewRowLayers:
             raise RuntimeError("the threads of a step do not run at the same time: check the OMP_ variables")
         if self._arrived[2] < self._run.threads:  # numba has logged why
             raise RuntimeError("a thread of a step has failed")
-        return hidden
 
 
 def few_row_layers(

@@ -24,6 +24,9 @@ class AllLayers(Protocol):
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Logits [rows, vocab]."""
 
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """Logits [rows, vocab] of hidden states, of a row the same bits as from logits()."""
+
 
 class Decoder:
     """Computes hidden states and logits for the rows of a step."""
@@ -67,6 +70,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
+        if self._all_layers is not None and out is None and (made := self._all_layers.head(hidden)) is not None:
+            return made
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
     def all_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -145,6 +145,9 @@ class CountedLayers:
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         return self._counted(self._layers.logits(tokens, positions))
 
+    def head(self, hidden: Tensor) -> Tensor | None:
+        return self._layers.head(hidden)
+
     def _counted(self, result: Tensor | None) -> Tensor | None:
         self.runs[result is not None] += 1
         return result
