@@ -116,10 +116,16 @@ def test_logits_are_those_of_the_hidden_states(tied: bool, threads: int, dtype: 
         logits = ours.decoder.all_logits(step.token_ids, step.positions)
         assert ours.layers.runs[True] == before + 2
         assert torch.equal(logits, ours.decoder.logits(hidden))
+        at_once, head = ours.layers.logits(step.token_ids, step.positions), ours.layers.head(hidden)
+        assert at_once is not None
+        assert head is not None
+        assert torch.equal(at_once, logits)
+        assert torch.equal(head, logits)
         assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
     step = step_of(_decodes(most + 1))
     hidden = ours.run(step, content_of(step, ours.pool))
     assert ours.layers.logits(step.token_ids, step.positions) is None
+    assert ours.layers.head(hidden) is None
     assert torch.equal(ours.decoder.all_logits(step.token_ids, step.positions), ours.decoder.logits(hidden))
 
 
