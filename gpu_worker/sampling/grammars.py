@@ -115,7 +115,7 @@ class Grammars:
             if sequence.sampling.grammar:
                 self._of[sequence.slot] = self._add_sequence(sequence)
 
-    def of(self, slots: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    def of(self, slots: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """The rows with a grammar, and their slots, of a batch that samples in these slots."""
         if not self._of:
             return []

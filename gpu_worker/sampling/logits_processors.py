@@ -162,7 +162,7 @@ class LogitsProcessors:
             if options is not None:
                 self._add_sequence(sequence, options)
 
-    def of(self, slots: npt.NDArray[np.int32]) -> BatchLogitsProcessors | None:
+    def of(self, slots: Int64s) -> BatchLogitsProcessors | None:
         """The processors for a batch that samples in these slots; None if no row needs any."""
         if not self._of:
             return None
@@ -172,7 +172,7 @@ class LogitsProcessors:
             self._assembled = (key, self._assemble(asking) if asking else None)
         return self._assembled[1]
 
-    def read_output(self, slots: npt.NDArray[np.int32]) -> bool:
+    def read_output(self, slots: Int64s) -> bool:
         """Whether the processors of one of these slots depend on earlier tokens of the output."""
         return any(slot in self._of and self._of[slot].reads_output for slot in slots.tolist())
 

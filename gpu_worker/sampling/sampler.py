@@ -39,7 +39,7 @@ class ColumnsOf(Mapping[str, Column]):
     """The columns of some slots. Each is gathered when it is read: a greedy step reads only the temperature."""
 
     columns: Mapping[str, Column]  # of all slots
-    slots: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name][self.slots]

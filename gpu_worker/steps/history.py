@@ -22,7 +22,7 @@ Int64s = npt.NDArray[np.int64]
 class SampledSlots:
     """The slots that sample in a step, and the positions of the new tokens."""
 
-    slots: Int32s  # [rows that sample]
+    slots: Int64s  # [rows that sample]
     epochs: Int64s
     positions: Int32s
 
@@ -55,7 +55,7 @@ class TokenHistory:
     def free(self, slots: Int32s) -> None:
         self.num_known[slots] = 0
 
-    def sampling(self, slots: Int32s, positions: Int32s) -> SampledSlots:
+    def sampling(self, slots: Int64s, positions: Int32s) -> SampledSlots:
         """The slots that sample in a step. Pass the result to note() when the step's tokens have arrived."""
         return SampledSlots(slots, self.epochs[slots], positions)
 

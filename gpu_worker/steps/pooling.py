@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu_worker.device import fetch, upload
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.models.embedding import EmbeddingConfig
-from gpu_worker.steps.rows import Int32s, StepRows
+from gpu_worker.steps.rows import Int32s, Int64s, StepRows
 from paceline.v1.worker_pb2 import StepResult
 
 
@@ -26,7 +26,7 @@ from paceline.v1.worker_pb2 import StepResult
 class Pooled:
     """The vectors of the inputs that a step completes, on their way to host memory."""
 
-    slots: Int32s  # [inputs]
+    slots: Int64s  # [inputs]
     vectors: Tensor  # float32 [inputs, hidden size]
 
     def add_to(self, result: StepResult, no_number: str) -> None:

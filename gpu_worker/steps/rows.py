@@ -13,13 +13,14 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Pairs = tuple[Int32s, Int32s]
 NO_INTS: Int32s = np.zeros(0, np.int32)
+NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class StepRows:
     """The sequences of a step: decodes in slot order, then prefills, then draft rows, both in plan order."""
 
-    slots: Int32s  # [sequences]
+    slots: Int64s  # [sequences]; int64, because numpy takes twice as long to index with int32
     num_decodes: int
     starts: Int32s  # [sequences] position of the first row
     counts: Int32s  # [sequences] rows
@@ -38,7 +39,7 @@ class StepRows:
         return int(self.counts.sum())
 
     @cached_property
-    def sampled_slots(self) -> Int32s:
+    def sampled_slots(self) -> Int64s:
         """The slots that sample, in row order, without draft rows."""
         return self.slots[self.samples]
 

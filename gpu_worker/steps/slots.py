@@ -18,7 +18,7 @@ from gpu_worker.errors import ProtocolViolation
 from gpu_worker.sampling.prompt_scores import PromptRows, ScoredChunk
 from gpu_worker.sampling.sampler import ColumnsOf, SamplingRows
 from gpu_worker.steps.history import SampledSlots, TokenHistory
-from gpu_worker.steps.rows import NO_INTS, Bools, Int32s, Int64s, Pairs, StepRows
+from gpu_worker.steps.rows import NO_INTS, NO_SLOTS, Bools, Int32s, Int64s, Pairs, StepRows
 from paceline.request_fields import SAMPLING
 from paceline.v1.worker_pb2 import KeptSequence, NewSequence, StepPlan
 
@@ -115,7 +115,7 @@ class SlotBuffers:
         if plan.resume_slots:
             self._pause(unpack(plan.resume_slots, "resume_slots"), False)
         return self._rows(
-            np.flatnonzero(self.decoding & ~self.paused if not plan.skip_decodes else []).astype(np.int32),
+            NO_SLOTS if plan.skip_decodes else np.flatnonzero(self.decoding & ~self.paused),
             (unpack(plan.prefill_slots, "prefill_slots"), unpack(plan.prefill_tokens, "prefill_tokens")),
             self._drafts(plan),
             moves,
@@ -230,7 +230,7 @@ class SlotBuffers:
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _rows(
-        self, decodes: Int32s, chunks: Pairs, drafted: tuple[Int32s, Int32s, Int32s], moves: tuple[Pairs, Pairs, Pairs]
+        self, decodes: Int64s, chunks: Pairs, drafted: tuple[Int32s, Int32s, Int32s], moves: tuple[Pairs, Pairs, Pairs]
     ) -> StepRows:
         prefills, prefill_tokens = chunks
         if len(prefills) != len(prefill_tokens):
@@ -361,7 +361,7 @@ class SlotBuffers:
         slots = rows.sampled_slots
         return self.sampling_at(slots, self.num_tokens[slots].astype(np.int64))
 
-    def sampling_at(self, slots: Int32s, positions: Int64s) -> SamplingRows:
+    def sampling_at(self, slots: Int64s, positions: Int64s) -> SamplingRows:
         """Parameters of rows that sample the tokens at these positions."""
         banned_rows, banned_tokens = self._banned(slots, positions)
         scored = np.flatnonzero(self.num_top[slots] >= 0)
@@ -375,7 +375,7 @@ class SlotBuffers:
             num_top=self.num_top[slots[scored]],
         )
 
-    def _banned(self, slots: Int32s, positions: Int64s) -> tuple[Int64s, Int64s]:
+    def _banned(self, slots: Int64s, positions: Int64s) -> tuple[Int64s, Int64s]:
         empty = np.zeros(0, np.int64)
         if not self.banned:
             return empty, empty

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.kv.pool import DUMMY_BLOCK
-from gpu_worker.steps.rows import StepRows
+from gpu_worker.steps.rows import NO_SLOTS, StepRows
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 
 Int32s = npt.NDArray[np.int32]
@@ -22,7 +22,7 @@ _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 class StepArrays:
     """Rows and sequences in the order of attention/base.py: decodes first, then the chunks."""
 
-    decode_slots: Int32s  # [decodes]; the input is the slot's last sampled token
+    decode_slots: Int64s  # [decodes]; the input is the slot's last sampled token
     prefill_tokens: Int64s  # [rows - decodes] of prefill rows and draft rows
     positions: Int64s  # [rows]
     slot_mapping: Int64s  # [rows] block * block_size + offset
@@ -32,7 +32,7 @@ class StepArrays:
     last_block_len: Int32s  # [sequences]
     # Rows that need logits: rows that sample, then draft rows, then scored rows; None: all rows.
     sampling_rows: Int32s | None
-    sampled_slots: Int32s  # [rows that sample], without draft rows
+    sampled_slots: Int64s  # [rows that sample], without draft rows
     draws: Int32s | None = None  # [rows, NUM_PARAMETERS] for a graph that samples (fused.py)
 
     @property
@@ -127,7 +127,7 @@ def step_arrays(rows: StepRows, table: SlotBuffers, scored_rows: npt.NDArray[np.
     )
 
 
-def _tables(table: SlotBuffers, slots: Int32s, widths: npt.NDArray[np.integer]) -> Int32s:
+def _tables(table: SlotBuffers, slots: Int64s, widths: npt.NDArray[np.integer]) -> Int32s:
     """The first `widths` blocks of each slot, concatenated. A slice per slot costs only what it copies, and slices of
     bytes take half the time of numpy's (16 instead of 36 us for 128 slots). Two other ways are worse: with one masked
     rectangle, a single long sequence costs its length for every slot; a gather by index is slower from about 2k tokens
@@ -143,7 +143,7 @@ def dummy_decodes(size: int, spare_slot: int) -> StepArrays:
     """A dummy step with the shapes of `size` decodes of `spare_slot`, for warm-up and capture."""
     nothing = np.zeros(0, np.int32)
     return StepArrays(
-        decode_slots=nothing,
+        decode_slots=NO_SLOTS,
         prefill_tokens=_NO_TOKENS,
         positions=_NO_TOKENS,
         slot_mapping=_NO_TOKENS,
@@ -152,7 +152,7 @@ def dummy_decodes(size: int, spare_slot: int) -> StepArrays:
         kv_indices=nothing,
         last_block_len=nothing,
         sampling_rows=None,
-        sampled_slots=nothing,
+        sampled_slots=NO_SLOTS,
     ).padded(size, spare_slot)
 
 
@@ -164,7 +164,7 @@ def largest_step(limits: SlotLimits) -> StepArrays:
     widths = -(-counts // limits.block_size)
     samples = min(limits.max_num_seqs, rows)
     return StepArrays(
-        decode_slots=np.zeros(0, np.int32),
+        decode_slots=NO_SLOTS,
         prefill_tokens=np.zeros(rows, np.int64),
         positions=np.arange(rows) % limits.max_model_len,
         slot_mapping=np.zeros(rows, np.int64),
@@ -173,7 +173,7 @@ def largest_step(limits: SlotLimits) -> StepArrays:
         kv_indices=np.full(widths.sum(), DUMMY_BLOCK, np.int32),
         last_block_len=counts - (widths - 1) * limits.block_size,
         sampling_rows=np.arange(samples, dtype=np.int32),
-        sampled_slots=np.arange(samples, dtype=np.int32),
+        sampled_slots=np.arange(samples),
     )
 
 

@@ -108,7 +108,7 @@ def test_pooling_does_not_wait_for_the_device(kind: PoolingKind) -> None:
     starts, counts = np.array([0, 4, 8], np.int32), np.array([4, 2, 3], np.int32)
     nothing = np.zeros(0, np.int32), np.zeros(0, np.int32)
     samples = np.array([False, True, True])
-    slots = np.array([3, 0, 2], np.int32)
+    slots = np.array([3, 0, 2], np.int64)
     rows = StepRows(slots, 0, starts, counts, samples, nothing[0], nothing, nothing, nothing)
     with NoWaiting():
         pooler = Pooler(EmbeddingConfig(kind, normalize=True), 8, 4, DEVICE)
