@@ -16,13 +16,13 @@ from gpu_worker.attention.flashinfer import FlashInferAttention, load_flashinfer
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.decode_attention import WIDTH
-from gpu_worker.cpu.few_row_layers import few_row_layers
-from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
+from gpu_worker.cpu.layers import cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps, largest_logits
+from gpu_worker.cpu.products import FewRows
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
@@ -252,7 +252,7 @@ class _RunnerMaker:
             largest = partial(largest_logits, kernels)
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
-                all_layers = few_row_layers(config, self.model.weights, pool, attention, ops, matmul, threads)
+                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads)
         elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)

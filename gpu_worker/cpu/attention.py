@@ -28,6 +28,9 @@ TILE_SCORES = 2**19
 LEAST_TILE_ROWS = 32
 
 
+_NO_CHUNKS = np.zeros((0, 4), np.int32)
+
+
 class KernelChunk(NamedTuple):
     """A chunk that a kernel computes: arguments of attend_chunk()."""
 
@@ -35,6 +38,18 @@ class KernelChunk(NamedTuple):
     first_row: int
     num_rows: int
     kv_len: int
+
+
+class PlannedRows(NamedTuple):
+    """All rows of a step. block_ids, first_blocks and kv_lens are those of Kernels.attend, for the rows `rows`."""
+
+    block_ids: Int32s
+    first_blocks: Int32s
+    kv_lens: Int32s
+    rows: Int32s  # decodes and short chunks
+    chunks: Int32s  # [longer chunks, 4]: place of the block ids, first row, rows, KV length
+    packed_keys: np.ndarray  # scratch memory
+    seen_values: np.ndarray
 
 
 class CpuAttention(TorchAttention):
@@ -51,6 +66,8 @@ class CpuAttention(TorchAttention):
         self._packed_keys = np.empty(0, self._pool_arrays[0][0].dtype)
         self._seen_values = np.empty(0, np.float32)
         self._by_kernel: tuple[Int32s, Int32s, Int32s, Int32s]
+        self._chunks_by_kernel: list[KernelChunk] = []
+        self._chunks_at: Int32s = _NO_CHUNKS
         self._no_plans = {window: WindowPlan((), ()) for window in set(windows)}
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
@@ -58,7 +75,7 @@ class CpuAttention(TorchAttention):
         if metadata.num_decodes == metadata.num_sequences:
             numbers = np.arange(metadata.num_decodes, dtype=np.int32)
             self._by_kernel = metadata.kv_indices, metadata.kv_indptr[:-1], metadata.kv_lens(self._block_size), numbers
-            self._chunks_by_kernel, self._plans = [], self._no_plans
+            self._chunks_by_kernel, self._chunks_at, self._plans = [], _NO_CHUNKS, self._no_plans
             return
         counts = np.diff(metadata.qo_indptr)
         owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
@@ -69,29 +86,34 @@ class CpuAttention(TorchAttention):
         block_ids, first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
         self._by_kernel = block_ids, first_blocks, kv_lens, rows
         has_kernel = self._kernels.attend_chunk is not None
-        self._chunks_by_kernel = list(self._kernel_chunks(metadata)) if has_kernel else []
+        self._chunks_by_kernel, self._chunks_at = [], _NO_CHUNKS
+        if has_kernel:
+            self._plan_chunks(metadata)
         shorter = metadata.num_rows if has_kernel else KERNEL_ROWS
         self._plans = {
             window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
 
-    def _kernel_chunks(self, metadata: AttentionMetadata) -> Iterator[KernelChunk]:
-        kv_lens = metadata.kv_lens(self._block_size)
-        for i in np.flatnonzero(np.diff(metadata.qo_indptr) > KERNEL_ROWS).tolist():
-            start, stop, kv_len = int(metadata.qo_indptr[i]), int(metadata.qo_indptr[i + 1]), int(kv_lens[i])
-            blocks = metadata.kv_indices[metadata.kv_indptr[i] : metadata.kv_indptr[i + 1]]
-            yield KernelChunk(np.ascontiguousarray(blocks, np.int32), start, stop - start, kv_len)
-            num_keys = max(min(kv_len, stop - start + window - 1) if window else kv_len for window in self._windows)
+    def _plan_chunks(self, metadata: AttentionMetadata) -> None:
+        counts = np.diff(metadata.qo_indptr)
+        which = np.flatnonzero(counts > KERNEL_ROWS)
+        kv_lens = metadata.kv_lens(self._block_size)[which]
+        columns = metadata.kv_indptr[which], metadata.qo_indptr[which], counts[which], kv_lens
+        self._chunks_at = np.stack(columns, axis=-1).astype(np.int32)
+        block_ids = self._by_kernel[0]
+        for first_block, first_row, count, kv_len in self._chunks_at.tolist():
+            self._chunks_by_kernel.append(KernelChunk(block_ids[first_block:], first_row, count, kv_len))
+            num_keys = max(min(kv_len, count + window - 1) if window else kv_len for window in self._windows)
             size = chunk_scratch(num_keys, self._num_kv_heads, self._head_dim)
             if size > len(self._seen_values):
                 self._packed_keys = np.empty(size, self._pool_arrays[0][0].dtype)
                 self._seen_values = np.empty(size, np.float32)
 
-    def planned_rows(self, num_rows: int) -> tuple[Int32s, Int32s, Int32s] | None:
-        """block_ids, first_blocks and kv_lens (as of Kernels.attend) of all rows of the step, if all `num_rows` are
-        decodes or in short chunks."""
-        block_ids, first_blocks, kv_lens, rows = self._by_kernel
-        return (block_ids, first_blocks, kv_lens) if len(rows) == num_rows else None
+    def planned_rows(self, num_rows: int) -> PlannedRows | None:
+        """The `num_rows` rows of the step, if kernels compute the attention of all."""
+        if len(self._by_kernel[-1]) + self._chunks_at[:, 2].sum() < num_rows:
+            return None
+        return PlannedRows(*self._by_kernel, self._chunks_at, self._packed_keys, self._seen_values)
 
     @property
     def dtype(self) -> torch.dtype:

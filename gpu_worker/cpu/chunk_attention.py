@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import softmax, store
-from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_scaled, load_sums, store_sums, zero_sums
+from gpu_worker.cpu.numbers import FASTMATH, softmax, store
+from gpu_worker.cpu.vectors import (
+    OUTPUTS,
+    add_inputs,
+    add_outputs,
+    add_scaled,
+    load_sums,
+    places_of,
+    store_outputs,
+    store_sums,
+    zero_sums,
+)
 
 # The most scores of a tile, and the most rows.
 _TILE_SCORES = 2**17
@@ -38,41 +48,88 @@ def attend_chunk(
     threads: int,
     out: Any,
 ) -> None:
-    heads, head_dim, kv_heads = query.shape[1], query.shape[2], keys.shape[2]
-    prefix = kv_len - count
-    first_key = max(0, prefix - window + 1) if window else 0
-    panels = (kv_len - first_key + OUTPUTS - 1) // OUTPUTS
-    each = panels * OUTPUTS * head_dim
-    for part in prange(kv_heads * panels):
+    for thread in prange(threads):
+        pack_part(keys, values, block_ids, count, kv_len, window, thread, threads, packed, seen)
+    for thread in prange(threads):
+        attend_part(
+            query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out
+        )  # fmt: skip
+
+
+@njit(fastmath=FASTMATH)
+def pack_part(
+    keys: Any,
+    values: Any,
+    block_ids: Any,
+    count: int,
+    kv_len: int,
+    window: int,
+    thread: int,
+    threads: int,
+    packed: Any,
+    seen: Any,
+) -> None:
+    """A thread's part of the keys and values that the chunk sees."""
+    first_key, panels, each = _sizes(keys, count, kv_len, window)
+    parts = keys.shape[2] * panels
+    for part in range(parts * thread // threads, parts * (thread + 1) // threads):
         head, panel = part // panels, part % panels
         begin = head * each
         _pack(keys, values, block_ids, head, panel, first_key, kv_len, packed[begin:], seen[begin:])
+
+
+@njit(fastmath=FASTMATH)
+def attend_part(
+    query: Any,
+    keys: Any,
+    first_row: int,
+    count: int,
+    kv_len: int,
+    window: int,
+    scale: float,
+    packed: Any,
+    seen: Any,
+    thread: int,
+    threads: int,
+    out: Any,
+) -> None:
+    """A thread's part of the chunk's rows and heads."""
+    first_key, panels, each = _sizes(keys, count, kv_len, window)
+    heads, head_dim, kv_heads = query.shape[1], query.shape[2], keys.shape[2]
+    prefix = kv_len - count
     size = max(4, min(_TILE_ROWS, _TILE_SCORES // (panels * OUTPUTS) // 4 * 4))
     tiles = (count + size - 1) // size
     pairs = (tiles + 1) // 2
-    for thread in prange(threads):
-        own = np.empty((size, head_dim), query.dtype)
-        scores = np.empty((size, panels * OUTPUTS), np.float32)
-        sums = np.empty((size, head_dim), np.float32)
-        for item in range(heads * pairs * thread // threads, heads * pairs * (thread + 1) // threads):
-            head, pair = item // pairs, item % pairs
-            begin = head // (heads // kv_heads) * each
-            for end in range(2):
-                # A tile from each end: all pairs have about as many keys.
-                tile = tiles - 1 - pair if end else pair
-                if end == 0 or tile > pair:
-                    top = tile * size
-                    _attend_tile(
-                        query, head, first_row + top, min(count - top, size), packed[begin:], seen[begin:],
-                        prefix + top - first_key, window, scale, own, scores, sums, out,
-                    )  # fmt: skip
+    own = np.empty((size, head_dim), query.dtype)
+    scores = np.empty((size, panels * OUTPUTS), np.float32)
+    sums = np.empty((size, head_dim), np.float32)
+    for item in range(heads * pairs * thread // threads, heads * pairs * (thread + 1) // threads):
+        head, pair = item // pairs, item % pairs
+        begin = head // (heads // kv_heads) * each
+        for end in range(2):
+            # A tile from each end: all pairs have about as many keys.
+            tile = tiles - 1 - pair if end else pair
+            if end == 0 or tile > pair:
+                top = tile * size
+                _attend_tile(
+                    query, head, first_row + top, min(count - top, size), packed[begin:], seen[begin:],
+                    prefix + top - first_key, window, scale, own, scores, sums, out,
+                )  # fmt: skip
+
+
+@njit(inline="always")
+def _sizes(keys: Any, count: int, kv_len: int, window: int) -> Any:
+    """The first key that a chunk sees, its panels of 64 keys, and the packed elements of a KV head."""
+    first_key = max(0, kv_len - count - window + 1) if window else 0
+    panels = (kv_len - first_key + OUTPUTS - 1) // OUTPUTS
+    return first_key, panels, panels * OUTPUTS * keys.shape[3]
 
 
 @njit(inline="always")
 def _pack(
     keys: Any, values: Any, block_ids: Any, head: int, panel: int, first_key: int, kv_len: int, packed: Any, seen: Any
 ) -> None:
-    """64 keys as the outputs of a matrix in few_rows.py, and their values in float32, [head_dim / 64, 64, 64]."""
+    """64 keys as the outputs of a matrix in products.py, and their values in float32, [head_dim / 64, 64, 64]."""
     block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
     # Inputs of a matrix that are side by side, two in bfloat16, are moved together.
     num_words = head_dim * keys.itemsize // 4
@@ -102,15 +159,16 @@ def _attend_tile(
             sums[i, d] = 0
     first = max(0, prefix - window + 1) // OUTPUTS if window else 0
     last = (prefix + num_rows - 1) // OUTPUTS
+    flat = own.reshape(-1), scores.reshape(-1), sums.reshape(-1)  # a division each
     for panel in range(first, last + 1):
         for row in range(_first_row(panel, prefix), num_rows, 4):
-            _score(own, row, keys, panel, scores)
+            _score(flat, row, keys, panel, head_dim, scores.shape[1])
     for row in range(num_rows):
         start, stop = max(0, prefix + row + 1 - window) if window else 0, prefix + row + 1
         factors[row] = np.float32(1) / softmax(scores[row, start:stop], scale)
     for panel in range(first, last + 1):
         for row in range(_first_row(panel, prefix), num_rows, 4):
-            _weigh(scores, row, min(4, num_rows - row), values, panel, prefix, window, sums)
+            _weigh(scores, flat, row, min(4, num_rows - row), values, panel, prefix, window, sums)
     for i in range(num_rows):
         for d in range(head_dim):
             store(out, (first_row + i, head * head_dim + d), sums[i, d] * factors[i])
@@ -123,26 +181,20 @@ def _first_row(panel: int, prefix: int) -> int:
 
 
 @njit(inline="always")
-def _score(own: Any, row: int, keys: Any, panel: int, scores: Any) -> None:
-    """The scores of four rows and 64 keys."""
-    head_dim, width = own.shape[1], scores.shape[1]
-    at, begin = row * head_dim, panel * OUTPUTS * head_dim
-    a, b, c, d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
+def _score(flat: Any, row: int, keys: Any, panel: int, head_dim: int, width: int) -> None:
+    """The scores of four rows and 64 keys. flat: the tile's rows, scores and sums."""
+    begin, zero = panel * OUTPUTS * head_dim, zero_sums()
+    total = zero, zero, zero, zero
+    places = places_of(total, row, row + 3, head_dim, 0)
     for i in range(0, head_dim, 2):
-        offset = begin + i * OUTPUTS
-        a = add_inputs(a, keys, offset, own, at + i)
-        b = add_inputs(b, keys, offset, own, at + head_dim + i)
-        c = add_inputs(c, keys, offset, own, at + 2 * head_dim + i)
-        d = add_inputs(d, keys, offset, own, at + 3 * head_dim + i)
-    place = row * width + panel * OUTPUTS
-    store_sums(scores, place, a)
-    store_sums(scores, place + width, b)
-    store_sums(scores, place + 2 * width, c)
-    store_sums(scores, place + 3 * width, d)
+        total = add_inputs(total, keys, begin + i * OUTPUTS, flat[0], places, i)
+    store_outputs(flat[1], places_of(total, row, row + 3, width, panel * OUTPUTS), total)
 
 
 @njit(inline="always")
-def _weigh(weights: Any, row: int, num_rows: int, values: Any, panel: int, prefix: int, window: int, sums: Any) -> None:
+def _weigh(
+    weights: Any, flat: Any, row: int, num_rows: int, values: Any, panel: int, prefix: int, window: int, sums: Any
+) -> None:
     """Add the values of 64 keys to the sums of up to four rows, in the order of the keys. A key that a row does not see
     is left out, because a weight of 0 times NaN would be NaN."""
     head_dim, width = sums.shape[1], weights.shape[1]
@@ -158,18 +210,13 @@ def _weigh(weights: Any, row: int, num_rows: int, values: Any, panel: int, prefi
             first, last = max(low, prefix + row + i + 1 - window) if window else low, min(high, prefix + row + i + 1)
             _add(weights, row + i, first, min(start, last), values, begin, sums, at + i * head_dim)
         if start < stop:
-            a, b = load_sums(sums, at), load_sums(sums, at + head_dim)
-            c, e = load_sums(sums, at + 2 * head_dim), load_sums(sums, at + 3 * head_dim)
+            zero = zero_sums()
+            total = zero, zero, zero, zero
+            own, added = places_of(total, row, row + 3, head_dim, d), places_of(total, row, row + 3, width, 0)
+            total = add_outputs(total, flat[2], own)
             for t in range(start, stop, 2):
-                offset, place = begin + t * OUTPUTS, row * width + t
-                a = add_inputs(a, values, offset, weights, place)
-                b = add_inputs(b, values, offset, weights, place + width)
-                c = add_inputs(c, values, offset, weights, place + 2 * width)
-                e = add_inputs(e, values, offset, weights, place + 3 * width)
-            store_sums(sums, at, a)
-            store_sums(sums, at + head_dim, b)
-            store_sums(sums, at + 2 * head_dim, c)
-            store_sums(sums, at + 3 * head_dim, e)
+                total = add_inputs(total, values, begin + t * OUTPUTS, flat[1], added, t)
+            store_outputs(flat[2], own, total)
         for i in range(num_rows):
             first, last = max(low, prefix + row + i + 1 - window) if window else low, min(high, prefix + row + i + 1)
             _add(weights, row + i, max(first, stop), last, values, begin, sums, at + i * head_dim)

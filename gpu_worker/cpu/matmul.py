@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.cpu.few_rows import MOST_ROWS, MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.numbers import as_array
+from gpu_worker.cpu.products import MOST_ROWS, MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.device import multiplies_bfloat16
 from gpu_worker.errors import ModelError

@@ -90,20 +90,6 @@ def _add_pairs(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     return builder.call(multiply, [sums, builder.bitcast(weights, _BFLOATS), builder.bitcast(numbers, _BFLOATS)])
 
 
-def _add_inputs_float32(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
-    for i in range(2):
-        weights = _load(builder, packed, i * OUTPUTS + part * _LANES, _FLOATS)
-        number = builder.load(builder.gep(inputs, [ir.IntType(64)(i)]))
-        sums = _fma(builder, sums, weights, _repeat(builder, number, _FLOATS))
-    return sums
-
-
-def _add_inputs_bfloat16(builder: Any, part: int, sums: Any, packed: Any, inputs: Any) -> Any:
-    weights = _load(builder, packed, 2 * part * _LANES, _INTS)
-    pair = builder.load(builder.bitcast(inputs, ir.IntType(32).as_pointer()), align=2)
-    return _add_pairs(builder, sums, weights, _repeat(builder, pair, _INTS))
-
-
 def _add_products_float32(builder: Any, part: int, sums: Any, weights: Any, numbers: Any) -> Any:
     weights, numbers = (_load(builder, pointer, part * _LANES, _FLOATS) for pointer in (weights, numbers))
     return _fma(builder, sums, weights, numbers)
@@ -136,14 +122,117 @@ def _added(float32: Any, bfloat16: Any) -> Any:
     return add
 
 
-# Functions (sums, weights, offset, inputs, at) of kernels. Arrays are contiguous. They are float32, or bfloat16 as
+# A kernel's function (sums, weights, offset, inputs, at): sums + the products of 64 inputs from inputs[at] on with 64
+# weights of one output. Their total is the total of all sums. Arrays are contiguous. They are float32, or bfloat16 as
 # int16 on a CPU with AVX512_BF16.
-# add_inputs: sums + the products of inputs[at] and inputs[at + 1] with their weights for 64 outputs, which begin at
-# weights[offset], packed as in few_rows.py.
-# add_products: sums + the products of 64 inputs from inputs[at] on with 64 weights of one output. Their total is the
-# total of all sums.
-add_inputs = _added(_add_inputs_float32, _add_inputs_bfloat16)
 add_products = _added(_add_products_float32, _add_products_bfloat16)
+
+
+@intrinsic
+def places_of(_context: Any, rows: Any, _first: Any, _last: Any, _stride: Any, _begin: Any) -> Any:
+    """In a kernel: for each k of a tuple `rows`, begin + stride * min(first + k, last)."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, first, last, stride, begin = arguments
+        places = cgutils.get_null_value(context.get_value_type(signature.return_type))
+        for row in range(len(signature.args[0])):
+            number = builder.add(first, ir.IntType(64)(row))
+            number = builder.select(builder.icmp_signed("<", number, last), number, last)
+            places = builder.insert_value(places, builder.add(begin, builder.mul(stride, number)), row)
+        return places
+
+    return types.UniTuple(types.intp, len(rows))(rows, *[types.intp] * 4), build
+
+
+@intrinsic
+def add_inputs(_context: Any, rows: Any, weights: Any, _offset: Any, inputs: Any, places: Any, _at: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, sums[k] + the products of inputs[places[k] + at] and the input after it
+    with their weights for 64 outputs, which begin at weights[offset], packed as in products.py. Arrays are as for
+    add_products().
+
+    This order of instructions needs few registers: the weights of one input (in bfloat16 two), and the sums."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows, weights, offset, inputs, places, at = arguments
+        weights = _pointer(context, builder, signature.args[1], weights, offset)
+        inputs = _pointer(context, builder, signature.args[3], inputs, at)
+        is_float = signature.args[1].dtype == types.float32
+        for i in range(2 if is_float else 1):
+            parts = [
+                _load(builder, weights, i * OUTPUTS + part * _LANES, _FLOATS)
+                if is_float
+                else _load(builder, weights, 2 * part * _LANES, _INTS)
+                for part in range(_NUM_PARTS)
+            ]
+            for row in range(len(signature.args[0])):
+                place = builder.gep(inputs, [builder.add(builder.extract_value(places, row), ir.IntType(64)(i))])
+                if is_float:
+                    number = _repeat(builder, builder.load(place), _FLOATS)
+                else:
+                    pair = builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=2)
+                    number = _repeat(builder, pair, _INTS)
+                add = _fma if is_float else _add_pairs
+                for part, weight in enumerate(parts):
+                    added = add(builder, builder.extract_value(rows, [row, part]), weight, number)
+                    rows = builder.insert_value(rows, added, [row, part])
+        return rows
+
+    return rows(rows, weights, types.intp, inputs, places, types.intp), build
+
+
+@intrinsic
+def add_outputs(_context: Any, rows: Any, array: Any, places: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, sums[k] + the 64 numbers from array[places[k]] on. array: contiguous,
+    float32, or bfloat16 as int16."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows, array, places = arguments
+        for row in range(len(signature.args[0])):
+            pointer = _pointer(context, builder, signature.args[1], array, builder.extract_value(places, row))
+            for part in range(_NUM_PARTS):
+                numbers = _load_floats(builder, signature.args[1], pointer, part)
+                rows = builder.insert_value(
+                    rows, builder.fadd(builder.extract_value(rows, [row, part]), numbers), [row, part]
+                )
+        return rows
+
+    return rows(rows, array, places), build
+
+
+@intrinsic
+def store_outputs(_context: Any, array: Any, places: Any, rows: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, 64 numbers from array[places[k]] on = sums[k]. array: as of
+    add_outputs(). The processor rounds to bfloat16 (ties to even; numbers below 1e-38 become 0)."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, places, rows = arguments
+        is_float = signature.args[0].dtype == types.float32
+        for row in range(len(signature.args[2])):
+            pointer = _pointer(context, builder, signature.args[0], array, builder.extract_value(places, row))
+            for part in range(_NUM_PARTS):
+                numbers = builder.extract_value(rows, [row, part])
+                numbers = numbers if is_float else _rounded(builder, numbers)
+                place = builder.gep(pointer, [ir.IntType(64)(part * _LANES)])
+                builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, places, rows), build
+
+
+def _rounded(builder: Any, numbers: Any) -> Any:
+    """16 float32 as bfloat16."""
+    kind = ir.FunctionType(ir.VectorType(_BFloat(), _LANES), [_FLOATS])
+    rounded = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return builder.bitcast(builder.call(rounded, [numbers]), _SHORTS)
+
+
+def _load_floats(builder: Any, array: Any, pointer: Any, part: int) -> Any:
+    """16 numbers of an array as float32."""
+    if array.dtype == types.float32:
+        return _load(builder, pointer, part * _LANES, _FLOATS)
+    # A bfloat16 is the upper half of a float32.
+    bits = builder.zext(_load(builder, pointer, part * _LANES, _SHORTS), _INTS)
+    return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
 
 
 @intrinsic
@@ -239,11 +328,7 @@ def add_scaled(_context: Any, sums: Any, values: Any, _offset: Any, _factor: Any
         values = _pointer(context, builder, signature.args[1], values, offset)
         factors = _repeat(builder, factor, _FLOATS)
         for part in range(_NUM_PARTS):
-            if signature.args[1].dtype == types.float32:
-                numbers = _load(builder, values, part * _LANES, _FLOATS)
-            else:  # a bfloat16 is the upper half of a float32
-                bits = builder.zext(_load(builder, values, part * _LANES, _SHORTS), _INTS)
-                numbers = builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
+            numbers = _load_floats(builder, signature.args[1], values, part)
             sums = builder.insert_value(sums, _fma(builder, builder.extract_value(sums, part), numbers, factors), part)
         return sums
 

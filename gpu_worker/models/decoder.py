@@ -18,8 +18,8 @@ class AllLayers(Protocol):
 
     tokens, positions: int64 [rows]. The results are None, and nothing is done, if it cannot compute this step."""
 
-    def run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """Hidden states [rows, hidden size], before the final norm."""
+    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+        """The result of Decoder.forward()."""
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Logits [rows, vocab]."""
@@ -53,8 +53,8 @@ class Decoder:
 
         tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all.
         """
-        if self._all_layers is not None and (hidden := self._all_layers.run(tokens, positions)) is not None:
-            return hidden if wanted is None else hidden.index_select(0, wanted)
+        if self._all_layers is not None and (hidden := self._all_layers.run(tokens, positions, wanted)) is not None:
+            return hidden
         angles = self._ops.angles(positions)
         hidden = self.embed(tokens)
         last = self._config.num_layers - 1

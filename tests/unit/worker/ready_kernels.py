@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from gpu_worker.cpu.few_rows import FewRows
 from gpu_worker.cpu.kernels import Kernels
+from gpu_worker.cpu.products import FewRows
 
 
 @cache

@@ -14,7 +14,7 @@ from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.decode_attention import WIDTH
-from gpu_worker.cpu.few_row_layers import FewRowLayers, few_row_layers
+from gpu_worker.cpu.layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.kv.pool import KvPool, allocate_pool
@@ -133,14 +133,14 @@ def content_of(step: SmallStep, pool: KvPool, seed: int = 0) -> Tensor:
 
 
 class CountedLayers:
-    """FewRowLayers that count the steps which they have and have not run."""
+    """CpuLayers that count the steps which they have and have not run."""
 
-    def __init__(self, layers: FewRowLayers) -> None:
+    def __init__(self, layers: CpuLayers) -> None:
         self._layers = layers
         self.runs = {True: 0, False: 0}
 
-    def run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        return self._counted(self._layers.run(tokens, positions))
+    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+        return self._counted(self._layers.run(tokens, positions, wanted))
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
         return self._counted(self._layers.logits(tokens, positions))
@@ -166,18 +166,18 @@ class SmallDecoder:
         num_blocks: int = NUM_BLOCKS,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """at_once: with FewRowLayers."""
+        """at_once: with CpuLayers."""
         self.pool = _pool(config, dtype, num_blocks, block_size)
         weights = weights_of(config, dtype)
         kernels = ready_kernels(dtype, threads, config.head_dim % WIDTH == 0)
         self.attention = CpuAttention(self.pool, config.windows, kernels)
         ops, matmul = CpuOps(config, MAX_POSITIONS, kernels), PackedMatmul(ready_few_rows(dtype, threads))
         self.layers: CountedLayers | None = None
-        self.few_row_layers: FewRowLayers | None = None
+        self.cpu_layers: CpuLayers | None = None
         if at_once:
-            self.few_row_layers = few_row_layers(config, weights, self.pool, self.attention, ops, matmul, threads)
-            assert self.few_row_layers is not None
-            self.layers = CountedLayers(self.few_row_layers)
+            self.cpu_layers = cpu_layers(config, weights, self.pool, self.attention, ops, matmul, threads)
+            assert self.cpu_layers is not None
+            self.layers = CountedLayers(self.cpu_layers)
         self.decoder = Decoder(config, weights, self.attention, ops, matmul, self.layers)
 
     def run(self, step: SmallStep, content: Tensor | None = None) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.cpu import matmul
-from gpu_worker.cpu.few_rows import MOST_ROWS, MOST_TABLE_ROWS
 from gpu_worker.cpu.matmul import PackedMatmul, packed, packed_memory, packing, table_memory
 from gpu_worker.cpu.numbers import as_array
+from gpu_worker.cpu.products import MOST_ROWS, MOST_TABLE_ROWS
 from gpu_worker.cpu.vectors import has_vectors
 from tests.unit.worker.ready_kernels import ready_few_rows
 

@@ -1,4 +1,4 @@
-"""All layers of a step with a few rows, in one call: the same numbers as layer by layer, and each row by itself."""
+"""All layers of a step in one call: the same numbers as layer by layer, and each row by itself."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from gpu_worker.build import BuiltWorker
-from gpu_worker.cpu import few_row_layers as module
-from gpu_worker.cpu.few_row_layers import MOST_ROWS, FewRowLayers, few_row_layers
-from gpu_worker.cpu.few_rows import MOST_ROWS as MOST_HEAD_ROWS
-from gpu_worker.cpu.few_rows import MOST_TABLE_ROWS, FewRows
+from gpu_worker.cpu import layers as module
+from gpu_worker.cpu.layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
+from gpu_worker.cpu.products import MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.models.config import DecoderConfig
 from tests.support.attention import Extents
@@ -38,6 +38,7 @@ from tests.unit.worker.small_decoders import (
 )
 
 TYPES = [torch.float32, torch.bfloat16]
+MANY_ROWS = 128
 NARROW = {"head_dim": 32}
 CONFIGS = {
     "wide": config_of(),
@@ -82,7 +83,7 @@ def test_a_step_computes_what_it_computes_layer_by_layer(name: str, threads: int
     ours, other = _decoder(name, dtype, threads), _decoder(name, dtype, threads, at_once=False)
     assert ours.layers is not None
     chunks = [*_decodes(3), (9, 2), (0, 8), (6, 5)]
-    for extents in [*map(_decodes, (1, 2, 3, 5, 8, 13, 32, MOST_ROWS)), chunks]:
+    for extents in [*map(_decodes, (1, 2, 3, 5, 8, 13, 32, 33, MANY_ROWS)), chunks]:
         step = step_of(extents, seed=len(extents))
         content, before = content_of(step, ours.pool), ours.layers.runs[True]
         found = ours.run(step, content)
@@ -131,15 +132,15 @@ def test_logits_are_those_of_the_hidden_states(tied: bool, threads: int, dtype: 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_does_not_depend_on_other_rows_or_threads(name: str, dtype: torch.dtype) -> None:
-    step = step_of(_decodes(MOST_ROWS))
+    step = step_of(_decodes(MANY_ROWS))
     ours = _decoder(name, dtype, 1)
     content = content_of(step, ours.pool)
     whole, stored = ours.run(step, content), ours.pool.storage.clone()
     for threads in (1, 2):
         ours = _decoder(name, dtype, threads)
-        order = np.random.default_rng(threads).permutation(MOST_ROWS).tolist()
+        order = np.random.default_rng(threads).permutation(MANY_ROWS).tolist()
         for begin, end in (
-            (0, MOST_ROWS),
+            (0, MANY_ROWS),
             (0, 1),
             (1, 3),
             (3, 6),
@@ -172,15 +173,49 @@ def test_rows_of_a_short_chunk_see_the_rows_before_them(name: str, threads: int,
     assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
 
 
-@pytest.mark.parametrize(
-    "extents", [_decodes(MOST_ROWS + 1), [(3, 1), (7, 9)], [(0, 9)]], ids=["rows", "both", "chunk"]
-)
-@pytest.mark.parametrize("name", ["wide", "narrow, windows"])
-def test_a_step_of_many_rows_or_with_a_long_chunk_runs_layer_by_layer(
-    extents: Extents, name: str, dtype: torch.dtype
+# Decodes, a short chunk, and longer chunks: at the start of a sequence, and after tokens that the pool has.
+MIXED: Extents = [(12, 1), (3, 1), (0, 8), (0, 9), (7, 40), (30, 70)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "wide" in name])
+def test_a_step_with_long_chunks_computes_what_it_computes_layer_by_layer(
+    name: str, threads: int, dtype: torch.dtype
 ) -> None:
     """It reads nothing of the pool behind a sequence's tokens, where here NaN is."""
-    ours, other = _decoder(name, dtype, 2), _decoder(name, dtype, 2, at_once=False)
+    ours, other = _decoder(name, dtype, threads), _decoder(name, dtype, threads, at_once=False)
+    assert ours.layers is not None
+    for extents in (MIXED, [(0, 9)], [(5, 150)], [(0, 65), (0, 64)]):
+        step = step_of(extents, seed=len(extents))
+        content, before = content_of(step, ours.pool), ours.layers.runs[True]
+        found = ours.run(step, content)
+        assert ours.layers.runs[True] == before + 1
+        assert found.isfinite().all()
+        _assert_close(found, other.run(step, content), dtype)
+        _assert_close(ours.pool.storage, other.pool.storage, dtype)
+        if dtype == torch.float32:
+            exact, stored = torch_states(CONFIGS[name], step, content)
+            _assert_close(found, exact, dtype)
+            _assert_close(ours.pool.storage.nan_to_num(), stored, dtype)
+
+
+@pytest.mark.parametrize("name", ["wide", "wide, windows"])
+def test_a_chunk_does_not_depend_on_other_rows_or_threads(name: str, dtype: torch.dtype) -> None:
+    step = step_of(MIXED)
+    ours = _decoder(name, dtype, 1)
+    content = content_of(step, ours.pool)
+    whole = ours.run(step, content)
+    ends = np.cumsum([count for _, count in MIXED])
+    for threads in (1, 2):
+        ours = _decoder(name, dtype, threads)
+        for sequence, (end, (_, count)) in enumerate(zip(ends, MIXED, strict=True)):
+            assert torch.equal(ours.run(step.of([sequence]), content), whole[end - count : end])
+        assert torch.equal(ours.run(step, content), whole)
+
+
+@pytest.mark.parametrize("extents", [[(3, 1), (7, 9)], [(0, 9)]], ids=["both", "chunk"])
+def test_a_step_with_narrow_heads_and_a_long_chunk_runs_layer_by_layer(extents: Extents, dtype: torch.dtype) -> None:
+    ours, other = (_decoder("narrow, windows", dtype, 2, at_once=at_once) for at_once in (True, False))
     assert ours.layers is not None
     step = step_of(extents)
     content, before = content_of(step, ours.pool), dict(ours.layers.runs)
@@ -207,23 +242,44 @@ def test_nan_in_a_sequence_does_not_reach_other_rows(dtype: torch.dtype) -> None
         assert torch.equal(found[[0, 4]], whole[[0, 4]])
 
 
-def test_only_wanted_rows_are_returned(dtype: torch.dtype) -> None:
-    ours = _decoder("wide", dtype, 1)
-    step = step_of([(9, 1), (11, 3)])
-    whole = ours.run(step, content_of(step, ours.pool))
-    for wanted in ([3, 0], []):
+def test_nan_in_a_chunk_does_not_reach_other_rows(dtype: torch.dtype) -> None:
+    ours = _decoder("wide, windows", dtype, 2)
+    step = step_of([(9, 1), (11, 30), (5, 20)])
+    content = content_of(step, ours.pool)
+    whole = ours.run(step, content)
+    content[:, :, step.tables[1][0]] = torch.nan
+    found = ours.run(step, content)
+    assert found[1:31].isnan().any()
+    others = [0, *range(31, 51)]
+    assert torch.equal(found[others], whole[others])
+
+
+@pytest.mark.parametrize("extents", [[(9, 1), (11, 3)], [(9, 1), (11, 60)]], ids=["short", "long"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_only_wanted_rows_are_returned(extents: Extents, threads: int, dtype: torch.dtype) -> None:
+    """The pool gets the keys and values of all rows."""
+    ours = _decoder("wide", dtype, threads)
+    assert ours.layers is not None
+    step = step_of(extents)
+    content, before = content_of(step, ours.pool), ours.layers.runs[True]
+    whole, stored = ours.run(step, content), ours.pool.storage.clone()
+    cases: list[list[int]] = [[3, 0], [], [2], list(range(len(whole)))]
+    for wanted in cases:
+        ours.pool.storage.copy_(content)
         ours.attention.plan(step.metadata)
         rows = torch.tensor(wanted, dtype=torch.int64)
         assert torch.equal(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted])
+        assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
+    assert ours.layers.runs[True] == before + 5
 
 
-def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: bool = True) -> FewRowLayers | None:
+def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: bool = True) -> CpuLayers | None:
     ready = _decoder("wide", dtype, threads)
     matmul = PackedMatmul(FewRows(dtype, threads))
     weights = weights_of(config, dtype, pack)
     ops = ready.decoder._ops
     assert isinstance(ops, CpuOps)
-    return few_row_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads)
+    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads)
 
 
 def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +298,7 @@ def test_a_thread_that_waits_in_vain_gives_up(monkeypatch: pytest.MonkeyPatch) -
     if not has_vectors(torch.float32):
         pytest.skip("this CPU has no vector instructions for float32")
     ours = _decoder("wide", torch.float32, 2)
-    layers = ours.few_row_layers
+    layers = ours.cpu_layers
     assert layers is not None
     arrived = layers._arrived
     one_thread = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(layers._function.address)
@@ -302,7 +358,7 @@ def test_a_worker_gives_the_tokens_of_transformers(
         pytest.skip("this CPU has no vector instructions for float32")
     checkpoint = reference(family)
     runner = build(checkpoint.folder, threads=2, block_size=8, dtype="float32").runner
-    assert isinstance(runner._decoder._all_layers, FewRowLayers)
+    assert isinstance(runner._decoder._all_layers, CpuLayers)
     counted = CountedLayers(runner._decoder._all_layers)
     monkeypatch.setattr(runner._decoder, "_all_layers", counted)
     random = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""All layers of a step with a few rows, in one call.
+"""All layers of a step in one call.
 
 With a few rows, a layer takes a few hundred microseconds. Python needs many of them to call nine kernels, and meanwhile
 all cores but one wait. So one function computes a thread's part of all layers, with the functions of the other kernels.
@@ -17,15 +17,16 @@ from numba.core.config import NUMBA_NUM_THREADS
 from torch import Tensor
 
 from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.chunk_attention import attend_part, pack_part
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
 from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
-from gpu_worker.cpu.few_rows import MOST_ROWS as MOST_HEAD_ROWS
-from gpu_worker.cpu.few_rows import MOST_TABLE_ROWS, multiply_part, multiply_table_part
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import FASTMATH, KERNEL_TYPES, as_array, load, store
 from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
+from gpu_worker.cpu.products import MOST_TABLE_ROWS, multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import array_at, arrive, meet, run_threads
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
@@ -34,8 +35,8 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-# With up to so many rows, all layers in one call are faster, on two Zen 4 cores.
-MOST_ROWS = 128
+# With up to so many rows, each thread computes the norms of all rows for itself, because a meeting takes longer.
+_OWN_NORMS = 32
 
 # The arguments, by their place in an array: addresses of arrays, then sizes.
 (
@@ -43,9 +44,14 @@ MOST_ROWS = 128
     POSITIONS,  # int64 [rows]
     SLOTS,  # int64 [rows]: block * block_size + place in the block
     BLOCK_IDS,  # int32 [num_block_ids]
-    FIRST_BLOCKS,  # int32 [rows]
-    KV_LENS,  # int32 [rows]
-    HIDDEN,  # the result: [rows, width]
+    FIRST_BLOCKS,  # int32 [num_attending]
+    KV_LENS,  # int32 [num_attending]
+    ROWS,  # int32 [num_attending]: rows that decode attention computes, each by itself
+    CHUNKS,  # int32 [num_chunks, 4]: of PlannedRows
+    PACKED_KEYS,  # its scratch memory
+    SEEN_VALUES,
+    WANTED,  # int64 [num_wanted]: the rows of the result
+    HIDDEN,  # the result: [num_wanted, width]
     LOGITS,  # another result: [rows, vocab]; 0: none
     EMBEDDING,  # [vocab, width]
     TURNS,  # float32 [positions, head_dim]
@@ -55,13 +61,19 @@ MOST_ROWS = 128
     VALUES,
     WINDOWS,  # int64 [layers]; 0: none
     LAYERS,  # int64 [layers, NUM_LAYER_ARRAYS]
-    PROJECTED,  # scratch memory: [rows, (heads + 2 * kv_heads) * head_dim]
+    STREAM,  # scratch memory: [rows, width], hidden states; without WANTED, this is HIDDEN
+    NORMED,  # [rows, width]
+    PROJECTED,  # [rows, (heads + 2 * kv_heads) * head_dim]
     MIXED,  # [rows, heads * head_dim]
     GATE_UP,  # [rows, 2 * inner]
     ACTIVATED,  # [rows, inner]
     ARRIVED,  # int64 [3], 0 at the start: arrivals at meetings; whether a thread has given up; threads at the end
     NUM_ROWS,
+    NUM_ATTENDING,
+    NUM_CHUNKS,
+    NUM_WANTED,
     NUM_BLOCK_IDS,
+    NUM_SCRATCH,  # elements of PACKED_KEYS and of SEEN_VALUES
     NUM_LAYERS,
     NUM_BLOCKS,
     BLOCK_SIZE,
@@ -73,9 +85,8 @@ MOST_ROWS = 128
     VOCAB,
     NUM_POSITIONS,
     HEAD_IS_TABLE,
-) = range(34)
-NUM_ARGUMENTS = 34
-_STEP_TYPES = np.int64, np.int64, np.int64, np.int32, np.int32, np.int32  # from TOKENS on
+) = range(45)
+NUM_ARGUMENTS = 45
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8
@@ -89,16 +100,18 @@ _write = njit(fastmath=FASTMATH)(write)
 
 def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
     """A thread's part of all layers of a model with heads of a multiple of 64. like: a pointer of the model's type."""
-    _run_thread(like, arguments, numbers, thread, threads, attend_heads_wide)
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_wide, _attend_chunk)
 
 
 def narrow_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
-    """A thread's part of all layers of any model. like: a pointer of the model's type."""
-    _run_thread(like, arguments, numbers, thread, threads, attend_heads_narrow)
+    """A thread's part of all layers of any model, without longer chunks. like: a pointer of the model's type."""
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_narrow, _attend_no_chunk)
 
 
 @njit(inline="always")
-def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: int, attend_heads: Any) -> None:
+def _run_thread(
+    like: Any, arguments: Any, numbers: Any, thread: int, threads: int, attend_heads: Any, attend_chunk: Any
+) -> None:
     a, singles = carray(arguments, (NUM_ARGUMENTS,)), carray(numbers, (2,))
     like, ints = carray(like, (0,)), np.empty(0, np.int32)
     eps, scale = singles[EPS], singles[SCALE]
@@ -110,37 +123,37 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
     embedding = array_at(a[EMBEDDING], a[VOCAB] * width, like).reshape(a[VOCAB], width)
     turns = array_at(a[TURNS], a[NUM_POSITIONS] * head_dim, singles).reshape(a[NUM_POSITIONS], head_dim)
     slots = array_at(a[SLOTS], rows, a)
-    hidden = array_at(a[HIDDEN], rows * width, like).reshape(rows, width)
+    result = array_at(a[HIDDEN], a[NUM_WANTED] * width, like).reshape(a[NUM_WANTED], width)
+    hidden = array_at(a[STREAM], rows * width, like).reshape(rows, width)
     pool = num_layers, a[NUM_BLOCKS], a[BLOCK_SIZE], kv_heads, head_dim
     size = num_layers * a[NUM_BLOCKS] * a[BLOCK_SIZE] * kv_heads * head_dim
     keys, values = array_at(a[KEYS], size, like).reshape(pool), array_at(a[VALUES], size, like).reshape(pool)
-    block_ids = array_at(a[BLOCK_IDS], a[NUM_BLOCK_IDS], ints)
-    tables = block_ids, array_at(a[FIRST_BLOCKS], rows, ints), array_at(a[KV_LENS], rows, ints)
+    block_ids, which = array_at(a[BLOCK_IDS], a[NUM_BLOCK_IDS], ints), array_at(a[ROWS], a[NUM_ATTENDING], ints)
+    kv_lens = array_at(a[KV_LENS], a[NUM_ATTENDING], ints)
+    tables = block_ids, array_at(a[FIRST_BLOCKS], a[NUM_ATTENDING], ints), kv_lens, which
+    chunks = array_at(a[CHUNKS], a[NUM_CHUNKS] * 4, ints).reshape(a[NUM_CHUNKS], 4)
+    packed = array_at(a[PACKED_KEYS], a[NUM_SCRATCH], like), array_at(a[SEEN_VALUES], a[NUM_SCRATCH], singles)
     windows = array_at(a[WINDOWS], num_layers, a)
     layers = array_at(a[LAYERS], num_layers * NUM_LAYER_ARRAYS, a).reshape(num_layers, NUM_LAYER_ARRAYS)
     projected = array_at(a[PROJECTED], rows * all_heads * head_dim, like).reshape(rows, all_heads * head_dim)
     heads = projected.reshape(rows, all_heads, head_dim)
     mixed = array_at(a[MIXED], rows * num_heads * head_dim, like).reshape(rows, num_heads * head_dim)
-    gate_up = array_at(a[GATE_UP], rows * 2 * inner, like).reshape(rows, 2 * inner)
-    activated = array_at(a[ACTIVATED], rows * inner, like).reshape(rows, inner)
-    arrived = array_at(a[ARRIVED], 3, a)
 
-    normed, empty = np.empty_like(hidden), like[:0]
+    empty = like[:0]
     begin, end = rows * thread // threads, rows * (thread + 1) // threads
     angles = np.empty((end - begin, head_dim), np.float32)
     meetings = 0
     if num_layers:
         _copy_rows(turns, positions[begin:end], angles)
         _copy_rows(embedding, tokens[begin:end], hidden[begin:end])
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
     for index in range(num_layers):
         layer = layers[index]
-        # Each thread has all normed rows for itself: for a few rows, a meeting would take longer.
-        _norm(hidden, array_at(layer[INPUT_NORM], width, like), eps, normed)
+        normed, meetings = _normed(a, hidden, layer[INPUT_NORM], eps, thread, threads, meetings)
         bias = array_at(layer[QKV_BIAS], projected.shape[1] if layer[QKV_BIAS] else 0, like)
         qkv = array_at(layer[QKV], width * projected.shape[1], like)
         multiply_part(normed, qkv, bias, False, thread, threads, projected)
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
 
         has_norms = layer[HEAD_NORMS] != 0
         norms = array_at(layer[HEAD_NORMS] if has_norms else layer[INPUT_NORM], 2 * head_dim, like)
@@ -148,36 +161,72 @@ def _run_thread(like: Any, arguments: Any, numbers: Any, thread: int, threads: i
         _rotate(heads[begin:end], num_rotated, angles, has_norms, norms, num_heads, eps)
         own = heads[begin:end]
         _write(own[:, num_heads:num_rotated], own[:, num_rotated:], slots[begin:end], keys[index], values[index])
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
 
         queries, window = heads[:, :num_heads], windows[index]
         _attend_part(queries, keys[index], values[index], tables, window, scale, thread, threads, attend_heads, mixed)
-        meetings = meet(arrived, threads, meetings)
+        for number in range(len(chunks)):
+            chunk = block_ids, chunks[number]
+            pool_part = keys[index], values[index]
+            meetings = attend_chunk(
+                queries, pool_part, chunk, window, scale, packed, thread, threads, _arrived(a), meetings, mixed
+            )
+        meetings = meet(_arrived(a), threads, meetings)
+
+        if index == num_layers - 1 and a[WANTED]:  # nothing reads the other rows
+            wanted = array_at(a[WANTED], len(result), a)
+            first, last = len(result) * thread // threads, len(result) * (thread + 1) // threads
+            kept = array_at(a[PROJECTED], len(result) * mixed.shape[1], like).reshape(len(result), mixed.shape[1])
+            _copy_rows(hidden, wanted[first:last], result[first:last])
+            _copy_rows(mixed, wanted[first:last], kept[first:last])
+            meetings = meet(_arrived(a), threads, meetings)
+            hidden, mixed = result, kept
 
         output = array_at(layer[OUTPUT], width * mixed.shape[1], like)
         multiply_part(mixed, output, empty, True, thread, threads, hidden)
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
 
-        _norm(hidden, array_at(layer[MLP_NORM], width, like), eps, normed)
+        normed, meetings = _normed(a, hidden, layer[MLP_NORM], eps, thread, threads, meetings)
         matrix = array_at(layer[GATE_UP_MATRIX], width * 2 * inner, like)
+        gate_up = array_at(a[GATE_UP], len(hidden) * 2 * inner, like).reshape(len(hidden), 2 * inner)
         multiply_part(normed, matrix, empty, False, thread, threads, gate_up)
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
 
+        activated = array_at(a[ACTIVATED], len(hidden) * inner, like).reshape(len(hidden), inner)
         _gate_part(gate_up, thread, threads, activated)
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
 
         down = array_at(layer[DOWN], width * inner, like)
         multiply_part(activated, down, empty, True, thread, threads, hidden)
-        meetings = meet(arrived, threads, meetings)
+        meetings = meet(_arrived(a), threads, meetings)
     if a[LOGITS]:
-        _norm(hidden, array_at(a[FINAL_NORM], width, like), eps, normed)
+        normed, meetings = _normed(a, result, a[FINAL_NORM], eps, thread, threads, meetings)
         head = array_at(a[HEAD], width * a[VOCAB], like)
-        logits = array_at(a[LOGITS], rows * a[VOCAB], like).reshape(rows, a[VOCAB])
+        logits = array_at(a[LOGITS], len(result) * a[VOCAB], like).reshape(len(result), a[VOCAB])
         if a[HEAD_IS_TABLE]:
             multiply_table_part(normed, head.reshape(a[VOCAB], width), thread, threads, logits)
         else:
             multiply_part(normed, head, empty, False, thread, threads, logits)
-    arrive(arrived[2:])
+    arrive(_arrived(a)[2:])
+
+
+@njit(inline="always")
+def _arrived(a: Any) -> Any:
+    return array_at(a[ARRIVED], 3, a)
+
+
+@njit(inline="always")
+def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: int, meetings: int) -> Any:
+    """All normed rows, and the number of meetings."""
+    count, width = hidden.shape
+    if count <= _OWN_NORMS:
+        normed = np.empty_like(hidden)
+        _norm(hidden, array_at(weight, width, hidden), eps, normed)
+        return normed, meetings
+    normed = array_at(a[NORMED], count * width, hidden).reshape(count, width)
+    begin, end = count * thread // threads, count * (thread + 1) // threads
+    _norm(hidden[begin:end], array_at(weight, width, hidden), eps, normed[begin:end])
+    return normed, meet(_arrived(a), threads, meetings)
 
 
 @njit(inline="always")
@@ -201,25 +250,70 @@ def _attend_part(
     out: Any,
 ) -> None:
     """A thread's part of the KV heads of all rows: of most rows all or none, as they are side by side in memory."""
-    block_ids, first_blocks, kv_lens = tables
+    block_ids, first_blocks, kv_lens, rows = tables
     kv_heads = keys.shape[2]
     count = len(kv_lens) * kv_heads
     begin, end = count * thread // threads, count * (thread + 1) // threads
-    for row in range(begin // kv_heads, len(kv_lens)):
-        first, last = max(begin - row * kv_heads, 0), min(end - row * kv_heads, kv_heads)
+    for i in range(begin // kv_heads, len(kv_lens)):
+        first, last = max(begin - i * kv_heads, 0), min(end - i * kv_heads, kv_heads)
         if last <= first:
             break
-        table = block_ids[first_blocks[row] :]
-        attend_heads(query, row, keys, values, table, kv_lens[row], window, scale, first, last, out)
+        table = block_ids[first_blocks[i] :]
+        attend_heads(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
+
+
+@njit(inline="always")
+def _attend_chunk(
+    query: Any,
+    pool: Any,
+    chunk: Any,
+    window: int,
+    scale: float,
+    scratch: Any,
+    thread: int,
+    threads: int,
+    arrived: Any,
+    meetings: int,
+    out: Any,
+) -> int:
+    """A thread's part of a chunk's attention. Returns the number of meetings."""
+    (keys, values), (block_ids, sizes), (packed, seen) = pool, chunk, scratch
+    first_block, first_row, count, kv_len = sizes[0], sizes[1], sizes[2], sizes[3]
+    meetings = meet(arrived, threads, meetings)  # the scratch memory is free
+    pack_part(keys, values, block_ids[first_block:], count, kv_len, window, thread, threads, packed, seen)
+    meetings = meet(arrived, threads, meetings)
+    attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out)
+    return meetings
+
+
+@njit(inline="always")
+def _attend_no_chunk(
+    query: Any,
+    pool: Any,
+    chunk: Any,
+    window: int,
+    scale: float,
+    scratch: Any,
+    thread: int,
+    threads: int,
+    arrived: Any,
+    meetings: int,
+    out: Any,
+) -> int:
+    return meetings
 
 
 @njit(fastmath=FASTMATH)
 def _gate_part(gate_up: Any, thread: int, threads: int, out: Any) -> None:
     """A thread's part of out = silu(gate) * up."""
-    width = out.shape[1]
-    for row in range(len(out)):
-        for d in range(width * thread // threads, width * (thread + 1) // threads):
-            store(out, (row, d), gated(load(gate_up[row, d]), load(gate_up[row, width + d])))
+    (count, width), first, last = out.shape, 0, len(out)
+    begin, end = width * thread // threads, width * (thread + 1) // threads
+    if count > _OWN_NORMS:
+        begin, end, first, last = 0, width, count * thread // threads, count * (thread + 1) // threads
+    for row in range(first, last):
+        gate, up, own = gate_up[row, begin:end], gate_up[row, width + begin : width + end], out[row, begin:end]
+        for d in range(end - begin):
+            store(own, d, gated(load(gate[d]), load(up[d])))
 
 
 def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
@@ -236,9 +330,9 @@ def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = 
     return compiled
 
 
-class FewRowLayers:
-    """All layers of a decoder for up to MOST_ROWS rows. A row's result depends only on the row's own inputs, bit for
-    bit."""
+class CpuLayers:
+    """All layers of a decoder. A row's result depends only on the row's own inputs, bit for bit; in a longer chunk also
+    on the chunk."""
 
     def __init__(
         self,
@@ -269,10 +363,17 @@ class FewRowLayers:
         assert len(embedding) == self._vocab
         addresses = [[0 if array is None else array.ctypes.data for array in layer] for layer in layers]
 
-        def scratch(width: int) -> np.ndarray:
-            return as_array(torch.empty(MOST_ROWS, width, dtype=dtype))
-
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._scratch_widths = {
+            STREAM: config.hidden_size,
+            NORMED: config.hidden_size,
+            PROJECTED: query_size + 2 * kv_size,
+            MIXED: query_size,
+            GATE_UP: 2 * config.intermediate_size,
+            ACTIVATED: config.intermediate_size,
+        }
+        self._scratch: dict[int, Tensor] = {}
+        self._scratch_rows = 0
         self._arrived = np.zeros(3, np.int64)
         fixed = {
             EMBEDDING: embedding,
@@ -282,10 +383,6 @@ class FewRowLayers:
             VALUES: as_array(pool.values),
             WINDOWS: np.array(config.windows, np.int64),
             LAYERS: np.array(addresses, np.int64),
-            PROJECTED: scratch(query_size + 2 * kv_size),
-            MIXED: scratch(query_size),
-            GATE_UP: scratch(2 * config.intermediate_size),
-            ACTIVATED: scratch(config.intermediate_size),
             ARRIVED: self._arrived,
         }
         if head is not None:
@@ -311,17 +408,18 @@ class FewRowLayers:
         self._kept = layers, fixed  # the function has addresses alone
         self._addresses = self._function.address, self._arguments.ctypes.data, self._numbers.ctypes.data
 
-    def run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """Hidden states [rows, hidden size] after all layers. None, and nothing is done, if the step has too many rows
-        or a long chunk. tokens, positions: int64 [rows], of the vocabulary and of the table of turns."""
-        return None if len(tokens) > MOST_ROWS else self._compute(tokens, positions, None)
+    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+        """Hidden states [wanted rows, hidden size] after all layers. None, and nothing is done, if no kernel computes
+        the attention of a chunk. tokens, positions: int64 [rows], of the vocabulary and of the table of turns. wanted:
+        int64, the rows of the result; None: all."""
+        return self._compute(tokens, positions, wanted, None)
 
     def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head."""
+        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
         if len(tokens) > self._most_logits:
             return None
         logits = torch.empty(len(tokens), self._vocab, dtype=self._attention.dtype)
-        return None if self._compute(tokens, positions, logits) is None else logits
+        return None if self._compute(tokens, positions, None, logits) is None else logits
 
     def head(self, hidden: Tensor) -> Tensor | None:
         """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
@@ -332,27 +430,52 @@ class FewRowLayers:
         assert hidden.dtype == self._attention.dtype
         logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
         self._arguments[NUM_LAYERS] = 0
-        self._call(hidden, logits)
+        self._call(len(hidden), None, hidden, logits)
         return logits
 
-    def _compute(self, tokens: Tensor, positions: Tensor, logits: Tensor | None) -> Tensor | None:
-        if (tables := self._attention.planned_rows(len(tokens))) is None:
+    def _compute(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, logits: Tensor | None
+    ) -> Tensor | None:
+        if (planned := self._attention.planned_rows(len(tokens))) is None:
             return None
-        self._arguments[NUM_LAYERS] = self._num_layers
-        hidden = torch.empty(len(tokens), self._hidden_size, dtype=self._attention.dtype)
-        arrays = tokens.numpy(), positions.numpy(), self._attention.slot_mapping.numpy(), *tables
-        for place, (array, number) in enumerate(zip(arrays, _STEP_TYPES, strict=True), TOKENS):
-            assert array.dtype == number
+        arrays = {
+            TOKENS: tokens.numpy(),
+            POSITIONS: positions.numpy(),
+            SLOTS: self._attention.slot_mapping.numpy(),
+            BLOCK_IDS: planned.block_ids,
+            FIRST_BLOCKS: planned.first_blocks,
+            KV_LENS: planned.kv_lens,
+            ROWS: planned.rows,
+            CHUNKS: planned.chunks,
+            PACKED_KEYS: planned.packed_keys,
+            SEEN_VALUES: planned.seen_values,
+        }
+        for place, array in arrays.items():
             assert array.flags.c_contiguous
+            assert array.dtype == np.int64 if place <= SLOTS else array.dtype == np.int32 or place > CHUNKS
             self._arguments[place] = array.ctypes.data
-        self._arguments[NUM_BLOCK_IDS] = len(tables[0])
-        self._call(hidden, logits)
+        self._arguments[NUM_BLOCK_IDS] = len(planned.block_ids)
+        self._arguments[NUM_ATTENDING], self._arguments[NUM_CHUNKS] = len(planned.rows), len(planned.chunks)
+        self._arguments[NUM_SCRATCH] = len(planned.seen_values)
+        self._arguments[NUM_LAYERS] = self._num_layers
+        count = len(tokens) if wanted is None else len(wanted)
+        hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
+        self._call(len(tokens), wanted, hidden, logits)
         return hidden
 
-    def _call(self, hidden: Tensor, logits: Tensor | None) -> None:
+    def _call(self, num_rows: int, wanted: Tensor | None, hidden: Tensor, logits: Tensor | None) -> None:
+        if num_rows > self._scratch_rows:
+            self._scratch_rows = num_rows
+            for place, width in self._scratch_widths.items():
+                self._scratch[place] = torch.empty(num_rows, width, dtype=self._attention.dtype)
+        for place, tensor in self._scratch.items():
+            self._arguments[place] = tensor.data_ptr()
         self._arguments[HIDDEN] = hidden.data_ptr()
+        if wanted is None:
+            self._arguments[STREAM] = hidden.data_ptr()
+        self._arguments[WANTED] = 0 if wanted is None else wanted.data_ptr()
         self._arguments[LOGITS] = 0 if logits is None else logits.data_ptr()
-        self._arguments[NUM_ROWS] = len(hidden)
+        self._arguments[NUM_ROWS], self._arguments[NUM_WANTED] = num_rows, len(hidden)
         self._arrived[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
@@ -363,7 +486,7 @@ class FewRowLayers:
             raise RuntimeError("a thread of a step has failed")
 
 
-def few_row_layers(
+def cpu_layers(
     config: DecoderConfig,
     weights: DecoderWeights,
     pool: KvPool,
@@ -371,7 +494,7 @@ def few_row_layers(
     ops: CpuOps,
     matmul: PackedMatmul,
     threads: int,
-) -> FewRowLayers | None:
+) -> CpuLayers | None:
     """None if the function cannot compute this model. `matmul`: with kernels for a few rows."""
     if config.output_bias:
         return None
@@ -387,7 +510,7 @@ def few_row_layers(
         return None
     head_memory = matmul.memory(head, weights.final_norm.dtype) if config.has_head else None
     tables = as_array(embedding), as_array(weights.final_norm), head_memory
-    return FewRowLayers(config, layers, *tables, pool, attention, ops.turns, threads)
+    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads)
 
 
 def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:

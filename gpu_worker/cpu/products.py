@@ -16,16 +16,26 @@ import torch
 from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
-from gpu_worker.cpu.numbers import KERNEL_TYPES, load, prefetch, store
-from gpu_worker.cpu.vectors import OUTPUTS, add_inputs, add_products, load_sums, store_sums, total_of, zero_sums
+from gpu_worker.cpu.numbers import KERNEL_TYPES, prefetch, store
+from gpu_worker.cpu.vectors import (
+    OUTPUTS,
+    add_inputs,
+    add_outputs,
+    add_products,
+    places_of,
+    store_outputs,
+    total_of,
+    zero_sums,
+)
 
 # With up to so many rows the kernels are faster than oneDNN and torch, on two Zen 4 cores: for packed matrices, and for
 # embeddings.
 MOST_ROWS = 32
 MOST_TABLE_ROWS = 12
-# With more than four rows, so many weights of a block of outputs are multiplied at a time. They stay in the first-level
-# cache for all rows.
-_PART_BYTES = 16 << 10
+# So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones.
+_PART_BYTES = 256 << 10
+# So many groups of rows fetch the next weights, for so many inputs at a time.
+_FETCHING, _STEP = 8, 32
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
@@ -36,92 +46,82 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, threads: int, out: Any) -> None:
     """A thread's part of the outputs."""
-    blocks = out.shape[1] // OUTPUTS
-    sums = np.empty((len(rows) + 3, OUTPUTS), np.float32)
+    blocks, part = out.shape[1] // OUTPUTS, _PART_BYTES // packed.itemsize // OUTPUTS
+    sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
     for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-        multiply_block(rows, packed, bias, adds, block, sums, out)
+        multiply_block(rows, packed, bias, adds, block, part, sums, out)
 
 
 @njit(fastmath=False)
-def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, sums: Any, out: Any) -> None:
-    """The 64 outputs of a block. sums: scratch memory, float32 [rows + 3, 64]."""
-    count, inputs = rows.shape
-    begin = block * OUTPUTS * inputs
-    groups = (count + 3) // 4
-    step = 2 * OUTPUTS // groups
-    part = _PART_BYTES // packed.itemsize // OUTPUTS if groups > 1 else inputs
+def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any) -> None:
+    """The 64 outputs of a block, for six rows at a time, and at the end for four: six are faster. sums: scratch memory,
+    float32 [rows, 64], for rows with more inputs than `part`."""
+    (count, inputs), zero = rows.shape, zero_sums()
+    fours = min((6 - count % 6) // 2 % 3, (count + 3) // 4)  # at most one row is computed twice, of two rows both
+    sixes = (count - 4 * fours + 5) // 6
+    groups = sixes + fours
     for first in range(0, inputs, part):
         last = min(first + part, inputs)
-        for group in range(groups):
-            row = 4 * group
-            ahead = begin + last * OUTPUTS + part * OUTPUTS * group // groups
-            if row == count - 1:
-                _add_row(rows[row], packed, begin, first, last, sums[row:])
-            elif groups > 1:
-                _add_four_rows(rows[row:], packed, begin, first, last, sums[row:], True, ahead, step)
-            else:
-                _add_four_rows(rows[row:], packed, begin, first, last, sums[row:], False, ahead, step)
-    for row in range(count):
-        _write(sums[row], bias, adds, row, block * OUTPUTS, out)
+        if count == 1:
+            _multiply_rows((zero,), rows, 0, packed, first, last, bias, adds, block, False, 0, 1, sums, out)
+            continue
+        for group in range(sixes):
+            six, row = (zero, zero, zero, zero, zero, zero), 6 * group
+            _multiply_rows(six, rows, row, packed, first, last, bias, adds, block, True, group, groups, sums, out)
+        for group in range(sixes, groups):
+            four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
+            _multiply_rows(four, rows, row, packed, first, last, bias, adds, block, True, group, groups, sums, out)
 
 
 @njit(inline="always")
-def _add_row(row: Any, packed: Any, begin: int, first: int, last: int, sums: Any) -> None:
-    """Adds the products of the inputs first..last - 1."""
-    total = _begun(sums, 0, first)
-    for i in range(first, last, 2):
-        total = add_inputs(total, packed, begin + i * OUTPUTS, row, i)
-    store_sums(sums, 0, total)
-
-
-@njit(inline="always")
-def _add_four_rows(
-    rows: Any, packed: Any, begin: int, first: int, last: int, sums: Any, fetches: bool, ahead: int, step: int
+def _multiply_rows(
+    total: Any,
+    rows: Any,
+    row: int,
+    packed: Any,
+    first: int,
+    last: int,
+    bias: Any,
+    adds: bool,
+    block: int,
+    fetches: bool,
+    group: int,
+    groups: int,
+    sums: Any,
+    out: Any,
 ) -> None:
-    """As _add_row(), for the first four rows; if there are fewer, for the last one several times. With `fetches`, each
-    of the groups fetches its share of the next part's weights, which begins at `ahead`: otherwise the cores would wait
-    for memory first, and compute then."""
-    end, line = len(rows) - 1, step // packed.itemsize
-    a, b, c, d = rows[0], rows[min(1, end)], rows[min(2, end)], rows[min(3, end)]
-    total_a, total_b = _begun(sums, 0, first), _begun(sums, 1, first)
-    total_c, total_d = _begun(sums, 2, first), _begun(sums, 3, first)
-    for i in range(first, last, 2):
-        if fetches:  # for two groups in bfloat16 two lines of the cache, in float32 four
+    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. With `fetches`, each of the
+    first groups fetches its share of the next weights: otherwise the cores would wait for memory first, and compute
+    then."""
+    inputs, end = rows.shape[1], len(rows) - 1
+    numbers, products, begin = rows.reshape(-1), out.reshape(-1), block * OUTPUTS
+    places = places_of(total, row, end, inputs, 0)
+    own_sums = places_of(total, row, end, OUTPUTS, 0)
+    if first:
+        total = add_outputs(total, sums.reshape(-1), own_sums)
+    offset = begin * inputs + first * OUTPUTS
+    fetching = min(groups, _FETCHING)
+    is_fetching, line = fetches and groups > 1 and group < fetching, 64 // packed.itemsize
+    lines = (_STEP * OUTPUTS // line + fetching - 1) // fetching if is_fetching else 0
+    ahead = offset + (last - first) * OUTPUTS * (fetching + group) // fetching
+    size = _STEP if lines else last - first
+    for step in range(first, last, size):
+        for _ in range(lines):
             prefetch(packed, ahead)
-            prefetch(packed, ahead + line)
-            if packed.itemsize == 4:
-                prefetch(packed, ahead + 2 * line)
-                prefetch(packed, ahead + 3 * line)
-            ahead += step
-        offset = begin + i * OUTPUTS
-        total_a = add_inputs(total_a, packed, offset, a, i)
-        total_b = add_inputs(total_b, packed, offset, b, i)
-        total_c = add_inputs(total_c, packed, offset, c, i)
-        total_d = add_inputs(total_d, packed, offset, d, i)
-    store_sums(sums, 0, total_a)
-    store_sums(sums, OUTPUTS, total_b)
-    store_sums(sums, 2 * OUTPUTS, total_c)
-    store_sums(sums, 3 * OUTPUTS, total_d)
-
-
-@njit(inline="always")
-def _begun(sums: Any, row: int, first: int) -> Any:
-    """The sums of a row over the inputs before `first`."""
-    return load_sums(sums, row * OUTPUTS) if first else zero_sums()
-
-
-@njit(inline="always")
-def _write(sums: Any, bias: Any, adds: bool, row: int, begin: int, out: Any) -> None:
-    # A loop for each case: one loop for all is not compiled to vector instructions.
+            ahead += line
+        for i in range(step, min(step + size, last), 4):
+            total = add_inputs(total, packed, offset, numbers, places, i)
+            total = add_inputs(total, packed, offset + 2 * OUTPUTS, numbers, places, i + 2)
+            offset += 4 * OUTPUTS
+    if last < inputs:
+        store_outputs(sums.reshape(-1), own_sums, total)
+        return
+    places = places_of(total, row, end, out.shape[1], begin)
     if adds:
-        for j in range(OUTPUTS):
-            store(out, (row, begin + j), sums[j] + load(out[row, begin + j]))
+        total = add_outputs(total, products, places)
     elif len(bias):
-        for j in range(OUTPUTS):
-            store(out, (row, begin + j), sums[j] + load(bias[begin + j]))
-    else:
-        for j in range(OUTPUTS):
-            store(out, (row, begin + j), sums[j])
+        total = add_outputs(total, bias, places_of(total, 0, 0, 0, begin))
+    store_outputs(products, places, total)
 
 
 def _multiply_table(rows: Any, table: Any, threads: int, out: Any) -> None:
