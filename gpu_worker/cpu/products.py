@@ -33,9 +33,9 @@ from gpu_worker.cpu.vectors import (
 MOST_ROWS = 32
 MOST_TABLE_ROWS = 12
 # So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones.
-_PART_BYTES = 256 << 10
+_PART_BYTES = 64 << 10
 # So many groups of rows fetch the next weights, for so many inputs at a time.
-_FETCHING, _STEP = 8, 32
+_FETCHING, _STEP = 8, 16
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
