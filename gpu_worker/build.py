@@ -18,7 +18,7 @@ from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.int8 import Int8Matmul, can_multiply_int8, packed_int8
 from gpu_worker.cpu.kernels import Int8Kernels, Kernels
-from gpu_worker.cpu.layers import cpu_layers
+from gpu_worker.cpu.layers.all_layers import cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps, largest_logits

@@ -22,7 +22,7 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 # Changes with the code of the kernels, with the compiler, and with the CPU.
-_SOURCES = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+_SOURCES = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))
 _MACHINE = numba.__version__, llvmlite.__version__, get_host_cpu_name(), get_host_cpu_features().flatten()
 _VERSION = hashlib.sha256(_SOURCES + repr(_MACHINE).encode()).hexdigest()[:12]
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from gpu_worker.build import BuiltWorker
-from gpu_worker.cpu import layers as module
-from gpu_worker.cpu.layers import CpuLayers, cpu_layers
+from gpu_worker.cpu.layers import all_layers as module
+from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS

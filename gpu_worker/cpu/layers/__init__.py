@@ -1,0 +1,1 @@
+"""All layers of a step in one call."""

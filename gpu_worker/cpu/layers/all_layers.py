@@ -1,0 +1,246 @@
+"""All layers of a step in one call.
+
+With a few rows, a layer takes a few hundred microseconds. Python needs many of them to call nine kernels, and meanwhile
+all cores but one wait. So one function computes a thread's part of all layers, with the functions of the other kernels.
+Its threads meet where a part of a layer needs the whole result of the part before (a barrier).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numba import threading_layer, types
+from numba.core.config import NUMBA_NUM_THREADS
+from torch import Tensor
+
+from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
+from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
+from gpu_worker.cpu.layers import arguments as at
+from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
+from gpu_worker.cpu.matmul import PackedMatmul
+from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
+from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
+from gpu_worker.cpu.products import MOST_TABLE_ROWS
+from gpu_worker.cpu.threads import run_threads
+from gpu_worker.kv.pool import KvPool
+from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.weights import DecoderWeights, LayerWeights
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+
+def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
+    """The function for models of this type. `wide_heads`, `compiles_here`: as of Kernels."""
+    function = wide_layers if wide_heads else narrow_layers
+    pointers = types.CPointer(KERNEL_TYPES[dtype]), types.CPointer(types.int64), types.CPointer(types.float32)
+    arguments = (*pointers, types.intp, types.intp)
+    began_s = time.monotonic()
+    if not compiles_here:
+        made = f"compiled_layers({dtype}, {wide_heads}, compiles_here=True)"
+        compile_in_child(function, f"import torch; from {__name__} import compiled_layers; {made}")
+    compiled = compiled_function(function, arguments)
+    _log.info("the function for all layers is ready", seconds=round(time.monotonic() - began_s, 1))
+    return compiled
+
+
+class CpuLayers:
+    """All layers of a decoder. A row's result depends only on the row's own inputs, bit for bit; in a longer chunk also
+    on the chunk."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: list[list[np.ndarray | None]],
+        embedding: np.ndarray,
+        final_norm: np.ndarray,
+        head: np.ndarray | None,
+        pool: KvPool,
+        attention: CpuAttention,
+        turns: np.ndarray,
+        threads: int,
+    ) -> None:
+        """layers: for each layer, its arrays in the order of LAYERS. head: what PackedMatmul.memory() returns. The
+        caller keeps the weights in memory."""
+        dtype = pool.storage.dtype
+        number = as_array(pool.keys).dtype
+        weights = [embedding, final_norm, *([] if head is None else [head])]
+        weights += [array for layer in layers for array in layer if array is not None]
+        assert all(array.dtype == number and array.flags.c_contiguous for array in weights)
+        assert turns.dtype == np.float32
+        assert turns.flags.c_contiguous
+        self._attention = attention
+        self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
+        self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
+        self._most_logits = 0 if head is None else MOST_TABLE_ROWS if head.ndim == 2 else MOST_HEAD_ROWS
+        self._num_layers, self._vocab, self._hidden_size = config.num_layers, config.vocab_size, config.hidden_size
+        assert len(embedding) == self._vocab
+        addresses = [[0 if array is None else array.ctypes.data for array in layer] for layer in layers]
+
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._scratch_widths = {
+            at.STREAM: config.hidden_size,
+            at.NORMED: config.hidden_size,
+            at.PROJECTED: query_size + 2 * kv_size,
+            at.MIXED: query_size,
+            at.GATE_UP: 2 * config.intermediate_size,
+            at.ACTIVATED: config.intermediate_size,
+        }
+        self._scratch: dict[int, Tensor] = {}
+        self._scratch_rows = 0
+        self._arrived = np.zeros(3, np.int64)
+        fixed = {
+            at.EMBEDDING: embedding,
+            at.TURNS: turns,
+            at.FINAL_NORM: final_norm,
+            at.KEYS: as_array(pool.keys),
+            at.VALUES: as_array(pool.values),
+            at.WINDOWS: np.array(config.windows, np.int64),
+            at.LAYERS: np.array(addresses, np.int64),
+            at.ARRIVED: self._arrived,
+        }
+        if head is not None:
+            fixed[at.HEAD] = head
+        self._numbers = np.array([config.rms_norm_eps, config.head_dim**-0.5], np.float32)
+        self._arguments = np.zeros(at.NUM_ARGUMENTS, np.int64)
+        for place, array in fixed.items():
+            self._arguments[place] = array.ctypes.data
+        sizes = {
+            at.NUM_BLOCKS: pool.keys.shape[1],
+            at.BLOCK_SIZE: pool.block_size,
+            at.NUM_HEADS: config.num_heads,
+            at.NUM_KV_HEADS: config.num_kv_heads,
+            at.HEAD_DIM: config.head_dim,
+            at.WIDTH: config.hidden_size,
+            at.INNER: config.intermediate_size,
+            at.VOCAB: len(embedding),
+            at.NUM_POSITIONS: len(turns),
+            at.HEAD_IS_TABLE: head is not None and head.ndim == 2,
+        }
+        for place, size in sizes.items():
+            self._arguments[place] = size
+        self._kept = layers, fixed  # the function has addresses alone
+        self._addresses = self._function.address, self._arguments.ctypes.data, self._numbers.ctypes.data
+
+    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+        """Hidden states [wanted rows, hidden size] after all layers. None, and nothing is done, if no kernel computes
+        the attention of a chunk. tokens, positions: int64 [rows], of the vocabulary and of the table of turns. wanted:
+        int64, the rows of the result; None: all."""
+        return self._compute(tokens, positions, wanted, None)
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
+        if len(tokens) > self._most_logits:
+            return None
+        logits = torch.empty(len(tokens), self._vocab, dtype=self._attention.dtype)
+        return None if self._compute(tokens, positions, None, logits) is None else logits
+
+    def head(self, hidden: Tensor) -> Tensor | None:
+        """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
+        be None, too."""
+        if not 0 < len(hidden) <= self._most_logits:
+            return None
+        assert hidden.is_contiguous()
+        assert hidden.dtype == self._attention.dtype
+        logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
+        self._arguments[at.NUM_LAYERS] = 0
+        self._call(len(hidden), None, hidden, logits)
+        return logits
+
+    def _compute(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, logits: Tensor | None
+    ) -> Tensor | None:
+        if (planned := self._attention.planned_rows(len(tokens))) is None:
+            return None
+        arrays = {
+            at.TOKENS: tokens.numpy(),
+            at.POSITIONS: positions.numpy(),
+            at.SLOTS: self._attention.slot_mapping.numpy(),
+            at.BLOCK_IDS: planned.block_ids,
+            at.FIRST_BLOCKS: planned.first_blocks,
+            at.KV_LENS: planned.kv_lens,
+            at.ROWS: planned.rows,
+            at.CHUNKS: planned.chunks,
+            at.PACKED_KEYS: planned.packed_keys,
+            at.SEEN_VALUES: planned.seen_values,
+        }
+        for place, array in arrays.items():
+            assert array.flags.c_contiguous
+            assert array.dtype == np.int64 if place <= at.SLOTS else array.dtype == np.int32 or place > at.CHUNKS
+            self._arguments[place] = array.ctypes.data
+        self._arguments[at.NUM_BLOCK_IDS] = len(planned.block_ids)
+        self._arguments[at.NUM_ATTENDING], self._arguments[at.NUM_CHUNKS] = len(planned.rows), len(planned.chunks)
+        self._arguments[at.NUM_SCRATCH] = len(planned.seen_values)
+        self._arguments[at.NUM_LAYERS] = self._num_layers
+        count = len(tokens) if wanted is None else len(wanted)
+        hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
+        self._call(len(tokens), wanted, hidden, logits)
+        return hidden
+
+    def _call(self, num_rows: int, wanted: Tensor | None, hidden: Tensor, logits: Tensor | None) -> None:
+        if num_rows > self._scratch_rows:
+            self._scratch_rows = num_rows
+            for place, width in self._scratch_widths.items():
+                self._scratch[place] = torch.empty(num_rows, width, dtype=self._attention.dtype)
+        for place, tensor in self._scratch.items():
+            self._arguments[place] = tensor.data_ptr()
+        self._arguments[at.HIDDEN] = hidden.data_ptr()
+        if wanted is None:
+            self._arguments[at.STREAM] = hidden.data_ptr()
+        self._arguments[at.WANTED] = 0 if wanted is None else wanted.data_ptr()
+        self._arguments[at.LOGITS] = 0 if logits is None else logits.data_ptr()
+        self._arguments[at.NUM_ROWS], self._arguments[at.NUM_WANTED] = num_rows, len(hidden)
+        self._arrived[:] = 0
+        function, arguments, numbers = self._addresses
+        like = arguments  # for its type; nothing reads this pointer
+        self._run(function, like, arguments, numbers, self._run.threads)
+        if self._arrived[1]:
+            raise RuntimeError("the threads of a step do not run at the same time: check the OMP_ variables")
+        if self._arrived[2] < self._run.threads:  # numba has logged why
+            raise RuntimeError("a thread of a step has failed")
+
+
+def cpu_layers(
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    pool: KvPool,
+    attention: CpuAttention,
+    ops: CpuOps,
+    matmul: PackedMatmul,
+    threads: int,
+) -> CpuLayers | None:
+    """None if the function cannot compute this model. `matmul`: with kernels for a few rows."""
+    if config.output_bias:
+        return None
+    layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
+    needed = at.QKV, at.OUTPUT, at.GATE_UP_MATRIX, at.DOWN
+    if any(layer[place] is None for layer in layers for place in needed):
+        return None
+    # numba knows its threading layer only if it has more than one thread. TBB may run the threads one after another.
+    if min(threads, NUMBA_NUM_THREADS) > 1 and threading_layer() == "tbb":
+        return None
+    embedding, head = weights.embedding, weights.head
+    if not (isinstance(embedding, Tensor) and isinstance(head, Tensor)):
+        return None
+    head_memory = matmul.memory(head, weights.final_norm.dtype) if config.has_head else None
+    tables = as_array(embedding), as_array(weights.final_norm), head_memory
+    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads)
+
+
+def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:
+    arrays: list[np.ndarray | None] = [None] * at.NUM_LAYER_ARRAYS
+    matrices = {at.QKV: layer.qkv, at.OUTPUT: layer.output, at.GATE_UP_MATRIX: layer.gate_up, at.DOWN: layer.down}
+    for place, matrix in matrices.items():
+        if isinstance(matrix, Tensor) and matrix.is_mkldnn:
+            arrays[place] = matmul.memory(matrix, layer.input_norm.dtype)
+    arrays[at.INPUT_NORM], arrays[at.MLP_NORM] = as_array(layer.input_norm), as_array(layer.mlp_norm)
+    if layer.qkv_bias is not None:
+        arrays[at.QKV_BIAS] = as_array(layer.qkv_bias)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        arrays[at.HEAD_NORMS] = ops.norms_of(layer.query_norm, layer.key_norm)
+    return arrays

@@ -1,0 +1,247 @@
+"""The function for all layers: what one of its threads computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from gpu_worker.cpu.chunk_attention import attend_part, pack_part
+from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
+from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
+from gpu_worker.cpu.layers import arguments as at
+from gpu_worker.cpu.numbers import FASTMATH, load, store
+from gpu_worker.cpu.products import multiply_part, multiply_table_part
+from gpu_worker.cpu.threads import array_at, arrive, meet
+
+# With up to so many rows, each thread computes the norms of all rows for itself, because a meeting takes longer.
+_OWN_NORMS = 32
+
+_norm = njit(fastmath=FASTMATH)(norm)
+_rotate = njit(fastmath=FASTMATH)(rotate)
+_write = njit(fastmath=FASTMATH)(write)
+
+
+def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
+    """A thread's part of all layers of a model with heads of a multiple of 64. like: a pointer of the model's type."""
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_wide, _attend_chunk)
+
+
+def narrow_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
+    """A thread's part of all layers of any model, without longer chunks. like: a pointer of the model's type."""
+    _run_thread(like, arguments, numbers, thread, threads, attend_heads_narrow, _attend_no_chunk)
+
+
+@njit(inline="always")
+def _run_thread(
+    like: Any, arguments: Any, numbers: Any, thread: int, threads: int, attend_heads: Any, attend_chunk: Any
+) -> None:
+    a, singles = carray(arguments, (at.NUM_ARGUMENTS,)), carray(numbers, (2,))
+    like, ints = carray(like, (0,)), np.empty(0, np.int32)
+    eps, scale = singles[at.EPS], singles[at.SCALE]
+    rows, width, inner, head_dim = a[at.NUM_ROWS], a[at.WIDTH], a[at.INNER], a[at.HEAD_DIM]
+    num_heads, kv_heads, num_layers = a[at.NUM_HEADS], a[at.NUM_KV_HEADS], a[at.NUM_LAYERS]
+    num_rotated, all_heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+
+    tokens, positions = array_at(a[at.TOKENS], rows, a), array_at(a[at.POSITIONS], rows, a)
+    embedding = array_at(a[at.EMBEDDING], a[at.VOCAB] * width, like).reshape(a[at.VOCAB], width)
+    turns = array_at(a[at.TURNS], a[at.NUM_POSITIONS] * head_dim, singles).reshape(a[at.NUM_POSITIONS], head_dim)
+    slots = array_at(a[at.SLOTS], rows, a)
+    result = array_at(a[at.HIDDEN], a[at.NUM_WANTED] * width, like).reshape(a[at.NUM_WANTED], width)
+    hidden = array_at(a[at.STREAM], rows * width, like).reshape(rows, width)
+    pool = num_layers, a[at.NUM_BLOCKS], a[at.BLOCK_SIZE], kv_heads, head_dim
+    size = num_layers * a[at.NUM_BLOCKS] * a[at.BLOCK_SIZE] * kv_heads * head_dim
+    keys, values = array_at(a[at.KEYS], size, like).reshape(pool), array_at(a[at.VALUES], size, like).reshape(pool)
+    block_ids, which = (
+        array_at(a[at.BLOCK_IDS], a[at.NUM_BLOCK_IDS], ints),
+        array_at(a[at.ROWS], a[at.NUM_ATTENDING], ints),
+    )
+    kv_lens = array_at(a[at.KV_LENS], a[at.NUM_ATTENDING], ints)
+    tables = block_ids, array_at(a[at.FIRST_BLOCKS], a[at.NUM_ATTENDING], ints), kv_lens, which
+    chunks = array_at(a[at.CHUNKS], a[at.NUM_CHUNKS] * 4, ints).reshape(a[at.NUM_CHUNKS], 4)
+    packed = (
+        array_at(a[at.PACKED_KEYS], a[at.NUM_SCRATCH], like),
+        array_at(a[at.SEEN_VALUES], a[at.NUM_SCRATCH], singles),
+    )
+    windows = array_at(a[at.WINDOWS], num_layers, a)
+    layers = array_at(a[at.LAYERS], num_layers * at.NUM_LAYER_ARRAYS, a).reshape(num_layers, at.NUM_LAYER_ARRAYS)
+    projected = array_at(a[at.PROJECTED], rows * all_heads * head_dim, like).reshape(rows, all_heads * head_dim)
+    heads = projected.reshape(rows, all_heads, head_dim)
+    mixed = array_at(a[at.MIXED], rows * num_heads * head_dim, like).reshape(rows, num_heads * head_dim)
+
+    empty = like[:0]
+    begin, end = rows * thread // threads, rows * (thread + 1) // threads
+    angles = np.empty((end - begin, head_dim), np.float32)
+    meetings = 0
+    if num_layers:
+        _copy_rows(turns, positions[begin:end], angles)
+        _copy_rows(embedding, tokens[begin:end], hidden[begin:end])
+        meetings = meet(_arrived(a), threads, meetings)
+    for index in range(num_layers):
+        layer = layers[index]
+        normed, meetings = _normed(a, hidden, layer[at.INPUT_NORM], eps, thread, threads, meetings)
+        bias = array_at(layer[at.QKV_BIAS], projected.shape[1] if layer[at.QKV_BIAS] else 0, like)
+        qkv = array_at(layer[at.QKV], width * projected.shape[1], like)
+        multiply_part(normed, qkv, bias, False, thread, threads, projected)
+        meetings = meet(_arrived(a), threads, meetings)
+
+        has_norms = layer[at.HEAD_NORMS] != 0
+        norms = array_at(layer[at.HEAD_NORMS] if has_norms else layer[at.INPUT_NORM], 2 * head_dim, like)
+        norms = norms.reshape(2, head_dim)
+        _rotate(heads[begin:end], num_rotated, angles, has_norms, norms, num_heads, eps)
+        own = heads[begin:end]
+        _write(own[:, num_heads:num_rotated], own[:, num_rotated:], slots[begin:end], keys[index], values[index])
+        meetings = meet(_arrived(a), threads, meetings)
+
+        queries, window = heads[:, :num_heads], windows[index]
+        _attend_part(queries, keys[index], values[index], tables, window, scale, thread, threads, attend_heads, mixed)
+        for number in range(len(chunks)):
+            chunk = block_ids, chunks[number]
+            pool_part = keys[index], values[index]
+            meetings = attend_chunk(
+                queries, pool_part, chunk, window, scale, packed, thread, threads, _arrived(a), meetings, mixed
+            )
+        meetings = meet(_arrived(a), threads, meetings)
+
+        if index == num_layers - 1 and a[at.WANTED]:  # nothing reads the other rows
+            wanted = array_at(a[at.WANTED], len(result), a)
+            first, last = len(result) * thread // threads, len(result) * (thread + 1) // threads
+            kept = array_at(a[at.PROJECTED], len(result) * mixed.shape[1], like).reshape(len(result), mixed.shape[1])
+            _copy_rows(hidden, wanted[first:last], result[first:last])
+            _copy_rows(mixed, wanted[first:last], kept[first:last])
+            meetings = meet(_arrived(a), threads, meetings)
+            hidden, mixed = result, kept
+
+        output = array_at(layer[at.OUTPUT], width * mixed.shape[1], like)
+        multiply_part(mixed, output, empty, True, thread, threads, hidden)
+        meetings = meet(_arrived(a), threads, meetings)
+
+        normed, meetings = _normed(a, hidden, layer[at.MLP_NORM], eps, thread, threads, meetings)
+        matrix = array_at(layer[at.GATE_UP_MATRIX], width * 2 * inner, like)
+        gate_up = array_at(a[at.GATE_UP], len(hidden) * 2 * inner, like).reshape(len(hidden), 2 * inner)
+        multiply_part(normed, matrix, empty, False, thread, threads, gate_up)
+        meetings = meet(_arrived(a), threads, meetings)
+
+        activated = array_at(a[at.ACTIVATED], len(hidden) * inner, like).reshape(len(hidden), inner)
+        _gate_part(gate_up, thread, threads, activated)
+        meetings = meet(_arrived(a), threads, meetings)
+
+        down = array_at(layer[at.DOWN], width * inner, like)
+        multiply_part(activated, down, empty, True, thread, threads, hidden)
+        meetings = meet(_arrived(a), threads, meetings)
+    if a[at.LOGITS]:
+        normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
+        head = array_at(a[at.HEAD], width * a[at.VOCAB], like)
+        logits = array_at(a[at.LOGITS], len(result) * a[at.VOCAB], like).reshape(len(result), a[at.VOCAB])
+        if a[at.HEAD_IS_TABLE]:
+            multiply_table_part(normed, head.reshape(a[at.VOCAB], width), thread, threads, logits)
+        else:
+            multiply_part(normed, head, empty, False, thread, threads, logits)
+    arrive(_arrived(a)[2:])
+
+
+@njit(inline="always")
+def _arrived(a: Any) -> Any:
+    return array_at(a[at.ARRIVED], 3, a)
+
+
+@njit(inline="always")
+def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: int, meetings: int) -> Any:
+    """All normed rows, and the number of meetings."""
+    count, width = hidden.shape
+    if count <= _OWN_NORMS:
+        normed = np.empty_like(hidden)
+        _norm(hidden, array_at(weight, width, hidden), eps, normed)
+        return normed, meetings
+    normed = array_at(a[at.NORMED], count * width, hidden).reshape(count, width)
+    begin, end = count * thread // threads, count * (thread + 1) // threads
+    _norm(hidden[begin:end], array_at(weight, width, hidden), eps, normed[begin:end])
+    return normed, meet(_arrived(a), threads, meetings)
+
+
+@njit(inline="always")
+def _copy_rows(table: Any, which: Any, out: Any) -> None:
+    for row in range(len(which)):
+        for d in range(out.shape[1]):
+            out[row, d] = table[which[row], d]
+
+
+@njit(inline="always")
+def _attend_part(
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    window: int,
+    scale: float,
+    thread: int,
+    threads: int,
+    attend_heads: Any,
+    out: Any,
+) -> None:
+    """A thread's part of the KV heads of all rows: of most rows all or none, as they are side by side in memory."""
+    block_ids, first_blocks, kv_lens, rows = tables
+    kv_heads = keys.shape[2]
+    count = len(kv_lens) * kv_heads
+    begin, end = count * thread // threads, count * (thread + 1) // threads
+    for i in range(begin // kv_heads, len(kv_lens)):
+        first, last = max(begin - i * kv_heads, 0), min(end - i * kv_heads, kv_heads)
+        if last <= first:
+            break
+        table = block_ids[first_blocks[i] :]
+        attend_heads(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
+
+
+@njit(inline="always")
+def _attend_chunk(
+    query: Any,
+    pool: Any,
+    chunk: Any,
+    window: int,
+    scale: float,
+    scratch: Any,
+    thread: int,
+    threads: int,
+    arrived: Any,
+    meetings: int,
+    out: Any,
+) -> int:
+    """A thread's part of a chunk's attention. Returns the number of meetings."""
+    (keys, values), (block_ids, sizes), (packed, seen) = pool, chunk, scratch
+    first_block, first_row, count, kv_len = sizes[0], sizes[1], sizes[2], sizes[3]
+    meetings = meet(arrived, threads, meetings)  # the scratch memory is free
+    pack_part(keys, values, block_ids[first_block:], count, kv_len, window, thread, threads, packed, seen)
+    meetings = meet(arrived, threads, meetings)
+    attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out)
+    return meetings
+
+
+@njit(inline="always")
+def _attend_no_chunk(
+    query: Any,
+    pool: Any,
+    chunk: Any,
+    window: int,
+    scale: float,
+    scratch: Any,
+    thread: int,
+    threads: int,
+    arrived: Any,
+    meetings: int,
+    out: Any,
+) -> int:
+    return meetings
+
+
+@njit(fastmath=FASTMATH)
+def _gate_part(gate_up: Any, thread: int, threads: int, out: Any) -> None:
+    """A thread's part of out = silu(gate) * up."""
+    (count, width), first, last = out.shape, 0, len(out)
+    begin, end = width * thread // threads, width * (thread + 1) // threads
+    if count > _OWN_NORMS:
+        begin, end, first, last = 0, width, count * thread // threads, count * (thread + 1) // threads
+    for row in range(first, last):
+        gate, up, own = gate_up[row, begin:end], gate_up[row, width + begin : width + end], out[row, begin:end]
+        for d in range(end - begin):
+            store(own, d, gated(load(gate[d]), load(up[d])))
