@@ -1,7 +1,8 @@
-"""Products of a few rows with a matrix that is packed for oneDNN, or that is an embedding.
+"""Products with a matrix that is packed for oneDNN, or that is an embedding.
 
 For a few rows, a product takes as long as it takes to read the matrix. oneDNN reads it slower than memory delivers it,
-and a call of oneDNN costs 14 us. These kernels read the same matrix, so there is no second copy of the weights.
+and a call of oneDNN costs 14 us. For many rows the two are about as fast, and these functions can run inside of the
+function for all layers. They read the same matrix as oneDNN, so there is no second copy of the weights.
 
 A matrix [out, in] is packed as [out / 64, in / 2, 64, 2] in bfloat16 and as [out / 64, in, 64] in float32 on a CPU with
 AVX-512. This order of memory is not documented. So for each matrix, the first product is compared with oneDNN's.
@@ -28,8 +29,8 @@ from gpu_worker.cpu.vectors import (
     zero_sums,
 )
 
-# With up to so many rows the kernels are faster than oneDNN and torch, on two Zen 4 cores: for packed matrices, and for
-# embeddings.
+# With up to so many rows the kernels, called by themselves, are faster than oneDNN and torch, on two Zen 4 cores: for
+# packed matrices, and for embeddings.
 MOST_ROWS = 32
 MOST_TABLE_ROWS = 12
 # So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones.
