@@ -51,9 +51,7 @@ def attend_chunk(
     for thread in prange(threads):
         pack_part(keys, values, block_ids, count, kv_len, window, thread, threads, packed, seen)
     for thread in prange(threads):
-        attend_part(
-            query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out
-        )  # fmt: skip
+        attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out)
 
 
 @njit(fastmath=FASTMATH)

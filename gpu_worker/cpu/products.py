@@ -64,14 +64,14 @@ def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, pa
     for first in range(0, inputs, part):
         last = min(first + part, inputs)
         if count == 1:
-            _multiply_rows((zero,), rows, 0, packed, first, last, bias, adds, block, False, 0, 1, sums, out)
+            _multiply_rows((zero,), rows, 0, packed, first, last, bias, adds, block, 0, 1, sums, out)
             continue
         for group in range(sixes):
             six, row = (zero, zero, zero, zero, zero, zero), 6 * group
-            _multiply_rows(six, rows, row, packed, first, last, bias, adds, block, True, group, groups, sums, out)
+            _multiply_rows(six, rows, row, packed, first, last, bias, adds, block, group, groups, sums, out)
         for group in range(sixes, groups):
             four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
-            _multiply_rows(four, rows, row, packed, first, last, bias, adds, block, True, group, groups, sums, out)
+            _multiply_rows(four, rows, row, packed, first, last, bias, adds, block, group, groups, sums, out)
 
 
 @njit(inline="always")
@@ -85,15 +85,13 @@ def _multiply_rows(
     bias: Any,
     adds: bool,
     block: int,
-    fetches: bool,
     group: int,
     groups: int,
     sums: Any,
     out: Any,
 ) -> None:
-    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. With `fetches`, each of the
-    first groups fetches its share of the next weights: otherwise the cores would wait for memory first, and compute
-    then."""
+    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. Each of the first groups
+    fetches its share of the next weights: otherwise the cores would wait for memory first, and compute then."""
     inputs, end = rows.shape[1], len(rows) - 1
     numbers, products, begin = rows.reshape(-1), out.reshape(-1), block * OUTPUTS
     places = places_of(total, row, end, inputs, 0)
@@ -102,8 +100,8 @@ def _multiply_rows(
         total = add_outputs(total, sums.reshape(-1), own_sums)
     offset = begin * inputs + first * OUTPUTS
     fetching = min(groups, _FETCHING)
-    is_fetching, line = fetches and groups > 1 and group < fetching, 64 // packed.itemsize
-    lines = (_STEP * OUTPUTS // line + fetching - 1) // fetching if is_fetching else 0
+    line = 64 // packed.itemsize
+    lines = (_STEP * OUTPUTS // line + fetching - 1) // fetching if groups > 1 and group < fetching else 0
     ahead = offset + (last - first) * OUTPUTS * (fetching + group) // fetching
     size = _STEP if lines else last - first
     for step in range(first, last, size):

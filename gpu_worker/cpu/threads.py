@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _YIELD_AFTER = 256  # pauses; 7 us on Zen 4. With 4,096, a step beside busy programs takes up to twice as long
-_GIVE_UP_AFTER = 2**30  # pauses; half a minute on Zen 4
+_GIVE_UP_AFTER = 2**32  # pauses; two minutes on Zen 4
 
 
 def run_threads(function: Any, like: Any, arguments: Any, numbers: Any, threads: int) -> None:

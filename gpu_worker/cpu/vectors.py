@@ -102,30 +102,22 @@ def _add_products_bfloat16(builder: Any, part: int, sums: Any, weights: Any, num
     return _add_pairs(builder, sums, weights, numbers)
 
 
-def _added(float32: Any, bfloat16: Any) -> Any:
-    """A kernel's function that adds to each part of some sums."""
+@intrinsic
+def add_products(_context: Any, sums: Any, weights: Any, _offset: Any, numbers: Any, _at: Any) -> Any:
+    """In a kernel: sums + the products of 64 inputs from numbers[at] on with 64 weights of one output. Their total is
+    the total of all sums. Arrays are contiguous. They are float32, or bfloat16 as int16 on a CPU with AVX512_BF16."""
 
-    @intrinsic
-    def add(_context: Any, sums: Any, weights: Any, _offset: Any, numbers: Any, _at: Any) -> Any:
-        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sums, weights, offset, numbers, at = arguments
-            weights = _pointer(context, builder, signature.args[1], weights, offset)
-            numbers = _pointer(context, builder, signature.args[3], numbers, at)
-            add_part = float32 if signature.args[1].dtype == types.float32 else bfloat16
-            for part in range(_NUM_PARTS):
-                added = add_part(builder, part, builder.extract_value(sums, part), weights, numbers)
-                sums = builder.insert_value(sums, added, part)
-            return sums
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, weights, offset, numbers, at = arguments
+        weights = _pointer(context, builder, signature.args[1], weights, offset)
+        numbers = _pointer(context, builder, signature.args[3], numbers, at)
+        add = _add_products_float32 if signature.args[1].dtype == types.float32 else _add_products_bfloat16
+        for part in range(_NUM_PARTS):
+            added = add(builder, part, builder.extract_value(sums, part), weights, numbers)
+            sums = builder.insert_value(sums, added, part)
+        return sums
 
-        return sums(sums, weights, types.intp, numbers, types.intp), build
-
-    return add
-
-
-# A kernel's function (sums, weights, offset, inputs, at): sums + the products of 64 inputs from inputs[at] on with 64
-# weights of one output. Their total is the total of all sums. Arrays are contiguous. They are float32, or bfloat16 as
-# int16 on a CPU with AVX512_BF16.
-add_products = _added(_add_products_float32, _add_products_bfloat16)
+    return sums(sums, weights, types.intp, numbers, types.intp), build
 
 
 @intrinsic

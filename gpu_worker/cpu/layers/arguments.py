@@ -12,7 +12,7 @@
     CHUNKS,  # int32 [num_chunks, 4]: of PlannedRows
     PACKED_KEYS,  # its scratch memory
     SEEN_VALUES,
-    WANTED,  # int64 [num_wanted]: the rows of the result
+    WANTED,  # int64 [num_wanted]: the rows of the result, unless it has all rows
     HIDDEN,  # the result: [num_wanted, width]
     LOGITS,  # another result: [rows, vocab]; 0: none
     EMBEDDING,  # [vocab, width]
@@ -23,7 +23,7 @@
     VALUES,
     WINDOWS,  # int64 [layers]; 0: none
     LAYERS,  # int64 [layers, NUM_LAYER_ARRAYS]
-    STREAM,  # scratch memory: [rows, width], hidden states; without WANTED, this is HIDDEN
+    STREAM,  # scratch memory: [rows, width], hidden states; HIDDEN itself if the result has all rows
     NORMED,  # [rows, width]
     PROJECTED,  # [rows, (heads + 2 * kv_heads) * head_dim]
     MIXED,  # [rows, heads * head_dim]

@@ -104,7 +104,7 @@ def _run_thread(
             )
         meetings = meet(_arrived(a), threads, meetings)
 
-        if index == num_layers - 1 and a[at.WANTED]:  # nothing reads the other rows
+        if index == num_layers - 1 and a[at.HIDDEN] != a[at.STREAM]:  # nothing reads the other rows
             wanted = array_at(a[at.WANTED], len(result), a)
             first, last = len(result) * thread // threads, len(result) * (thread + 1) // threads
             kept = array_at(a[at.PROJECTED], len(result) * mixed.shape[1], like).reshape(len(result), mixed.shape[1])

@@ -47,11 +47,13 @@ def _config(name: str) -> transformers.PreTrainedConfig:
             return transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True)
         case "qwen3":
             return transformers.Qwen3Config(**_SIZES, head_dim=32)
+        case "llama-wide":  # heads for which the CPU has a kernel for chunks
+            return transformers.LlamaConfig(**_SIZES, head_dim=64)
         case _:
             raise ValueError(name)
 
 
-FAMILIES = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "llama-wide")
 _SHARDED = {"llama3-rope", "qwen3"}
 _BF16 = {"mistral", "qwen3"}
 

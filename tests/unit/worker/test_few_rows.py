@@ -158,3 +158,22 @@ def test_kernels_for_another_cpu_have_no_vectors(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(numba.config, name, value)
     assert not has_vectors(torch.float32)
     assert not has_vectors(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_are_multiplied_in_parts(dtype: torch.dtype, threads: int) -> None:
+    """1,088 inputs are three parts in bfloat16 and five in float32. The last row is the product of this row alone."""
+    weight, matrix = _packed((192, 1088), dtype)
+    memory = packed_memory(matrix, dtype)
+    assert memory is not None
+    kernel = ready_few_rows(dtype, threads)
+    for count in (33, 34, 35, 36, 37, 50, 101):
+        rows, total = _random(count, 1088, dtype=dtype, seed=2), _random(count, 192, dtype=dtype, seed=3)
+        found, alone = total.clone(), total[-1:].clone()
+        kernel.multiply(as_array(rows), memory, memory[:0], True, as_array(found))
+        kernel.multiply(as_array(rows[-1:]), memory, memory[:0], True, as_array(alone))
+        assert torch.equal(found[-1:], alone)
+        rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
+        exact = rows.float() @ weight.float().t() + total.float()
+        torch.testing.assert_close(found.float(), exact, rtol=rounding, atol=1e-4)
