@@ -438,8 +438,8 @@ def test_the_first_start_of_a_worker_computes_the_same_bits_as_later_ones(thread
 
 def test_cached_kernels_are_of_this_code_type_and_variant() -> None:
     """Without the version in their names, numba would reuse cached kernels of an older numbers.py."""
-    sources = sorted(Path(compiling.__file__).parent.glob("*.py"))
-    assert {"numbers.py", "vectors.py", "kernels.py"} < {source.name for source in sources}
+    sources = sorted(Path(compiling.__file__).parent.rglob("*.py"))
+    assert {"numbers.py", "vectors.py", "kernels.py", "function.py"} < {source.name for source in sources}
     code = b"".join(source.read_bytes() for source in sources)
     assert code == compiling._SOURCES
     machine = repr(compiling._MACHINE)
