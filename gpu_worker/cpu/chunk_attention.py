@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit, prange
 
 from gpu_worker.cpu.numbers import FASTMATH, softmax, store
+from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
     add_inputs,
@@ -48,32 +49,28 @@ def attend_chunk(
     threads: int,
     out: Any,
 ) -> None:
+    packing, attending = new_counters(threads), new_counters(threads)
     for thread in prange(threads):
-        pack_part(keys, values, block_ids, count, kv_len, window, thread, threads, packed, seen)
+        work = shared_work(packing, thread, threads)
+        pack_part(keys, values, block_ids, count, kv_len, window, work, packed, seen)
     for thread in prange(threads):
-        attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out)
+        work = shared_work(attending, thread, threads)
+        attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, work, out)
 
 
 @njit(fastmath=FASTMATH)
 def pack_part(
-    keys: Any,
-    values: Any,
-    block_ids: Any,
-    count: int,
-    kv_len: int,
-    window: int,
-    thread: int,
-    threads: int,
-    packed: Any,
-    seen: Any,
+    keys: Any, values: Any, block_ids: Any, count: int, kv_len: int, window: int, work: Any, packed: Any, seen: Any
 ) -> None:
     """A thread's part of the keys and values that the chunk sees."""
     first_key, panels, each = _sizes(keys, count, kv_len, window)
     parts = keys.shape[2] * panels
-    for part in range(parts * thread // threads, parts * (thread + 1) // threads):
+    part = next_unit(work, parts)
+    while part >= 0:
         head, panel = part // panels, part % panels
         begin = head * each
         _pack(keys, values, block_ids, head, panel, first_key, kv_len, packed[begin:], seen[begin:])
+        part = next_unit(work, parts)
 
 
 @njit(fastmath=FASTMATH)
@@ -87,8 +84,7 @@ def attend_part(
     scale: float,
     packed: Any,
     seen: Any,
-    thread: int,
-    threads: int,
+    work: Any,
     out: Any,
 ) -> None:
     """A thread's part of the chunk's rows and heads."""
@@ -101,7 +97,8 @@ def attend_part(
     own = np.empty((size, head_dim), query.dtype)
     scores = np.empty((size, panels * OUTPUTS), np.float32)
     sums = np.empty((size, head_dim), np.float32)
-    for item in range(heads * pairs * thread // threads, heads * pairs * (thread + 1) // threads):
+    item = next_unit(work, heads * pairs)
+    while item >= 0:
         head, pair = item // pairs, item % pairs
         begin = head // (heads // kv_heads) * each
         for end in range(2):
@@ -113,6 +110,7 @@ def attend_part(
                     query, head, first_row + top, min(count - top, size), packed[begin:], seen[begin:],
                     prefix + top - first_key, window, scale, own, scores, sums, out,
                 )  # fmt: skip
+        item = next_unit(work, heads * pairs)
 
 
 @njit(inline="always")

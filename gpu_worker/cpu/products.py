@@ -18,6 +18,7 @@ from numba import njit, prange, types
 
 from gpu_worker.cpu.compiling import CompiledKernel
 from gpu_worker.cpu.numbers import KERNEL_TYPES, prefetch, store
+from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
     add_inputs,
@@ -40,17 +41,20 @@ _FETCHING, _STEP = 8, 16
 
 
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
+    counters = new_counters(threads)
     for thread in prange(threads):
-        multiply_part(rows, packed, bias, adds, thread, threads, out)
+        multiply_part(rows, packed, bias, adds, shared_work(counters, thread, threads), out)
 
 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
-def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, thread: int, threads: int, out: Any) -> None:
+def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, work: Any, out: Any) -> None:
     """A thread's part of the outputs."""
     blocks, part = out.shape[1] // OUTPUTS, _PART_BYTES // packed.itemsize // OUTPUTS
     sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
-    for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+    block = next_unit(work, blocks)
+    while block >= 0:
         multiply_block(rows, packed, bias, adds, block, part, sums, out)
+        block = next_unit(work, blocks)
 
 
 @njit(fastmath=False)
@@ -124,17 +128,22 @@ def _multiply_rows(
 
 
 def _multiply_table(rows: Any, table: Any, threads: int, out: Any) -> None:
+    counters = new_counters(threads)
     for thread in prange(threads):
-        multiply_table_part(rows, table, thread, threads, out)
+        multiply_table_part(rows, table, shared_work(counters, thread, threads), out)
 
 
 @njit(fastmath=False)
-def multiply_table_part(rows: Any, table: Any, thread: int, threads: int, out: Any) -> None:
+def multiply_table_part(rows: Any, table: Any, work: Any, out: Any) -> None:
     """A thread's part of the outputs."""
-    for output in range(len(table) * thread // threads, len(table) * (thread + 1) // threads):
-        weights = table[output]
-        for row in range(0, len(rows), 4):
-            _four_products(rows, row, weights, output, out)
+    units = (len(table) + OUTPUTS - 1) // OUTPUTS
+    unit = next_unit(work, units)
+    while unit >= 0:
+        for output in range(unit * OUTPUTS, min((unit + 1) * OUTPUTS, len(table))):
+            weights = table[output]
+            for row in range(0, len(rows), 4):
+                _four_products(rows, row, weights, output, out)
+        unit = next_unit(work, units)
 
 
 @njit(inline="always")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import carray, njit, prange, types
 from numba.core import cgutils
@@ -15,6 +16,7 @@ from numba.extending import intrinsic
 
 _YIELD_AFTER = 256  # pauses; 7 us on Zen 4. With 4,096, a step beside busy programs takes up to twice as long
 _GIVE_UP_AFTER = 2**32  # pauses; two minutes on Zen 4
+COUNTER = 8  # elements of a counter: counters are in different lines of the caches
 
 
 def run_threads(function: Any, like: Any, arguments: Any, numbers: Any, threads: int) -> None:
@@ -29,7 +31,7 @@ def meet(arrived: Any, threads: int, meetings: int) -> int:
     """Wait for all threads. Returns the number of meetings so far, this one included."""
     meetings += 1
     if threads > 1:
-        arrive(arrived)
+        add_one(arrived, 0)
         pauses = 0
         while _num_arrived(arrived) < threads * meetings and not arrived[1]:
             _pause()
@@ -39,6 +41,38 @@ def meet(arrived: Any, threads: int, meetings: int) -> int:
             if pauses == _GIVE_UP_AFTER:  # OpenMP runs the threads one after another
                 arrived[1] = 1
     return meetings
+
+
+@njit(inline="always")
+def new_counters(threads: int) -> Any:
+    """How many units of each thread's share have been taken so far."""
+    return np.zeros(threads * COUNTER, np.int64)
+
+
+@njit(inline="always")
+def shared_work(counters: Any, thread: int, threads: int) -> Any:
+    """A thread's view of work that all threads share: the argument of next_unit()."""
+    # Of each counter what it was when the current work began, then how many shares this thread has seen to their end.
+    return counters, np.zeros(threads + 1, np.int64), thread, threads
+
+
+@njit(fastmath=False)  # not inline: that would compile it many times
+def next_unit(work: Any, units: int) -> int:
+    """A unit of `units` that no thread has begun: of this thread's own share, then of the others', because the system
+    may run something else instead of them. -1: none is left. The threads must meet before they begin the next work."""
+    counters, began, thread, threads = work
+    unit = -1
+    while unit < 0 and began[threads] < threads:
+        owner = (thread + began[threads]) % threads
+        first, last = units * owner // threads, units * (owner + 1) // threads
+        unit = first + add_one(counters, owner * COUNTER) - began[owner]
+        if unit >= last:  # each thread counts once too far, and knows that the others do
+            began[owner] += last - first + threads
+            began[threads] += 1
+            unit = -1
+    if unit < 0:
+        began[threads] = 0
+    return unit
 
 
 @njit(inline="always")
@@ -72,15 +106,15 @@ def _call(
 
 
 @intrinsic
-def arrive(_context: Any, arrived: Any) -> Any:
-    """In a kernel: add 1 to an int64 array's first element, after everything that this thread has written."""
+def add_one(_context: Any, array: Any, place: Any) -> Any:
+    """In a kernel: add 1 to an element of an int64 array, after everything that this thread has written. Returns what
+    it was before."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        builder.atomic_rmw("add", data, ir.IntType(64)(1), "acq_rel")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", builder.gep(data, [arguments[1]]), ir.IntType(64)(1), "acq_rel")
 
-    return types.void(arrived), build
+    return types.int64(array, types.intp), build
 
 
 @intrinsic

@@ -27,7 +27,7 @@ from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.products import MOST_TABLE_ROWS
-from gpu_worker.cpu.threads import run_threads
+from gpu_worker.cpu.threads import COUNTER, run_threads
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
@@ -97,6 +97,7 @@ class CpuLayers:
         self._scratch: dict[int, Tensor] = {}
         self._scratch_rows = 0
         self._arrived = np.zeros(3, np.int64)
+        self._taken = np.zeros(self._run.threads * COUNTER, np.int64)
         fixed = {
             at.EMBEDDING: embedding,
             at.TURNS: turns,
@@ -106,6 +107,7 @@ class CpuLayers:
             at.WINDOWS: np.array(config.windows, np.int64),
             at.LAYERS: np.array(addresses, np.int64),
             at.ARRIVED: self._arrived,
+            at.TAKEN: self._taken,
         }
         if head is not None:
             fixed[at.HEAD] = head
@@ -202,6 +204,7 @@ class CpuLayers:
         self._arguments[at.LOGITS] = 0 if logits is None else logits.data_ptr()
         self._arguments[at.NUM_ROWS], self._arguments[at.NUM_WANTED] = num_rows, len(hidden)
         self._arrived[:] = 0
+        self._taken[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
         self._run(function, like, arguments, numbers, self._run.threads)

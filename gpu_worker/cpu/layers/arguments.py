@@ -30,6 +30,7 @@
     GATE_UP,  # [rows, 2 * inner]
     ACTIVATED,  # [rows, inner]
     ARRIVED,  # int64 [3], 0 at the start: arrivals at meetings; whether a thread has given up; threads at the end
+    TAKEN,  # int64 [threads * COUNTER], 0 at the start: the counters of next_unit()
     NUM_ROWS,
     NUM_ATTENDING,
     NUM_CHUNKS,
@@ -47,8 +48,8 @@
     VOCAB,
     NUM_POSITIONS,
     HEAD_IS_TABLE,
-) = range(45)
-NUM_ARGUMENTS = 45
+) = range(46)
+NUM_ARGUMENTS = 46
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8

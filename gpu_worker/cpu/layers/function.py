@@ -13,7 +13,7 @@ from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.numbers import FASTMATH, load, store
 from gpu_worker.cpu.products import multiply_part, multiply_table_part
-from gpu_worker.cpu.threads import array_at, arrive, meet
+from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work
 
 # With up to so many rows, each thread computes the norms of all rows for itself, because a meeting takes longer.
 _OWN_NORMS = 32
@@ -70,7 +70,7 @@ def _run_thread(
     heads = projected.reshape(rows, all_heads, head_dim)
     mixed = array_at(a[at.MIXED], rows * num_heads * head_dim, like).reshape(rows, num_heads * head_dim)
 
-    empty = like[:0]
+    empty, work = like[:0], shared_work(array_at(a[at.TAKEN], threads * COUNTER, a), thread, threads)
     begin, end = rows * thread // threads, rows * (thread + 1) // threads
     angles = np.empty((end - begin, head_dim), np.float32)
     meetings = 0
@@ -83,7 +83,7 @@ def _run_thread(
         normed, meetings = _normed(a, hidden, layer[at.INPUT_NORM], eps, thread, threads, meetings)
         bias = array_at(layer[at.QKV_BIAS], projected.shape[1] if layer[at.QKV_BIAS] else 0, like)
         qkv = array_at(layer[at.QKV], width * projected.shape[1], like)
-        multiply_part(normed, qkv, bias, False, thread, threads, projected)
+        multiply_part(normed, qkv, bias, False, work, projected)
         meetings = meet(_arrived(a), threads, meetings)
 
         has_norms = layer[at.HEAD_NORMS] != 0
@@ -95,12 +95,12 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
 
         queries, window = heads[:, :num_heads], windows[index]
-        _attend_part(queries, keys[index], values[index], tables, window, scale, thread, threads, attend_heads, mixed)
+        _attend_part(queries, keys[index], values[index], tables, window, scale, work, attend_heads, mixed)
         for number in range(len(chunks)):
             chunk = block_ids, chunks[number]
             pool_part = keys[index], values[index]
             meetings = attend_chunk(
-                queries, pool_part, chunk, window, scale, packed, thread, threads, _arrived(a), meetings, mixed
+                queries, pool_part, chunk, window, scale, packed, work, _arrived(a), meetings, mixed
             )
         meetings = meet(_arrived(a), threads, meetings)
 
@@ -114,13 +114,13 @@ def _run_thread(
             hidden, mixed = result, kept
 
         output = array_at(layer[at.OUTPUT], width * mixed.shape[1], like)
-        multiply_part(mixed, output, empty, True, thread, threads, hidden)
+        multiply_part(mixed, output, empty, True, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
 
         normed, meetings = _normed(a, hidden, layer[at.MLP_NORM], eps, thread, threads, meetings)
         matrix = array_at(layer[at.GATE_UP_MATRIX], width * 2 * inner, like)
         gate_up = array_at(a[at.GATE_UP], len(hidden) * 2 * inner, like).reshape(len(hidden), 2 * inner)
-        multiply_part(normed, matrix, empty, False, thread, threads, gate_up)
+        multiply_part(normed, matrix, empty, False, work, gate_up)
         meetings = meet(_arrived(a), threads, meetings)
 
         activated = array_at(a[at.ACTIVATED], len(hidden) * inner, like).reshape(len(hidden), inner)
@@ -128,17 +128,17 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
 
         down = array_at(layer[at.DOWN], width * inner, like)
-        multiply_part(activated, down, empty, True, thread, threads, hidden)
+        multiply_part(activated, down, empty, True, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
     if a[at.LOGITS]:
         normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
         head = array_at(a[at.HEAD], width * a[at.VOCAB], like)
         logits = array_at(a[at.LOGITS], len(result) * a[at.VOCAB], like).reshape(len(result), a[at.VOCAB])
         if a[at.HEAD_IS_TABLE]:
-            multiply_table_part(normed, head.reshape(a[at.VOCAB], width), thread, threads, logits)
+            multiply_table_part(normed, head.reshape(a[at.VOCAB], width), work, logits)
         else:
-            multiply_part(normed, head, empty, False, thread, threads, logits)
-    arrive(_arrived(a)[2:])
+            multiply_part(normed, head, empty, False, work, logits)
+    add_one(_arrived(a), 2)
 
 
 @njit(inline="always")
@@ -169,28 +169,20 @@ def _copy_rows(table: Any, which: Any, out: Any) -> None:
 
 @njit(inline="always")
 def _attend_part(
-    query: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    window: int,
-    scale: float,
-    thread: int,
-    threads: int,
-    attend_heads: Any,
-    out: Any,
+    query: Any, keys: Any, values: Any, tables: Any, window: int, scale: float, work: Any, attend_heads: Any, out: Any
 ) -> None:
-    """A thread's part of the KV heads of all rows: of most rows all or none, as they are side by side in memory."""
+    """A thread's part of all rows. If there are few rows, the threads share the KV heads of a row, too; if not, one
+    thread takes them all, as they are side by side in memory."""
     block_ids, first_blocks, kv_lens, rows = tables
-    kv_heads = keys.shape[2]
-    count = len(kv_lens) * kv_heads
-    begin, end = count * thread // threads, count * (thread + 1) // threads
-    for i in range(begin // kv_heads, len(kv_lens)):
-        first, last = max(begin - i * kv_heads, 0), min(end - i * kv_heads, kv_heads)
-        if last <= first:
-            break
+    kv_heads, threads = keys.shape[2], work[3]
+    parts = min(kv_heads, threads) if len(kv_lens) < 4 * threads else 1
+    unit = next_unit(work, len(kv_lens) * parts)
+    while unit >= 0:
+        i, part = unit // parts, unit % parts
+        first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
         table = block_ids[first_blocks[i] :]
         attend_heads(query, rows[i], keys, values, table, kv_lens[i], window, scale, first, last, out)
+        unit = next_unit(work, len(kv_lens) * parts)
 
 
 @njit(inline="always")
@@ -201,8 +193,7 @@ def _attend_chunk(
     window: int,
     scale: float,
     scratch: Any,
-    thread: int,
-    threads: int,
+    work: Any,
     arrived: Any,
     meetings: int,
     out: Any,
@@ -210,10 +201,11 @@ def _attend_chunk(
     """A thread's part of a chunk's attention. Returns the number of meetings."""
     (keys, values), (block_ids, sizes), (packed, seen) = pool, chunk, scratch
     first_block, first_row, count, kv_len = sizes[0], sizes[1], sizes[2], sizes[3]
+    threads = work[3]
     meetings = meet(arrived, threads, meetings)  # the scratch memory is free
-    pack_part(keys, values, block_ids[first_block:], count, kv_len, window, thread, threads, packed, seen)
+    pack_part(keys, values, block_ids[first_block:], count, kv_len, window, work, packed, seen)
     meetings = meet(arrived, threads, meetings)
-    attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, thread, threads, out)
+    attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, work, out)
     return meetings
 
 
@@ -225,8 +217,7 @@ def _attend_no_chunk(
     window: int,
     scale: float,
     scratch: Any,
-    thread: int,
-    threads: int,
+    work: Any,
     arrived: Any,
     meetings: int,
     out: Any,
