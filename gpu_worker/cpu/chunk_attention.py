@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import FASTMATH, softmax, store
+from gpu_worker.cpu.numbers import FASTMATH, softmax
 from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
@@ -149,13 +149,14 @@ def _attend_tile(
     """Row i sees the keys up to `prefix` + i, the last `window` of them, counted from the first packed key."""
     head_dim = query.shape[2]
     factors = np.empty(num_rows, np.float32)
+    flat = own.reshape(-1), scores.reshape(-1), sums.reshape(-1)  # a division each
+    sums[:] = 0
     for i in range(len(own)):
-        for d in range(head_dim):
-            own[i, d] = query[first_row + min(i, num_rows - 1), head, d]
-            sums[i, d] = 0
+        one = query[first_row + min(i, num_rows - 1), head]
+        for d in range(0, head_dim, OUTPUTS):
+            store_outputs(flat[0], (i * head_dim + d,), add_outputs((zero_sums(),), one, (d,)))
     first = max(0, prefix - window + 1) // OUTPUTS if window else 0
     last = (prefix + num_rows - 1) // OUTPUTS
-    flat = own.reshape(-1), scores.reshape(-1), sums.reshape(-1)  # a division each
     for panel in range(first, last + 1):
         for row in range(_first_row(panel, prefix), num_rows, 4):
             _score(flat, row, keys, panel, head_dim, scores.shape[1])
@@ -165,9 +166,11 @@ def _attend_tile(
     for panel in range(first, last + 1):
         for row in range(_first_row(panel, prefix), num_rows, 4):
             _weigh(scores, flat, row, min(4, num_rows - row), values, panel, prefix, window, sums)
+    results, begin = out.reshape(-1), first_row * out.shape[1] + head * head_dim
     for i in range(num_rows):
-        for d in range(head_dim):
-            store(out, (first_row + i, head * head_dim + d), sums[i, d] * factors[i])
+        for d in range(0, head_dim, OUTPUTS):
+            result = add_scaled(zero_sums(), flat[2], i * head_dim + d, factors[i])
+            store_outputs(results, (begin + i * out.shape[1] + d,), (result,))
 
 
 @njit(inline="always")
