@@ -65,6 +65,7 @@ class CpuAttention(TorchAttention):
         self._scale = np.float32(self._head_dim**-0.5)
         self._packed_keys = np.empty(0, self._pool_arrays[0][0].dtype)
         self._seen_values = np.empty(0, np.float32)
+        self._metadata: AttentionMetadata
         self._by_kernel: tuple[Int32s, Int32s, Int32s, Int32s]
         self._chunks_by_kernel: list[KernelChunk] = []
         self._chunks_at: Int32s = _NO_CHUNKS
@@ -72,19 +73,15 @@ class CpuAttention(TorchAttention):
 
     def _plan_sequences(self, metadata: AttentionMetadata) -> None:
         """One call takes all decodes and short chunks at once. Their arrays are the same for every window."""
+        self._metadata = metadata
         if metadata.num_decodes == metadata.num_sequences:
             numbers = np.arange(metadata.num_decodes, dtype=np.int32)
             self._by_kernel = metadata.kv_indices, metadata.kv_indptr[:-1], metadata.kv_lens(self._block_size), numbers
             self._chunks_by_kernel, self._chunks_at, self._plans = [], _NO_CHUNKS, self._no_plans
             return
         counts = np.diff(metadata.qo_indptr)
-        owners = np.repeat(np.arange(len(counts)), np.where(counts <= KERNEL_ROWS, counts, 0))
         which = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
-        # A row sees the tokens up to its own. The sequence's last row sees all.
-        kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - which)
-        arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, which
-        block_ids, first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
-        self._by_kernel = block_ids, first_blocks, kv_lens, rows
+        self._by_kernel = self.by_row(which)
         has_kernel = self._kernels.attend_chunk is not None
         self._chunks_by_kernel, self._chunks_at = [], _NO_CHUNKS
         if has_kernel:
@@ -93,6 +90,16 @@ class CpuAttention(TorchAttention):
         self._plans = {
             window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
+
+    def by_row(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+        """Arguments of Kernels.attend for some rows of the step: block_ids, first_blocks, kv_lens and rows."""
+        metadata = self._metadata
+        owners = np.searchsorted(metadata.qo_indptr, which, side="right") - 1
+        # A row sees the tokens up to its own. The sequence's last row sees all.
+        kv_lens = metadata.kv_lens(self._block_size)[owners] - (metadata.qo_indptr[owners + 1] - 1 - which)
+        arrays = metadata.kv_indices, metadata.kv_indptr[owners], kv_lens, which
+        block_ids, first_blocks, kv_lens, rows = (np.ascontiguousarray(array, np.int32) for array in arrays)
+        return block_ids, first_blocks, kv_lens, rows
 
     def _plan_chunks(self, metadata: AttentionMetadata) -> None:
         counts = np.diff(metadata.qo_indptr)

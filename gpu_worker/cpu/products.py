@@ -43,18 +43,18 @@ _FETCHING, _STEP = 8, 16
 def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: Any) -> None:
     counters = new_counters(threads)
     for thread in prange(threads):
-        multiply_part(rows, packed, bias, adds, shared_work(counters, thread, threads), out)
+        multiply_part(rows, packed, bias, adds, 0, shared_work(counters, thread, threads), out)
 
 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
-def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, work: Any, out: Any) -> None:
-    """A thread's part of the outputs."""
+def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, first: int, work: Any, out: Any) -> None:
+    """A thread's part of the outputs from block `first` on, of 64 each."""
     blocks, part = out.shape[1] // OUTPUTS, _PART_BYTES // packed.itemsize // OUTPUTS
     sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
-    block = next_unit(work, blocks)
-    while block >= 0:
-        multiply_block(rows, packed, bias, adds, block, part, sums, out)
-        block = next_unit(work, blocks)
+    unit = next_unit(work, blocks - first)
+    while unit >= 0:
+        multiply_block(rows, packed, bias, adds, first + unit, part, sums, out)
+        unit = next_unit(work, blocks - first)
 
 
 @njit(fastmath=False)

@@ -28,6 +28,7 @@ from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.products import MOST_TABLE_ROWS
 from gpu_worker.cpu.threads import COUNTER, run_threads
+from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
@@ -36,6 +37,9 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 _INT64_ARRAYS = at.TOKENS, at.POSITIONS, at.SLOTS, at.WANTED
+# If at most one of so many rows is wanted, the last layer computes attention for the wanted rows alone, each by itself.
+# That is slower than a chunk's attention per row.
+_FEW_WANTED = 4
 
 
 def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
@@ -54,7 +58,7 @@ def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = 
 
 class CpuLayers:
     """All layers of a decoder. A row's result depends only on the row's own inputs, bit for bit; in a longer chunk also
-    on the chunk."""
+    on the chunk, and on how many rows of the step are wanted."""
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class CpuLayers:
             at.GATE_UP: 2 * config.intermediate_size,
             at.ACTIVATED: config.intermediate_size,
         }
+        self._has_query_blocks = query_size % OUTPUTS == 0
         self._scratch: dict[int, Tensor] = {}
         self._scratch_rows = 0
         self._arrived = np.zeros(3, np.int64)
@@ -177,6 +182,11 @@ class CpuLayers:
         if wanted is not None:
             assert len(wanted) <= len(tokens)
             arrays[at.WANTED] = wanted.numpy()
+        skips_queries = wanted is not None and len(wanted) * _FEW_WANTED <= len(tokens) and self._has_query_blocks
+        if skips_queries:
+            assert wanted is not None
+            _, *tables = self._attention.by_row(wanted.numpy())
+            arrays |= zip((at.WANTED_FIRST_BLOCKS, at.WANTED_KV_LENS, at.WANTED_ROWS), tables, strict=True)
         scratch = at.PACKED_KEYS, at.SEEN_VALUES
         for place, array in arrays.items():
             assert array.flags.c_contiguous
@@ -185,7 +195,7 @@ class CpuLayers:
         self._arguments[at.NUM_BLOCK_IDS] = len(planned.block_ids)
         self._arguments[at.NUM_ATTENDING], self._arguments[at.NUM_CHUNKS] = len(planned.rows), len(planned.chunks)
         self._arguments[at.NUM_SCRATCH] = len(planned.seen_values)
-        self._arguments[at.NUM_LAYERS] = self._num_layers
+        self._arguments[at.NUM_LAYERS], self._arguments[at.SKIPS_QUERIES] = self._num_layers, skips_queries
         count = len(tokens) if wanted is None else len(wanted)
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
         self._call(len(tokens), hidden, logits, has_all_rows=wanted is None)

@@ -13,6 +13,9 @@
     PACKED_KEYS,  # its scratch memory
     SEEN_VALUES,
     WANTED,  # int64 [num_wanted]: the rows of the result, unless it has all rows
+    WANTED_FIRST_BLOCKS,  # int32 [num_wanted], as FIRST_BLOCKS, KV_LENS and ROWS
+    WANTED_KV_LENS,
+    WANTED_ROWS,
     HIDDEN,  # the result: [num_wanted, width]
     LOGITS,  # another result: [rows, vocab]; 0: none
     EMBEDDING,  # [vocab, width]
@@ -35,6 +38,7 @@
     NUM_ATTENDING,
     NUM_CHUNKS,
     NUM_WANTED,
+    SKIPS_QUERIES,  # 1: the last layer computes attention for the wanted rows alone
     NUM_BLOCK_IDS,
     NUM_SCRATCH,  # elements of PACKED_KEYS and of SEEN_VALUES
     NUM_LAYERS,
@@ -48,8 +52,8 @@
     VOCAB,
     NUM_POSITIONS,
     HEAD_IS_TABLE,
-) = range(46)
-NUM_ARGUMENTS = 46
+) = range(50)
+NUM_ARGUMENTS = 50
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8

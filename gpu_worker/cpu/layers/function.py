@@ -14,6 +14,7 @@ from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.numbers import FASTMATH, load, store
 from gpu_worker.cpu.products import multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work
+from gpu_worker.cpu.vectors import OUTPUTS
 
 # With up to so many rows, each thread computes the norms of all rows for itself, because a meeting takes longer.
 _OWN_NORMS = 32
@@ -59,6 +60,9 @@ def _run_thread(
     )
     kv_lens = array_at(a[at.KV_LENS], a[at.NUM_ATTENDING], ints)
     tables = block_ids, array_at(a[at.FIRST_BLOCKS], a[at.NUM_ATTENDING], ints), kv_lens, which
+    few = a[at.NUM_WANTED] if a[at.SKIPS_QUERIES] else 0
+    wanted_lens, wanted_rows = array_at(a[at.WANTED_KV_LENS], few, ints), array_at(a[at.WANTED_ROWS], few, ints)
+    wanted_tables = block_ids, array_at(a[at.WANTED_FIRST_BLOCKS], few, ints), wanted_lens, wanted_rows
     chunks = array_at(a[at.CHUNKS], a[at.NUM_CHUNKS] * 4, ints).reshape(a[at.NUM_CHUNKS], 4)
     packed = (
         array_at(a[at.PACKED_KEYS], a[at.NUM_SCRATCH], like),
@@ -80,11 +84,18 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
     for index in range(num_layers):
         layer = layers[index]
+        # Nothing reads the other rows after the last layer, but their keys and values.
+        skips_rows = index == num_layers - 1 and a[at.HIDDEN] != a[at.STREAM]
+        skips_queries = skips_rows and a[at.SKIPS_QUERIES] != 0
         normed, meetings = _normed(a, hidden, layer[at.INPUT_NORM], eps, thread, threads, meetings)
         bias = array_at(layer[at.QKV_BIAS], projected.shape[1] if layer[at.QKV_BIAS] else 0, like)
         qkv = array_at(layer[at.QKV], width * projected.shape[1], like)
-        multiply_part(normed, qkv, bias, False, work, projected)
+        first = num_heads * head_dim // OUTPUTS if skips_queries else 0
+        multiply_part(normed, qkv, bias, False, first, work, projected)
         meetings = meet(_arrived(a), threads, meetings)
+        if skips_queries:
+            matrix, own_bias = qkv[: mixed.shape[1] * width], bias[: mixed.shape[1]]
+            meetings = _project_wanted(a, normed, matrix, own_bias, work, meetings, mixed, projected)
 
         has_norms = layer[at.HEAD_NORMS] != 0
         norms = array_at(layer[at.HEAD_NORMS] if has_norms else layer[at.INPUT_NORM], 2 * head_dim, like)
@@ -95,8 +106,9 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
 
         queries, window = heads[:, :num_heads], windows[index]
-        _attend_part(queries, keys[index], values[index], tables, window, scale, work, attend_heads, mixed)
-        for number in range(len(chunks)):
+        attending = wanted_tables if skips_queries else tables
+        _attend_part(queries, keys[index], values[index], attending, window, scale, work, attend_heads, mixed)
+        for number in range(0 if skips_queries else len(chunks)):
             chunk = block_ids, chunks[number]
             pool_part = keys[index], values[index]
             meetings = attend_chunk(
@@ -104,7 +116,7 @@ def _run_thread(
             )
         meetings = meet(_arrived(a), threads, meetings)
 
-        if index == num_layers - 1 and a[at.HIDDEN] != a[at.STREAM]:  # nothing reads the other rows
+        if skips_rows:
             wanted = array_at(a[at.WANTED], len(result), a)
             first, last = len(result) * thread // threads, len(result) * (thread + 1) // threads
             kept = array_at(a[at.PROJECTED], len(result) * mixed.shape[1], like).reshape(len(result), mixed.shape[1])
@@ -114,13 +126,13 @@ def _run_thread(
             hidden, mixed = result, kept
 
         output = array_at(layer[at.OUTPUT], width * mixed.shape[1], like)
-        multiply_part(mixed, output, empty, True, work, hidden)
+        multiply_part(mixed, output, empty, True, 0, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
 
         normed, meetings = _normed(a, hidden, layer[at.MLP_NORM], eps, thread, threads, meetings)
         matrix = array_at(layer[at.GATE_UP_MATRIX], width * 2 * inner, like)
         gate_up = array_at(a[at.GATE_UP], len(hidden) * 2 * inner, like).reshape(len(hidden), 2 * inner)
-        multiply_part(normed, matrix, empty, False, work, gate_up)
+        multiply_part(normed, matrix, empty, False, 0, work, gate_up)
         meetings = meet(_arrived(a), threads, meetings)
 
         activated = array_at(a[at.ACTIVATED], len(hidden) * inner, like).reshape(len(hidden), inner)
@@ -128,7 +140,7 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
 
         down = array_at(layer[at.DOWN], width * inner, like)
-        multiply_part(activated, down, empty, True, work, hidden)
+        multiply_part(activated, down, empty, True, 0, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
     if a[at.LOGITS]:
         normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
@@ -137,7 +149,7 @@ def _run_thread(
         if a[at.HEAD_IS_TABLE]:
             multiply_table_part(normed, head.reshape(a[at.VOCAB], width), work, logits)
         else:
-            multiply_part(normed, head, empty, False, work, logits)
+            multiply_part(normed, head, empty, False, 0, work, logits)
     add_one(_arrived(a), 2)
 
 
@@ -158,6 +170,26 @@ def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: 
     begin, end = count * thread // threads, count * (thread + 1) // threads
     _norm(hidden[begin:end], array_at(weight, width, hidden), eps, normed[begin:end])
     return normed, meet(_arrived(a), threads, meetings)
+
+
+@njit(inline="always")
+def _project_wanted(
+    a: Any, normed: Any, matrix: Any, bias: Any, work: Any, meetings: int, scratch: Any, projected: Any
+) -> int:
+    """A thread's part of the wanted rows' products with `matrix`, as the first outputs of `projected`. Returns the
+    number of meetings."""
+    _, _, thread, threads = work
+    count, outputs = a[at.NUM_WANTED], scratch.shape[1]
+    wanted = array_at(a[at.WANTED], count, a)
+    rows, out = np.empty((count, normed.shape[1]), normed.dtype), scratch[:count]
+    _copy_rows(normed, wanted, rows)
+    multiply_part(rows, matrix, bias, False, 0, work, out)
+    meetings = meet(_arrived(a), threads, meetings)
+    for row in range(count * thread // threads, count * (thread + 1) // threads):
+        for d in range(outputs):
+            projected[wanted[row], d] = out[row, d]
+    meetings = meet(_arrived(a), threads, meetings)
+    return meetings
 
 
 @njit(inline="always")

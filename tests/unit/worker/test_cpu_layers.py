@@ -18,7 +18,7 @@ import torch
 from gpu_worker.build import BuiltWorker
 from gpu_worker.cpu.layers import all_layers as module
 from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
-from gpu_worker.cpu.layers.arguments import STREAM
+from gpu_worker.cpu.layers.arguments import SKIPS_QUERIES, STREAM
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
@@ -74,7 +74,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def _assert_close(ours: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> None:
     """Both round at the same places, but not always to the same side. Later layers multiply the difference."""
     rounding = 2**-6 if dtype == torch.bfloat16 else 1e-5
-    size = float(other.float().nan_to_num().abs().max())
+    size = float(other.float().nan_to_num().abs().max()) if len(other) else 0
     torch.testing.assert_close(ours.float(), other.float(), rtol=rounding, atol=rounding * size, equal_nan=True)
 
 
@@ -269,9 +269,29 @@ def test_only_wanted_rows_are_returned(extents: Extents, threads: int, dtype: to
         ours.pool.storage.copy_(content)
         ours.attention.plan(step.metadata)
         rows = torch.tensor(wanted, dtype=torch.int64)
-        assert torch.equal(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted])
+        _assert_close(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted], dtype)
         assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
     assert ours.layers.runs[True] == before + 5
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_last_layer_computes_attention_for_a_few_wanted_rows_alone(
+    name: str, threads: int, dtype: torch.dtype
+) -> None:
+    ours = _decoder(name, dtype, threads)
+    assert ours.cpu_layers is not None
+    step = step_of([(9, 1), (11, 60 if name.startswith("wide") else 8), (0, 8), (30, 1)])
+    content, count = content_of(step, ours.pool), len(step.positions)
+    whole, stored = ours.run(step, content), ours.pool.storage.clone()
+    cases = [[count - 1], [count - 1, 0, 1, 4], [5, count - 3], [], list(range(count // 4 + 1))]
+    for wanted in cases:
+        ours.pool.storage.copy_(content)
+        ours.attention.plan(step.metadata)
+        rows = torch.tensor(wanted, dtype=torch.int64)
+        _assert_close(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted], dtype)
+        assert ours.cpu_layers._arguments[SKIPS_QUERIES] == (len(wanted) <= count // 4)
+        assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
 
 
 def test_the_last_layer_ends_after_its_attention_if_no_row_is_wanted(dtype: torch.dtype) -> None:
