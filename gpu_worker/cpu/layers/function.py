@@ -54,15 +54,10 @@ def _run_thread(
     pool = num_layers, a[at.NUM_BLOCKS], a[at.BLOCK_SIZE], kv_heads, head_dim
     size = num_layers * a[at.NUM_BLOCKS] * a[at.BLOCK_SIZE] * kv_heads * head_dim
     keys, values = array_at(a[at.KEYS], size, like).reshape(pool), array_at(a[at.VALUES], size, like).reshape(pool)
-    block_ids, which = (
-        array_at(a[at.BLOCK_IDS], a[at.NUM_BLOCK_IDS], ints),
-        array_at(a[at.ROWS], a[at.NUM_ATTENDING], ints),
-    )
-    kv_lens = array_at(a[at.KV_LENS], a[at.NUM_ATTENDING], ints)
-    tables = block_ids, array_at(a[at.FIRST_BLOCKS], a[at.NUM_ATTENDING], ints), kv_lens, which
+    block_ids = array_at(a[at.BLOCK_IDS], a[at.NUM_BLOCK_IDS], ints)
+    tables = _tables(a, block_ids, at.FIRST_BLOCKS, at.KV_LENS, at.ROWS, a[at.NUM_ATTENDING])
     few = a[at.NUM_WANTED] if a[at.SKIPS_QUERIES] else 0
-    wanted_lens, wanted_rows = array_at(a[at.WANTED_KV_LENS], few, ints), array_at(a[at.WANTED_ROWS], few, ints)
-    wanted_tables = block_ids, array_at(a[at.WANTED_FIRST_BLOCKS], few, ints), wanted_lens, wanted_rows
+    wanted_tables = _tables(a, block_ids, at.WANTED_FIRST_BLOCKS, at.WANTED_KV_LENS, at.WANTED_ROWS, few)
     chunks = array_at(a[at.CHUNKS], a[at.NUM_CHUNKS] * 4, ints).reshape(a[at.NUM_CHUNKS], 4)
     packed = (
         array_at(a[at.PACKED_KEYS], a[at.NUM_SCRATCH], like),
@@ -154,6 +149,18 @@ def _run_thread(
 
 
 @njit(inline="always")
+def _tables(a: Any, block_ids: Any, first_blocks: int, kv_lens: int, rows: int, count: int) -> Any:
+    """What _attend_part() needs to know of `count` rows. first_blocks, kv_lens, rows: places of arguments."""
+    first, lens, which = a[first_blocks], a[kv_lens], a[rows]
+    return (
+        block_ids,
+        array_at(first, count, block_ids),
+        array_at(lens, count, block_ids),
+        array_at(which, count, block_ids),
+    )
+
+
+@njit(inline="always")
 def _arrived(a: Any) -> Any:
     return array_at(a[at.ARRIVED], 3, a)
 
@@ -175,7 +182,7 @@ def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: 
 @njit(inline="always")
 def _project_wanted(
     a: Any, normed: Any, matrix: Any, bias: Any, work: Any, meetings: int, scratch: Any, projected: Any
-) -> int:
+) -> Any:
     """A thread's part of the wanted rows' products with `matrix`, as the first outputs of `projected`. Returns the
     number of meetings."""
     _, _, thread, threads = work
@@ -188,8 +195,7 @@ def _project_wanted(
     for row in range(count * thread // threads, count * (thread + 1) // threads):
         for d in range(outputs):
             projected[wanted[row], d] = out[row, d]
-    meetings = meet(_arrived(a), threads, meetings)
-    return meetings
+    return meet(_arrived(a), threads, meetings)
 
 
 @njit(inline="always")
