@@ -81,7 +81,7 @@ class CpuAttention(TorchAttention):
             return
         counts = np.diff(metadata.qo_indptr)
         which = np.flatnonzero(np.repeat(counts <= KERNEL_ROWS, counts))
-        self._by_kernel = self.by_row(which)
+        self._by_kernel = self.tables_of(which)
         has_kernel = self._kernels.attend_chunk is not None
         self._chunks_by_kernel, self._chunks_at = [], _NO_CHUNKS
         if has_kernel:
@@ -91,7 +91,7 @@ class CpuAttention(TorchAttention):
             window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
 
-    def by_row(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+    def tables_of(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         """Arguments of Kernels.attend for some rows of the step: block_ids, first_blocks, kv_lens and rows."""
         metadata = self._metadata
         owners = np.searchsorted(metadata.qo_indptr, which, side="right") - 1

@@ -132,10 +132,10 @@ class Int8Kernels:
 class Kernels:
     """The kernels for arrays of one type, for one thread or for several. All are compiled here.
 
-    attend(query [rows, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], block_ids [n],
-        first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows, heads * head_dim]):
-        decode attention of these rows. A decode's block table begins at its first_blocks in block_ids. block_ids,
-        first_blocks, kv_lens and rows are int32. `window` 0: none.
+    attend(query [rows, heads, head_dim], each head contiguous, keys and values [blocks, block_size, kv_heads,
+        head_dim], block_ids [n], first_blocks [decodes], kv_lens [decodes], rows [decodes], window, scale, out [rows,
+        heads * head_dim]): decode attention of these rows. A decode's block table begins at its first_blocks in
+        block_ids. block_ids, first_blocks, kv_lens and rows are int32. `window` 0: none.
     attend_chunk(query, keys, values, block_ids, first_row, count, kv_len, window, scale, packed, seen, threads, out):
         attention of `count` rows from first_row on, the last tokens of a sequence of kv_len tokens. None without
         `wide_heads`. packed and seen: scratch memory of chunk_scratch() elements, of the pool's type and float32.

@@ -46,7 +46,10 @@ def meet(arrived: Any, threads: int, meetings: int) -> int:
 @njit(inline="always")
 def new_counters(threads: int) -> Any:
     """How many units of each thread's share have been taken so far."""
-    return np.zeros(threads * COUNTER, np.int64)
+    counters = np.empty(threads * COUNTER, np.int64)
+    for place in range(len(counters)):  # np.zeros() would run in all threads, and wake them for that
+        counters[place] = 0
+    return counters
 
 
 @njit(inline="always")

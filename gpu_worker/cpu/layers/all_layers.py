@@ -17,7 +17,7 @@ from numba import threading_layer, types
 from numba.core.config import NUMBA_NUM_THREADS
 from torch import Tensor
 
-from gpu_worker.cpu.attention import CpuAttention
+from gpu_worker.cpu.attention import CpuAttention, PlannedRows
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
 from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.layers import arguments as at
@@ -37,9 +37,10 @@ from services.runtime.logs import get_logger
 _log = get_logger(__name__)
 
 _INT64_ARRAYS = at.TOKENS, at.POSITIONS, at.SLOTS, at.WANTED
-# If at most one of so many rows is wanted, the last layer computes attention for the wanted rows alone, each by itself.
-# That is slower than a chunk's attention per row.
+# The last layer computes attention for the wanted rows alone, each by itself, if these are at most one of so many rows,
 _FEW_WANTED = 4
+# and not many more than so many of each longer chunk: the attention of a whole chunk takes less time per row.
+_FEW_OF_CHUNK = 2
 
 
 def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
@@ -182,10 +183,10 @@ class CpuLayers:
         if wanted is not None:
             assert len(wanted) <= len(tokens)
             arrays[at.WANTED] = wanted.numpy()
-        skips_queries = wanted is not None and len(wanted) * _FEW_WANTED <= len(tokens) and self._has_query_blocks
+        skips_queries = wanted is not None and self._can_skip_queries(len(wanted), len(tokens), planned)
         if skips_queries:
             assert wanted is not None
-            _, *tables = self._attention.by_row(wanted.numpy())
+            _, *tables = self._attention.tables_of(wanted.numpy())
             arrays |= zip((at.WANTED_FIRST_BLOCKS, at.WANTED_KV_LENS, at.WANTED_ROWS), tables, strict=True)
         scratch = at.PACKED_KEYS, at.SEEN_VALUES
         for place, array in arrays.items():
@@ -200,6 +201,11 @@ class CpuLayers:
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
         self._call(len(tokens), hidden, logits, has_all_rows=wanted is None)
         return hidden
+
+    def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
+        of_chunks = num_wanted - len(planned.rows)  # at least; most of the other rows are decodes, which are wanted
+        is_few = num_wanted * _FEW_WANTED <= num_rows and of_chunks <= _FEW_OF_CHUNK * len(planned.chunks)
+        return is_few and self._has_query_blocks
 
     def _call(self, num_rows: int, hidden: Tensor, logits: Tensor | None, has_all_rows: bool) -> None:
         if num_rows > self._scratch_rows:

@@ -13,7 +13,7 @@
     PACKED_KEYS,  # its scratch memory
     SEEN_VALUES,
     WANTED,  # int64 [num_wanted]: the rows of the result, unless it has all rows
-    WANTED_FIRST_BLOCKS,  # int32 [num_wanted], as FIRST_BLOCKS, KV_LENS and ROWS
+    WANTED_FIRST_BLOCKS,  # int32 [num_wanted], as FIRST_BLOCKS, KV_LENS and ROWS; with SKIPS_QUERIES alone
     WANTED_KV_LENS,
     WANTED_ROWS,
     HIDDEN,  # the result: [num_wanted, width]
@@ -29,7 +29,7 @@
     STREAM,  # scratch memory: [rows, width], hidden states; HIDDEN itself if the result has all rows
     NORMED,  # [rows, width]
     PROJECTED,  # [rows, (heads + 2 * kv_heads) * head_dim]
-    MIXED,  # [rows, heads * head_dim]
+    MIXED,  # [rows, heads * head_dim]: results of attention; before that, with SKIPS_QUERIES, the wanted queries
     GATE_UP,  # [rows, 2 * inner]
     ACTIVATED,  # [rows, inner]
     ARRIVED,  # int64 [3], 0 at the start: arrivals at meetings; whether a thread has given up; threads at the end

@@ -209,11 +209,11 @@ def _copy_rows(table: Any, which: Any, out: Any) -> None:
 def _attend_part(
     query: Any, keys: Any, values: Any, tables: Any, window: int, scale: float, work: Any, attend_heads: Any, out: Any
 ) -> None:
-    """A thread's part of all rows. If there are few rows, the threads share the KV heads of a row, too; if not, one
-    thread takes them all, as they are side by side in memory."""
+    """A thread's part of all rows. One thread takes all KV heads of a row, because they are side by side in memory. If
+    there are more threads than rows, the threads share the heads, too."""
     block_ids, first_blocks, kv_lens, rows = tables
     kv_heads, threads = keys.shape[2], work[3]
-    parts = min(kv_heads, threads) if len(kv_lens) < 4 * threads else 1
+    parts = min(kv_heads, threads) if len(kv_lens) < threads else 1
     unit = next_unit(work, len(kv_lens) * parts)
     while unit >= 0:
         i, part = unit // parts, unit % parts
@@ -240,7 +240,7 @@ def _attend_chunk(
     (keys, values), (block_ids, sizes), (packed, seen) = pool, chunk, scratch
     first_block, first_row, count, kv_len = sizes[0], sizes[1], sizes[2], sizes[3]
     threads = work[3]
-    meetings = meet(arrived, threads, meetings)  # the scratch memory is free
+    meetings = meet(arrived, threads, meetings)  # the scratch memory is free, and all units before are taken
     pack_part(keys, values, block_ids[first_block:], count, kv_len, window, work, packed, seen)
     meetings = meet(arrived, threads, meetings)
     attend_part(query, keys, first_row, count, kv_len, window, scale, packed, seen, work, out)

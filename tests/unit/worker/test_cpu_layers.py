@@ -44,6 +44,7 @@ NARROW = {"head_dim": 32}
 CONFIGS = {
     "wide": config_of(),
     "narrow": config_of(**NARROW),
+    "narrow, few": config_of(head_dim=16, num_heads=2, num_kv_heads=1),  # 32 queries, half a block of outputs
     "wide, biases": config_of(qkv_bias=True, architecture="Qwen2ForCausalLM"),
     "narrow, biases": config_of(**NARROW, qkv_bias=True, architecture="Qwen2ForCausalLM"),
     "wide, norms": config_of(qk_norm=True, architecture="Qwen3ForCausalLM"),
@@ -281,17 +282,30 @@ def test_the_last_layer_computes_attention_for_a_few_wanted_rows_alone(
 ) -> None:
     ours = _decoder(name, dtype, threads)
     assert ours.cpu_layers is not None
-    step = step_of([(9, 1), (11, 60 if name.startswith("wide") else 8), (0, 8), (30, 1)])
+    step = step_of(
+        [(9, 1), (11, 38), (0, 8), (30, 1)] if name.startswith("wide") else [(9, 1), (11, 8), (0, 6), (30, 1)]
+    )
     content, count = content_of(step, ours.pool), len(step.positions)
     whole, stored = ours.run(step, content), ours.pool.storage.clone()
-    cases = [[count - 1], [count - 1, 0, 1, 4], [5, count - 3], [], list(range(count // 4 + 1))]
-    for wanted in cases:
+    quarter = [0, 1, 5, *range(count - count // 4 + 3, count)]
+    for wanted in [[count - 1], [count - 1, 0, 1, 4], [5, count - 3], [], quarter, [*quarter, 2]]:
         ours.pool.storage.copy_(content)
         ours.attention.plan(step.metadata)
         rows = torch.tensor(wanted, dtype=torch.int64)
         _assert_close(ours.decoder.forward(step.token_ids, step.positions, rows), whole[wanted], dtype)
-        assert ours.cpu_layers._arguments[SKIPS_QUERIES] == (len(wanted) <= count // 4)
+        assert ours.cpu_layers._arguments[SKIPS_QUERIES] == (4 * len(wanted) <= count and name != "narrow, few")
         assert torch.equal(ours.pool.storage.nan_to_num(), stored.nan_to_num())
+
+
+def test_more_than_two_wanted_rows_of_each_chunk_are_computed_with_their_chunks(dtype: torch.dtype) -> None:
+    ours, step = _decoder("wide", dtype, 2), step_of([(0, 40), (11, 40)])
+    assert ours.cpu_layers is not None
+    whole = ours.run(step, content_of(step, ours.pool))
+    for wanted, skips in (([3, 9, 41, 77], True), ([3, 9, 41, 42, 77], False)):
+        ours.attention.plan(step.metadata)
+        found = ours.decoder.forward(step.token_ids, step.positions, torch.tensor(wanted, dtype=torch.int64))
+        _assert_close(found, whole[wanted], dtype)
+        assert ours.cpu_layers._arguments[SKIPS_QUERIES] == skips
 
 
 def test_the_last_layer_ends_after_its_attention_if_no_row_is_wanted(dtype: torch.dtype) -> None:
