@@ -12,10 +12,11 @@ from rich.table import Table
 
 from bench.device import launching
 from bench.device.counts import CASES, ROWS, VOCAB, count_fused, count_torch
-from bench.device.launching import launch_ms, mixed_launch_ms, mixed_operations
+from bench.device.launching import lowest, mixed_operations, run_decodes, run_mixed
 
 # Triton's interpreter needs about 1 s per row, so only these rows run. The bytes are scaled to ROWS.
 INTERPRETED_ROWS = 32
+MIXED_RUNS = 5
 RESULTS = Path(__file__).parents[1] / "results" / "gpu_counts.json"
 
 
@@ -34,22 +35,24 @@ def count(case: str) -> dict[str, str | int | float]:
 
 def main() -> None:
     console = Console()
-    rows = []
+    rows, runs = [], []
     for case in CASES:
         with console.status(f"counting: {case}"):
             rows.append(count(case))
+        runs.append(run_decodes(ROWS))  # here, because a machine may be busy for half a minute
+    launches = lowest(runs)
     table = Table(title=f"Sampling of {ROWS} rows, vocabulary {VOCAB:,}, bfloat16 logits", title_justify="left")
     for heading in ("case", "ops", "GB", "passes", "most", "torch: ops", "torch: GB"):
         table.add_column(heading, justify="left" if heading == "case" else "right", no_wrap=heading == "case")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     console.print(table)
-    launches = launch_ms(ROWS)
     for name, took_ms in launches.items():
         console.print(f"launch() of {ROWS} {name} decodes, kernels stubbed: {took_ms:.2f} ms", highlight=False)
+    mixed_times = lowest([run_mixed() for _ in range(MIXED_RUNS)])
     mixed = {
         name: {"operations": operations.total, "launch_ms": round(took_ms, 3)}
-        for (name, operations), took_ms in zip(mixed_operations().items(), mixed_launch_ms().values(), strict=True)
+        for (name, operations), took_ms in zip(mixed_operations().items(), mixed_times.values(), strict=True)
     }
     for name, counted in mixed.items():
         console.print(

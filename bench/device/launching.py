@@ -1,8 +1,8 @@
 """How long the host takes to launch a step, measured without a GPU, and how many operations it queues.
 
 The worker's own code runs with FlashInfer's Python; its kernels and the graphs do nothing. A GPU's driver would add its
-part for each queued operation. Times are CPU time of the launching thread, as the lowest of the medians of several
-runs: other work on the machine, and other machines on the same processor, only make a run slower."""
+part for each queued operation. Times are CPU time of the launching thread, as the median of a run. The lowest of
+several runs counts: other work on the machine, and other machines on the same processor, only make a run slower."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from tests.support.gpu_twin import twin
 from tests.support.late_device.worker import late_gpu
 
 STEPS = 230
-RUNS = 5
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 
 # For steps with a prompt chunk: a model with as many layers as Llama-3.1-8B. Its matrices are small, because torch
@@ -46,15 +45,18 @@ DEEP = SHAPES["tiny"] | {
 MIXED: dict[str, tuple[int, ...]] = {"eager": (), "pieces": (ROWS,)}
 
 
-def launch_ms(rows: int) -> dict[str, float]:
-    """The launch time of a step of `rows` decodes, in ms, for each kind of SAMPLINGS."""
+def lowest(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: min(run[name] for run in runs) for name in runs[0]}
+
+
+def run_decodes(rows: int) -> dict[str, float]:
+    """The median launch time of a step of `rows` decodes, in ms, for each kind of SAMPLINGS."""
     with reference_kernels(make_attention=_NoAttention) as flashinfer:
         runner = twin(
             flashinfer, CHECKPOINT, num_blocks=rows * STEPS // 8, max_num_seqs=rows, graph_sizes=(rows,),
             capture=_capture_nothing, fused_sampling=True,
         )  # fmt: skip
-        runs = [{name: _measure(runner, rows, sampling) for name, sampling in SAMPLINGS.items()} for _ in range(RUNS)]
-    return {name: min(run[name] for run in runs) for name in SAMPLINGS}
+        return {name: _measure(runner, rows, sampling) for name, sampling in SAMPLINGS.items()}
 
 
 def _measure(runner: ModelRunner, rows: int, sampling: SamplingParams) -> float:
@@ -67,15 +69,14 @@ def _measure(runner: ModelRunner, rows: int, sampling: SamplingParams) -> float:
     )
 
 
-def mixed_launch_ms() -> dict[str, float]:
-    """The launch time of a step of DECODES decodes and a chunk, ROWS rows in all. Both times contain small matmuls that
-    torch computes: the eager time those of all layers, the time with pieces only those after the last attention
-    call."""
+def run_mixed() -> dict[str, float]:
+    """The median launch time of a step of DECODES decodes and a chunk, ROWS rows in all, in ms. Both times contain
+    small matmuls that torch computes: the eager time those of all layers, the time with pieces only those after the
+    last attention call."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = deep_checkpoint(Path(folder), LAYERS)
-        runs = [{name: _measure_mixed(checkpoint, sizes) for name, sizes in MIXED.items()} for _ in range(RUNS)]
-    return {name: min(run[name] for run in runs) for name in MIXED}
+        return {name: _measure_mixed(checkpoint, sizes) for name, sizes in MIXED.items()}
 
 
 def _measure_mixed(checkpoint: Path, piece_sizes: tuple[int, ...]) -> float:
