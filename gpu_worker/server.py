@@ -274,4 +274,5 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         heartbeats=True,
         prepares_grammars=True,
         verifies_drafts=built.runner.verifies_drafts,
+        window=built.runner.window,
     )

@@ -118,7 +118,7 @@ class PartySizes:
             num_blocks=num_blocks,
             num_host_blocks=rng.choice([0, num_blocks // 2, 2 * num_blocks]),
             num_workers=rng.choice([1, 1, 2, 3]),
-            window=rng.choice([1, 2]),
+            window=rng.choice([1, 2, 3]),
             response_window=rng.choice([2, 64]),
             preset=rng.choice(["paceline", "paceline", "vllm-v1", "vllm-v0", "sglang-lpm", "trtllm-max-util"]),
             mode=rng.choice(["recompute", "swap", "swap"]),

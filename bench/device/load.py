@@ -1,5 +1,5 @@
 """Plans a whole run in advance: each request has a fixed number of tokens to compute and to sample. So the planner
-needs no results, and two steps can be in flight, as with a scheduler."""
+needs no results, and several steps can be in flight, as with a scheduler."""
 
 from __future__ import annotations
 

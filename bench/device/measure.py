@@ -1,4 +1,4 @@
-"""Measurements of a worker's model on a device. Two steps are in flight, as with a scheduler."""
+"""Measurements of a worker's model on a device. As many steps are in flight as with a scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from gpu_worker.steps.runner import LaunchedStep, ModelRunner
 from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 
-WINDOW = 2
 WARM_STEPS = 8
 
 
@@ -103,7 +102,7 @@ def _play(runner: ModelRunner, load: Load, concurrency: int, clock: Clock, stamp
         launched = runner.launch(step.plan)
         began = stamps[0] if stamps else clock.stamp()
         in_flight.append((step, launched, began, clock.stamp(), launched_s, 1e3 * (time.perf_counter() - launched_s)))
-        if len(in_flight) == WINDOW:
+        if len(in_flight) == runner.window:
             finish()
     while in_flight:
         finish()

@@ -154,6 +154,11 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     @property
+    def window(self) -> int:
+        """The plans in flight that keep the device busy (docs/adr/0001-sharing-two-cores.md)."""
+        return 3 if self.is_asynchronous else 2
+
+    @property
     def verifies_drafts(self) -> bool:
         """Whether plans may have draft rows."""
         return not (self.is_asynchronous or self.pools)

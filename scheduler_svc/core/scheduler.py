@@ -64,6 +64,7 @@ from scheduler_svc.core.workers.slots import SlotLedger
 from scheduler_svc.core.workers.state import WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
+DEFAULT_WINDOW = 2  # steps in flight of a worker that asks for no number
 MAX_REASON_CHARS = 400  # of a worker's reason for refusing a grammar
 
 
@@ -241,7 +242,7 @@ class SchedulerCore:
         worker = WorkerState(
             id=self._next_worker,
             registration=registration,
-            window=self.config.window,
+            window=self.config.window or registration.window or DEFAULT_WINDOW,
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,

@@ -84,6 +84,7 @@ class WorkerRegistration(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PREPARES_GRAMMARS_FIELD_NUMBER: _builtins.int
     VERIFIES_DRAFTS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """For logs."""
     block_size: _builtins.int
@@ -108,6 +109,10 @@ class WorkerRegistration(_message.Message):
     """The worker prepares grammars on demand (GrammarOrders). Otherwise it compiles a grammar when its sequence arrives."""
     verifies_drafts: _builtins.bool
     """The worker computes draft rows. Otherwise plans have none."""
+    window: _builtins.int
+    """The plans in flight that keep the worker's device busy, at most 8; 0: the scheduler's default. The scheduler's
+    setting, if it has one, comes first. WorkerRegistered has the number that holds.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...
     @_builtins.property
@@ -132,10 +137,11 @@ class WorkerRegistration(_message.Message):
         incarnation: _builtins.str = ...,
         prepares_grammars: _builtins.bool = ...,
         verifies_drafts: _builtins.bool = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prepares_grammars", b"prepares_grammars", "verifies_drafts", b"verifies_drafts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "heartbeats", b"heartbeats", "incarnation", b"incarnation", "kept", b"kept", "max_batched_tokens", b"max_batched_tokens", "max_loras", b"max_loras", "max_num_seqs", b"max_num_seqs", "model", b"model", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "prepares_grammars", b"prepares_grammars", "verifies_drafts", b"verifies_drafts", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,7 +61,10 @@ MAX_WORKER_SIZES = {
     "max_num_seqs": 2**16,
     "max_batched_tokens": 2**31 - 1,
     "num_host_blocks": 2**31 - 1,
+    "window": 8,
 }
+# For these sizes, 0 means none or the default.
+OPTIONAL_SIZES = ("num_host_blocks", "window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +320,7 @@ def check_registration(
     workers those in `promised`, and that its block size is that of the other workers. Raises Rejection; for a
     difference, it names both sides."""
     for name, most in MAX_WORKER_SIZES.items():
-        size, least = getattr(new, name), 0 if name == "num_host_blocks" else 1
+        size, least = getattr(new, name), 0 if name in OPTIONAL_SIZES else 1
         if not least <= size <= most:
             raise invalid(name, f"must be between {least} and {most}, not {size}")
     expected = others[0].model if others else promised.model if promised else None

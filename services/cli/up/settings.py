@@ -42,7 +42,9 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
     host_gib: float = Field(0.0, ge=0, description="host memory of each worker for preempted and evicted KV, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
-    window: int = Field(2, ge=1, le=8, description="steps in flight per worker")
+    window: int = Field(
+        0, ge=0, le=8, description="steps in flight per worker; 0: as the worker asks, 3 on a GPU and 2 on a CPU"
+    )
     speculative_tokens: int = Field(
         0, ge=0, le=64, description="most draft tokens of a sequence in a step (speculative decoding); 0: none"
     )

@@ -10,7 +10,7 @@ import pytest
 from paceline.v1.common_pb2 import POOLING_LAST, FinishReason, PromptLogprobs, RetentionRange, SamplingParams
 from paceline.v1.inference_pb2 import SessionRequest, Submission
 from paceline.v1.worker_pb2 import StepPlan, StepResult, WorkerRegistration
-from scheduler_svc.core.admission.validation import MAX_WORKER_SIZES
+from scheduler_svc.core.admission.validation import MAX_WORKER_SIZES, OPTIONAL_SIZES
 from scheduler_svc.core.cache.link import ProtocolError
 from scheduler_svc.core.output.sessions import Session
 from scheduler_svc.core.rejection import (
@@ -82,6 +82,21 @@ def test_window_is_filled_before_the_first_result(system: LocalSystem, client: C
         assert kind in ("exchange", "answer"), "the second plan must not wait for the first result"
         system.move(kind, moving)
     assert [plan.step for plan in end.plans] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked", "window"), [(0, 0, 2), (0, 3, 3), (0, 1, 1), (1, 3, 1), (4, 3, 4), (2, 0, 2)]
+)
+def test_the_setting_or_else_the_worker_chooses_the_window(setting: int, asked: int, window: int) -> None:
+    system = LocalSystem(SchedulerConfig(window=setting))
+    system.open("s")
+    worker = toy()
+    worker.registration.window = asked
+    end = system.attach(worker)
+    system.submit("s", 1, [9], params())
+    while system.moves()[0][0] in ("exchange", "answer"):
+        system.move(*system.moves()[0])
+    assert [plan.step for plan in end.plans] == list(range(1, window + 1))
 
 
 def test_a_steady_decode_step_is_a_small_message(system: LocalSystem, client: Client) -> None:
@@ -619,7 +634,7 @@ def test_a_worker_of_impossible_size_is_refused(system: LocalSystem, name: str) 
         registration = WorkerRegistration()
         registration.CopyFrom(toy().registration)
         setattr(registration, name, size)
-        if size or name != "num_host_blocks":
+        if size or name not in OPTIONAL_SIZES:
             with pytest.raises(Rejection, match=f"{name}: must be between . and ") as refused:
                 system.scheduler.register_worker(registration)
             assert refused.value.field == name

@@ -55,6 +55,7 @@ def test_greedy_tokens_are_as_on_a_cpu(
     with late_gpu(seed, eagerness) as device:
         runner = gpu_runner(folder)
         assert isinstance(runner._attention, FlashInferAttention)
+        assert runner.window == 3
         check_equal(play(runner, plans, window), expected)
     assert device.num_replays > 10
 
