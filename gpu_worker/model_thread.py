@@ -1,8 +1,8 @@
 """The thread that runs the model, so that the event loop (heartbeats, the link) never waits for a step.
 
-Plans enter a queue, and run strictly in order. Two or three plans are in flight (ModelRunner.window), so the next plan
-is usually in the queue when a step ends, and the next forward pass starts at once. If the device computes
-asynchronously, the next step is launched while one runs, and a second thread waits for the results.
+Plans enter a queue, and run strictly in order. The scheduler keeps several in flight, so the next plan is usually in
+the queue when a step ends, and the next forward pass starts at once. If the device computes asynchronously, the next
+step is launched while one runs, and a second thread waits for the results.
 """
 
 from __future__ import annotations

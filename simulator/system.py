@@ -251,7 +251,9 @@ class LocalSystem:
             if message.HasField("plan"):
                 check_plan(self.cache, worker_id, message.plan)
                 end.plans.append(message.plan)
-                assert len(end.plans) + len(end.results) <= self.scheduler.workers[worker_id].window
+                assert len(end.plans) + len(end.results) <= (
+                    self.scheduler.config.window or end.worker.registration.window or 2
+                )
             elif message.HasField("grammars"):
                 assert isinstance(end.worker, ToyWorker)
                 for number in message.grammars.forget:

@@ -1,4 +1,4 @@
-"""Measurements of a worker's model on a device. As many steps are in flight as with a scheduler."""
+"""Measurements of a worker's model on a device. Two steps are in flight: the device has no more at a time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from gpu_worker.steps.runner import LaunchedStep, ModelRunner
 from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 
+# With a third one, launch() waits until the first one is over (gpu_worker/attention/flashinfer.py).
+WINDOW = 2
 WARM_STEPS = 8
 
 
@@ -102,7 +104,7 @@ def _play(runner: ModelRunner, load: Load, concurrency: int, clock: Clock, stamp
         launched = runner.launch(step.plan)
         began = stamps[0] if stamps else clock.stamp()
         in_flight.append((step, launched, began, clock.stamp(), launched_s, 1e3 * (time.perf_counter() - launched_s)))
-        if len(in_flight) == runner.window:
+        if len(in_flight) == WINDOW:
             finish()
     while in_flight:
         finish()

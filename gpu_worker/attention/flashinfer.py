@@ -85,14 +85,15 @@ class FlashInferAttention:
         self._ones.fill_(1)
         self._slots = self._zeros[:0]
         self._row_ids = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._planned = DeviceEvent(device)
+        self._planned = DeviceEvent(device, blocking=True)
         # All wrappers share it, because they run one after the other.
         workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
         self._wrappers = {window: _Wrappers(flashinfer, pool, window, num_heads, workspace) for window in set(windows)}
         self._windows = windows
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        # plan() writes to the wrapper's pinned memory, and the copy of the last step may still be waiting.
+        # plan() writes to the wrapper's pinned memory, and the copy for the last step waits until the step before has
+        # run. So if three steps are in flight, the third one waits here, and not on the device.
         self._planned.wait()
         self._slots = metadata.slot_mapping
         for wrappers in self._wrappers.values():

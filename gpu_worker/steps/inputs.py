@@ -109,7 +109,7 @@ class PinnedInputs:
         self._hosts = [torch.zeros(sent + kept, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._int64s = [host.numpy() for host in self._hosts]
         self._int32s = [words.view(np.int32) for words in self._int64s]
-        self._fences = [DeviceEvent(device) for _ in range(2)]
+        self._fences = [DeviceEvent(device, blocking=True) for _ in range(2)]
         self._block = torch.zeros(sent, dtype=torch.int64, device=device)
         self._captured: dict[int, _DeviceViews] = {}  # by the number of decodes of a graph
         self._turn = 0

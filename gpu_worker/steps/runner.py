@@ -155,7 +155,8 @@ class ModelRunner:
 
     @property
     def window(self) -> int:
-        """The plans in flight that keep the device busy (docs/adr/0001-sharing-two-cores.md)."""
+        """The plans in flight that keep the device busy: on a GPU one that runs, one that is queued, and one that can
+        be queued as soon as that one runs (docs/adr/0001-sharing-two-cores.md)."""
         return 3 if self.is_asynchronous else 2
 
     @property
@@ -243,8 +244,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step without waiting for the device, so that step n + 1 is queued while step n runs. A row with a
-        grammar is an exception: after its forward pass is queued, this waits for the previous step, and then samples.
+        """Queue a step while the previous one is queued or runs. If that one has not begun, this waits until it can
+        begin. A row with a grammar waits for more: after its forward pass is queued, for the end of the previous step.
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
         started_us = _now_us()

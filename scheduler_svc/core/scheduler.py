@@ -61,10 +61,9 @@ from scheduler_svc.core.step.trace_log import TraceLog
 from scheduler_svc.core.types import Failure, Outbox, SchedulerConfig, SchedulerCounters
 from scheduler_svc.core.workers.batch import Batch
 from scheduler_svc.core.workers.slots import SlotLedger
-from scheduler_svc.core.workers.state import WorkerState
+from scheduler_svc.core.workers.state import DEFAULT_WINDOW, WorkerState
 from scheduler_svc.core.workers.step_time import FleetStepTimes, OutputLength
 
-DEFAULT_WINDOW = 2  # steps in flight of a worker that asks for no number
 MAX_REASON_CHARS = 400  # of a worker's reason for refusing a grammar
 
 
@@ -243,6 +242,7 @@ class SchedulerCore:
             id=self._next_worker,
             registration=registration,
             window=self.config.window or registration.window or DEFAULT_WINDOW,
+            window_is_set=self.config.window > 0,
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,

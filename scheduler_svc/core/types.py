@@ -18,7 +18,7 @@ CacheScope = Literal["tenant", "server"]
 class SchedulerConfig:
     """The settings of the core."""
 
-    window: int = 0  # steps in flight per worker; 0: as many as the worker asks for
+    window: int = 0  # steps in flight per worker; 0: as the worker asks, if its steps are short, else at most 2
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
     max_queued_offline_requests: int = 4096

@@ -222,7 +222,7 @@ def test_no_replayed_step_waits_for_the_device(checkpoint: Checkpoints) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             replayed += mode == "error" and step.decodes_only
-            if len(in_flight) == runner.window:
+            if len(in_flight) == 2:
                 in_flight.pop(0).result()
         for launched in in_flight:
             launched.result()

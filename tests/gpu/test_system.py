@@ -21,7 +21,7 @@ PROMPTS = make_prompts(VOCAB)
 
 
 @pytest.mark.parametrize("preset", ["paceline", "vllm-v0"])
-@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 2, 3])
 def test_float32_gives_the_same_tokens_as_a_cpu(preset: str, window: int, checkpoint: Checkpoints) -> None:
     reference = checkpoint("llama3")
     _, expected = run_system(reference.folder, "cpu", preset, 1, PROMPTS, NEW_TOKENS, dtype="float32")
@@ -33,7 +33,7 @@ def test_float32_gives_the_same_tokens_as_a_cpu(preset: str, window: int, checkp
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral"])
-@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("window", [1, 2, 3])
 def test_bf16_on_flashinfer_is_transformers_up_to_near_ties(family: str, window: int, checkpoint: Checkpoints) -> None:
     reference = checkpoint(family)
     system, tokens = run_system(reference.folder, "cuda", "paceline", window, PROMPTS, NEW_TOKENS, dtype="bfloat16")

@@ -110,8 +110,8 @@ class WorkerRegistration(_message.Message):
     verifies_drafts: _builtins.bool
     """The worker computes draft rows. Otherwise plans have none."""
     window: _builtins.int
-    """The plans in flight that keep the worker's device busy, at most 8; 0: the scheduler's default. The scheduler's
-    setting, if it has one, comes first. WorkerRegistered has the number that holds.
+    """The plans in flight that keep the worker's device busy even with short steps, at most 8; 0: the scheduler's default.
+    A setting of the scheduler comes first.
     """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...

@@ -75,8 +75,8 @@ class Recorder(Protocol):
 class LateEvent:
     """torch.cuda.Event."""
 
-    def __init__(self, device: LateDevice) -> None:
-        self._device = device
+    def __init__(self, device: LateDevice, blocking: bool) -> None:
+        self._device, self._blocking = device, blocking
         self._recorded = self._passed = 0
         self._stretch = -1  # the device's `stretch` when the event was recorded
 
@@ -95,6 +95,8 @@ class LateEvent:
         self._device.refuse_in_capture("synchronize()")
         if self._device.may_not_wait and self._stretch == self._device.stretch:
             raise HostWaits("the host waits for an event that it has just recorded")
+        if self._device.may_not_wait and not (self._blocking or self.query()):
+            raise HostWaits("the host spins until the device has passed an event")
         self._device.on_wait()
         self._device.run_until(self.query)
 
@@ -204,7 +206,7 @@ class LateDevice:
 
     @contextmanager
     def no_waits(self) -> Iterator[None]:
-        """Inside, the host may wait only for events that were recorded before."""
+        """Inside, the host may wait only for events that were recorded before. Then it must sleep, not spin."""
         self.stretch += 1
         self.may_not_wait = True
         try:

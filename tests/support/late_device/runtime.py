@@ -40,7 +40,7 @@ def _cuda(device: LateDevice) -> dict[str, Any]:
         return graph.capturing(pool)
 
     return {
-        "Event": _class("Event", lambda blocking=False: LateEvent(device)),
+        "Event": _class("Event", lambda blocking=False: LateEvent(device, blocking)),
         "Stream": _class("Stream", lambda where=None: device.new_stream()),
         "stream": device.on,
         "CUDAGraph": _class("CUDAGraph", lambda: LateGraph(device)),

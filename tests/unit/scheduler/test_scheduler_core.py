@@ -85,18 +85,41 @@ def test_window_is_filled_before_the_first_result(system: LocalSystem, client: C
 
 
 @pytest.mark.parametrize(
-    ("setting", "asked", "window"), [(0, 0, 2), (0, 3, 3), (0, 1, 1), (1, 3, 1), (4, 3, 4), (2, 0, 2)]
+    ("setting", "asked", "step_ms", "in_flight"),
+    [(0, 0, 2, 2), (0, 3, 2, 3), (0, 1, 2, 1), (1, 3, 2, 1), (4, 3, 2, 4), (2, 0, 2, 2), (0, 3, 5, 2), (4, 3, 5, 4)],
 )
-def test_the_setting_or_else_the_worker_chooses_the_window(setting: int, asked: int, window: int) -> None:
+def test_more_than_two_steps_are_in_flight_if_they_are_set_or_asked_for_and_short(
+    setting: int, asked: int, step_ms: int, in_flight: int
+) -> None:
     system = LocalSystem(SchedulerConfig(window=setting))
     system.open("s")
     worker = toy()
     worker.registration.window = asked
     end = system.attach(worker)
+    for _ in range(20):
+        system.scheduler.workers[end.id].step_fit.add(0, 10, 1, step_ms * 1e-3)
     system.submit("s", 1, [9], params())
     while system.moves()[0][0] in ("exchange", "answer"):
         system.move(*system.moves()[0])
-    assert [plan.step for plan in end.plans] == list(range(1, window + 1))
+    assert [plan.step for plan in end.plans] == list(range(1, in_flight + 1))
+
+
+def test_no_third_step_is_in_flight_behind_a_long_prompt() -> None:
+    system = LocalSystem()
+    system.open("s")
+    worker = toy(max_batched_tokens=16)
+    worker.registration.window = 3
+    state = system.scheduler.workers[system.attach(worker).id]
+    for _ in range(20):
+        state.step_fit.add(0, 10, 1, 1e-3)
+        state.step_fit.add(10, 0, 1, 10e-3)
+    system.submit("s", 1, list(range(10, 50)), params())
+    seen = set()
+    while moves := system.moves():
+        system.move(*moves[0])
+        seen.add(tuple(step.new_tokens for step in state.in_flight))
+    assert {(16, 16), (16, 8), (8, 0, 0), (0, 0, 0)} <= seen
+    assert all(tokens[1] == 0 for tokens in seen if len(tokens) > 2)
 
 
 def test_a_steady_decode_step_is_a_small_message(system: LocalSystem, client: Client) -> None:

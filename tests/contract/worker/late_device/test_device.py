@@ -27,8 +27,8 @@ def zeros(*shape: int) -> Tensor:
     return torch.zeros(*shape, device=DEVICE)
 
 
-def recorded() -> DeviceEvent:
-    event = DeviceEvent(DEVICE)
+def recorded(blocking: bool = False) -> DeviceEvent:
+    event = DeviceEvent(DEVICE, blocking)
     event.record()
     return event
 
@@ -99,10 +99,12 @@ def test_an_operation_that_waits_is_noticed(name: str, device: LateDevice) -> No
 
 
 def test_the_host_may_not_wait_for_what_it_has_just_queued(device: LateDevice) -> None:
-    before = recorded()
+    before, spinning = recorded(blocking=True), recorded()
     with device.no_waits():
+        with pytest.raises(HostWaits):
+            spinning.wait()
         before.wait()
-        after = recorded()
+        after = recorded(blocking=True)
         with pytest.raises(HostWaits):
             after.wait()
         with pytest.raises(HostWaits):

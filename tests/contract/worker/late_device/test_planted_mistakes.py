@@ -244,6 +244,8 @@ WAITS: list[Planted] = [
     (Mistake(device_module, "fetch", "non_blocking=True", "non_blocking=False"), Bench.greedy),
     (Mistake(PinnedInputs, "__init__", "pin_memory=pinned", "pin_memory=False"), Bench.greedy),
     (Mistake(PinnedInputs, "send", "non_blocking=True", "non_blocking=False"), Bench.greedy),
+    (Mistake(FlashInferAttention, "__init__", "blocking=True", "blocking=False"), Bench.greedy),
+    (Mistake(PinnedInputs, "__init__", "blocking=True", "blocking=False"), Bench.on_torch),
     (Mistake(ModelRunner, "launch", "done.record()", "done.record(); done.wait()"), Bench.greedy),
     (Mistake(ModelRunner, "launch", "done.record()", "torch.cuda.synchronize(); done.record()"), Bench.greedy),
     (Mistake(ModelRunner, "launch", "self._is_whole, self._rows = False, None", "self._note_all()"), Bench.overlap),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from bench.device.load import GREEDY, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker.attention.flashinfer import FlashInferAttention
+from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
-from paceline.v1.common_pb2 import SamplingParams
+from gpu_worker.server import _registration
+from gpu_worker.settings import WorkerSettings
+from paceline.v1.common_pb2 import ModelInfo, SamplingParams
 from paceline.v1.worker_pb2 import StepPlan
 from tests.contract.worker.late_device.rig import (
     BANNED,
@@ -55,9 +59,14 @@ def test_greedy_tokens_are_as_on_a_cpu(
     with late_gpu(seed, eagerness) as device:
         runner = gpu_runner(folder)
         assert isinstance(runner._attention, FlashInferAttention)
-        assert runner.window == 3
         check_equal(play(runner, plans, window), expected)
     assert device.num_replays > 10
+
+
+def test_a_worker_asks_for_three_steps_in_flight(reference: Checkpoints) -> None:
+    with late_gpu():
+        built = BuiltWorker(gpu_runner(reference("mistral").folder), ModelInfo())
+        assert _registration(WorkerSettings(), built).window == 3
 
 
 def test_a_model_on_torch_is_as_on_a_cpu(reference: Checkpoints) -> None:
@@ -153,17 +162,18 @@ def test_vectors_are_as_on_a_cpu(pooling: embedding_checkpoints.Pooling, tmp_pat
             assert np.abs(vector - expected[slot]).max() < 1e-4
 
 
-def test_a_step_is_launched_while_the_last_one_has_not_run(reference: Checkpoints) -> None:
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_a_step_is_launched_while_the_last_one_has_not_run(window: int, reference: Checkpoints) -> None:
     """A launch waits at most for the copies of the last plan, never for its forward pass."""
     with late_gpu(seed=1) as device:
         runner = gpu_runner(reference("llama3-rope").folder)
         plans = make_plans(runner, REQUESTS, SAMPLINGS)
-        last = runner.launch(plans[0])
+        launched = deque([runner.launch(plans[0])])
         for plan in plans[1:]:
-            launched = runner.launch(plan)
-            assert not last.done.is_passed()
-            last.result()
-            last = launched
+            launched.append(runner.launch(plan))
+            assert not launched[-2].done.is_passed()
+            if len(launched) == window:
+                launched.popleft().result()
     assert device.num_replays > 10
 
 
