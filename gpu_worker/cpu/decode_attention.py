@@ -1,7 +1,7 @@
 """Decode attention: one kernel for heads of any size, and one in vector instructions for heads of a multiple of 64.
 
-In the second, the scores of one key take all query heads of its KV head at once, because the key is read and converted
-only once. So it gains most from many query heads per KV head.
+The second reads and converts a key or a value once for two query heads. While it computes a block, it fetches the next
+one, because blocks of a table are not adjacent, and the processor does not fetch them by itself.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import numpy as np
 from numba import njit, prange
 
 from gpu_worker.cpu.numbers import FASTMATH, load, prefetch, softmax, store
-from gpu_worker.cpu.vectors import add_products, add_scaled, load_sums, store_sums, store_totals, total_of, zero_sums
+from gpu_worker.cpu.vectors import (
+    add_keys,
+    add_outputs,
+    add_values,
+    fetch,
+    places_of,
+    store_outputs,
+    store_totals,
+    zero_sums,
+)
 
 WIDTH = 64
-# Tokens between a fetch of a key or value and its use. Blocks of a table are not adjacent, so the processor does not
-# fetch the next ones by itself. 8 to 16 are equally fast.
-_AHEAD = 8
+_AHEAD = 8  # tokens between a fetch of a key or value and its use, in the first kernel
 
 
 def attend_narrow(
@@ -147,107 +154,126 @@ def attend_heads_wide(
     head_dim, group = query.shape[2], query.shape[1] // keys.shape[2]
     begin, heads = first * group, (last - first) * group
     start = max(0, kv_len - window) if window else 0
-    own = np.empty((heads, head_dim), query.dtype)
+    own = np.empty(heads * head_dim, query.dtype)
     for h in range(heads):
         for d in range(head_dim):
-            own[h, d] = query[row, begin + h, d]
-    scores = np.empty((heads, kv_len - start), np.float32)
-    total = np.zeros((heads, head_dim), np.float32)
-    for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
-        _score_wide(own, keys, table, number, start, kv_len, scale, first, last, scores)
+            own[h * head_dim + d] = query[row, begin + h, d]
+    length, block_size = kv_len - start, keys.shape[1]
+    width = length + 3  # of the scores of a head, because the last one is stored as four
+    scores, total = np.empty(heads * width, np.float32), np.zeros(heads * head_dim, np.float32)
+    first_block, last_block = start // block_size, (kv_len - 1) // block_size
+    for number in range(first_block, last_block + 1):
+        tokens = _tokens(number, block_size, start, kv_len)
+        if number < last_block:
+            later, ahead = keys, np.intp(table[number + 1]) * block_size
+        else:
+            later, ahead = values, np.intp(table[first_block]) * block_size
+        _score_block(own, keys, table[number], tokens, group, first, last, scale, later, ahead, scores, width)
     for h in range(heads):
-        scores[h] /= softmax(scores[h], np.float32(1))
-    for number in range(start // keys.shape[1], (kv_len - 1) // keys.shape[1] + 1):
-        _weigh_wide(scores, values, table, number, start, kv_len, first, last, total)
+        weights = scores[h * width : h * width + length]
+        weights /= softmax(weights, np.float32(1))
+    for number in range(first_block, last_block + 1):
+        tokens = _tokens(number, block_size, start, kv_len)
+        # After the last block of a row, the table goes on with that of the next row.
+        ahead = np.intp(table[min(number + 1, len(table) - 1)]) * block_size
+        later = values if number < last_block else keys
+        _weigh_block(scores, width, values, table[number], tokens, group, first, last, later, ahead, total)
     for h in range(heads):
         for d in range(head_dim):
-            store(out, (row, (begin + h) * head_dim + d), total[h, d])
+            store(out, (row, (begin + h) * head_dim + d), total[h * head_dim + d])
 
 
 @njit(inline="always")
-def _score_wide(
-    query: Any,
-    keys: Any,
-    table: Any,
-    number: int,
-    start: int,
-    kv_len: int,
-    scale: float,
-    first_head: int,
-    last_head: int,
-    scores: Any,
-) -> None:
-    """The scores of the keys in block `number` of a table, up to four tokens at a time."""
+def _tokens(number: int, block_size: int, start: int, kv_len: int) -> Any:
+    """Of block `number`: the first token that is attended to and the one after the last, both counted in the block, and
+    the column of its first token in the scores."""
+    first = number * block_size
+    return max(start - first, 0), min(kv_len - first, block_size), first - start
+
+
+@njit(inline="always")
+def _score_block(
+    query: Any, keys: Any, block: int, tokens: Any, group: int, first_head: int, last_head: int, scale: float,
+    later: Any, ahead: int, scores: Any, width: int,
+) -> None:  # fmt: skip
+    """The scores of a block's keys. later, ahead: the pool and the token whose block is fetched meanwhile."""
+    (begin, stop, column), zero = tokens, zero_sums()
+    for t in range(begin, stop, 4):
+        for k in range(first_head, last_head):
+            _fetch(later, ahead + t, k, first_head, last_head)
+            head = (k - first_head) * group
+            for h in range(head, head + group - 1, 2):
+                _score((zero, zero), query, h, keys, block, t, stop, k, scale, scores, width, column)
+            if group % 2:
+                _score((zero,), query, head + group - 1, keys, block, t, stop, k, scale, scores, width, column)
+
+
+@njit(inline="always")
+def _score(
+    sums: Any, query: Any, h: int, keys: Any, block: int, t: int, stop: int, k: int, scale: float, scores: Any,
+    width: int, column: int,
+) -> None:  # fmt: skip
+    """The scores of up to four keys, for as many heads as there are zeros in `sums`. Fewer than four are filled up with
+    the last one; these scores are replaced by those of the next block, or unused."""
     block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group, first, size = len(query) // (last_head - first_head), number * block_size, kv_heads * head_dim
-    stop = min(kv_len - first, block_size)
-    for t in range(max(start - first, 0), stop, 4):
-        num_tokens = min(4, stop - t)
-        _fetch_wide(keys, table, number, t + _AHEAD, kv_len, first_head, last_head)
-        token = (np.intp(table[number]) * block_size + t) * size + first_head * head_dim
-        for k in range(last_head - first_head):
-            for h in range(k * group, (k + 1) * group):
-                place, own, score = token + k * head_dim, h * head_dim, first + t - start
-                if num_tokens == 4:
-                    a, b, c, d = zero_sums(), zero_sums(), zero_sums(), zero_sums()
-                    for i in range(0, head_dim, WIDTH):
-                        a = add_products(a, keys, place + i, query, own + i)
-                        b = add_products(b, keys, place + size + i, query, own + i)
-                        c = add_products(c, keys, place + 2 * size + i, query, own + i)
-                        d = add_products(d, keys, place + 3 * size + i, query, own + i)
-                    store_totals(scores, h * scores.shape[1] + score, scale, a, b, c, d)
-                else:
-                    for j in range(num_tokens):
-                        sums = zero_sums()
-                        for i in range(0, head_dim, WIDTH):
-                            sums = add_products(sums, keys, place + j * size + i, query, own + i)
-                        scores[h, score + j] = total_of(sums) * scale
+    size, heads = kv_heads * head_dim, sums
+    place = np.intp(block) * block_size * size + k * head_dim
+    for d in range(0, head_dim, WIDTH):
+        places = places_of((0, 0, 0, 0), t, stop - 1, size, place + d)
+        sums = add_keys(sums, keys, places, query, places_of(heads, h, h + 1, head_dim, d))
+    for i in range(len(heads)):
+        store_totals(scores, (h + i) * width + column + t, scale, sums[i])
 
 
 @njit(inline="always")
-def _weigh_wide(
-    weights: Any,
-    values: Any,
-    table: Any,
-    number: int,
-    start: int,
-    kv_len: int,
-    first_head: int,
-    last_head: int,
+def _weigh_block(
+    weights: Any, width: int, values: Any, block: int, tokens: Any, group: int, first_head: int, last_head: int,
+    later: Any, ahead: int, total: Any,
+) -> None:  # fmt: skip
+    """Add a block's values. later, ahead: as for the scores."""
+    (begin, stop, column), zero = tokens, zero_sums()
+    for t in range(begin, stop, 4):
+        for k in range(first_head, last_head):
+            _fetch(later, ahead + t, k, first_head, last_head)
+            head = (k - first_head) * group
+            for h in range(head, head + group - 1, 2):
+                _weigh((zero, zero), weights, width, column, h, values, block, t, stop, k, total)
+            if group % 2:
+                _weigh((zero,), weights, width, column, head + group - 1, values, block, t, stop, k, total)
+
+
+@njit(inline="always")
+def _weigh(
+    zeros: Any, weights: Any, width: int, column: int, h: int, values: Any, block: int, t: int, stop: int, k: int,
     total: Any,
-) -> None:
-    """Add the values in block `number` of a table, up to four tokens at a time."""
+) -> None:  # fmt: skip
+    """Add up to four values, for as many heads as there are zeros."""
     block_size, kv_heads, head_dim = values.shape[1], values.shape[2], values.shape[3]
-    group, first, size = len(weights) // (last_head - first_head), number * block_size, kv_heads * head_dim
-    stop = min(kv_len - first, block_size)
-    for t in range(max(start - first, 0), stop, 4):
-        num_tokens = min(4, stop - t)
-        _fetch_wide(values, table, number, t + _AHEAD, kv_len, first_head, last_head)
-        token = (np.intp(table[number]) * block_size + t) * size + first_head * head_dim
-        for k in range(last_head - first_head):
-            for h in range(k * group, (k + 1) * group):
-                for d in range(0, head_dim, WIDTH):
-                    sums = load_sums(total, h * head_dim + d)
-                    place, weight = token + k * head_dim + d, first + t - start
-                    if num_tokens == 4:  # a loop of constant length needs no loop
-                        for j in range(4):
-                            sums = add_scaled(sums, values, place + j * size, weights[h, weight + j])
-                    else:
-                        for j in range(num_tokens):
-                            sums = add_scaled(sums, values, place + j * size, weights[h, weight + j])
-                    store_sums(total, h * head_dim + d, sums)
+    size, at = kv_heads * head_dim, column + t
+    place = (np.intp(block) * block_size + t) * size + k * head_dim
+    for d in range(0, head_dim, WIDTH):
+        own = places_of(zeros, h, h + 1, head_dim, d)
+        sums = add_outputs(zeros, total, own)
+        if stop - t >= 4:  # a loop of constant length needs no loop
+            for j in range(4):
+                factors = places_of(zeros, h, h + 1, width, at + j)
+                sums = add_values(sums, values, place + j * size + d, weights, factors)
+        else:
+            for j in range(stop - t):
+                factors = places_of(zeros, h, h + 1, width, at + j)
+                sums = add_values(sums, values, place + j * size + d, weights, factors)
+        store_outputs(total, own, sums)
 
 
 @njit(inline="always")
-def _fetch_wide(pool: Any, table: Any, number: int, t: int, kv_len: int, first_head: int, last_head: int) -> None:
-    """Fetch these heads of four tokens into the processor's caches: of token t, counted from the start of block
-    `number`, and the next ones. They may be in later blocks."""
-    block_size, kv_heads, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
-    position, last = number * block_size + t, (kv_len - 1) // block_size
-    number, t = min(position // block_size, last), position % block_size
+def _fetch(pool: Any, token: int, k: int, first_head: int, last_head: int) -> None:
+    """Fetch KV head k's share of four tokens into the processor's caches. The shares of all heads are in the order of
+    memory, which is fastest. The tokens may be in the next block."""
+    kv_heads, head_dim = pool.shape[2], pool.shape[3]
+    size = kv_heads * head_dim
+    begin, stride = token * size + 4 * k * head_dim, head_dim
+    if last_head - first_head < kv_heads:
+        begin, stride = token * size + k * head_dim, size
     for j in range(4):
-        if t + j >= block_size:
-            number, t = min(number + 1, last), -j
-        token = (np.intp(table[number]) * block_size + t + j) * kv_heads
-        for offset in range((token + first_head) * head_dim, (token + last_head) * head_dim, 64 // pool.itemsize):
-            prefetch(pool, offset)
+        for d in range(0, head_dim, WIDTH):
+            fetch(pool, begin + j * stride + d)

@@ -54,14 +54,19 @@ def prefetch(_context: Any, array: Any, _offset: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), _BYTES)
-        flag = ir.IntType(32)
-        name, signature_ir = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [_BYTES, flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, signature_ir, name)
-        builder.call(function, [address, flag(0), flag(2), flag(1)])  # a read, into the second-level cache, of data
+        write_prefetch(builder, builder.gep(data, [arguments[1]]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp), build
+
+
+def write_prefetch(builder: Any, address: Any) -> None:
+    """Write the instruction that fetches the cache line of an address."""
+    flag = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # A read, into the second-level cache, of data.
+    builder.call(function, [builder.bitcast(address, _BYTES), flag(0), flag(2), flag(1)])
 
 
 def load(number: Any) -> Any:

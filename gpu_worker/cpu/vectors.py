@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
-from gpu_worker.cpu.numbers import KERNEL_TYPES
+from gpu_worker.cpu.numbers import KERNEL_TYPES, write_prefetch
 
 OUTPUTS = 64
 _LANES = 16  # of a vector register
@@ -257,12 +257,78 @@ def total_of(_context: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def store_totals(_context: Any, array: Any, _offset: Any, _factor: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """In a kernel: 4 elements of a contiguous float32 array from `offset` on = the totals of these sums * factor."""
+def fetch(_context: Any, array: Any, _offset: Any) -> Any:
+    """In a kernel: prefetch() for all cache lines of 64 elements."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, offset, factor, *all_sums = arguments
-        a, b, c, d = (_half(builder, sums) for sums in all_sums)
+        pointer, kind = _pointer(context, builder, signature.args[0], *arguments), signature.args[0].dtype
+        for element in range(0, OUTPUTS, 64 * 8 // kind.bitwidth):
+            write_prefetch(builder, builder.gep(pointer, [ir.IntType(64)(element)]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), build
+
+
+@intrinsic
+def add_keys(_context: Any, heads: Any, keys: Any, _places: Any, query: Any, at: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, heads[k] + the products of 64 inputs of four keys, from keys[places[j]]
+    on, with those from query[at[k]] on. Part j of heads[k] belongs to key j: its total is the total of the part. Arrays
+    are as for add_products()."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        heads, keys, places, query, at = arguments
+        pointers = [
+            _pointer(context, builder, signature.args[1], keys, builder.extract_value(places, key))
+            for key in range(_NUM_PARTS)
+        ]
+        is_float = signature.args[1].dtype == types.float32
+        add, vector, step = (_fma, _FLOATS, _LANES) if is_float else (_add_pairs, _INTS, 2 * _LANES)
+        queries = [
+            _pointer(context, builder, signature.args[3], query, builder.extract_value(at, head))
+            for head in range(len(signature.args[0]))
+        ]
+        for i in range(0, OUTPUTS, step):
+            own = [_load(builder, pointer, i, vector) for pointer in queries]
+            for key, pointer in enumerate(pointers):
+                numbers = _load(builder, pointer, i, vector)
+                for head, inputs in enumerate(own):
+                    added = add(builder, builder.extract_value(heads, [head, key]), numbers, inputs)
+                    heads = builder.insert_value(heads, added, [head, key])
+        return heads
+
+    return heads(heads, keys, _places, query, at), build
+
+
+@intrinsic
+def add_values(_context: Any, heads: Any, values: Any, _place: Any, weights: Any, at: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, heads[k] + weights[at[k]] * the 64 values from values[place] on. Arrays
+    are contiguous. values: float32, or bfloat16 as int16. weights: float32."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        heads, values, place, weights, at = arguments
+        pointer = _pointer(context, builder, signature.args[1], values, place)
+        factors = [
+            _repeat(builder, builder.load(_pointer(context, builder, signature.args[3], weights, place)), _FLOATS)
+            for place in (builder.extract_value(at, head) for head in range(len(signature.args[0])))
+        ]
+        for part in range(_NUM_PARTS):
+            numbers = _load_floats(builder, signature.args[1], pointer, part)
+            for head, factor in enumerate(factors):
+                added = _fma(builder, builder.extract_value(heads, [head, part]), numbers, factor)
+                heads = builder.insert_value(heads, added, [head, part])
+        return heads
+
+    return heads(heads, values, types.intp, weights, at), build
+
+
+@intrinsic
+def store_totals(_context: Any, array: Any, _offset: Any, _factor: Any, sums: Any) -> Any:
+    """In a kernel: 4 elements of a contiguous float32 array from `offset` on = the totals of the parts of `sums` *
+    factor."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, offset, factor, sums = arguments
+        a, b, c, d = (_half(builder, builder.extract_value(sums, part)) for part in range(_NUM_PARTS))
         # In each half of a register: a0 + a2, b0 + b2, a1 + a3, b1 + b3, then the totals of a, b, c and d.
         ab, cd = (_add_shuffled(builder, *two, (0, 8, 1, 9), (2, 10, 3, 11)) for two in ((a, b), (c, d)))
         fours = _add_shuffled(builder, ab, cd, (0, 1, 8, 9), (2, 3, 10, 11))
@@ -274,7 +340,7 @@ def store_totals(_context: Any, array: Any, _offset: Any, _factor: Any, a: Any, 
         builder.store(scaled, builder.bitcast(pointer, vector.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.float32, a, b, c, d), build
+    return types.void(array, types.intp, types.float32, sums), build
 
 
 def _shuffle(builder: Any, one: Any, other: Any, order: Iterable[int]) -> Any:
@@ -282,12 +348,9 @@ def _shuffle(builder: Any, one: Any, other: Any, order: Iterable[int]) -> Any:
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places))
 
 
-def _half(builder: Any, sums: Any) -> Any:
-    """8 numbers with the total of some sums."""
-    total = builder.extract_value(sums, 0)
-    for part in range(1, _NUM_PARTS):  # nsz: an unused part, of zeros, costs nothing
-        total = builder.fadd(total, builder.extract_value(sums, part), flags=("nsz",))
-    return builder.fadd(*(_shuffle(builder, total, total, range(i, i + 8)) for i in (0, 8)))
+def _half(builder: Any, numbers: Any) -> Any:
+    """8 numbers with the total of 16."""
+    return builder.fadd(*(_shuffle(builder, numbers, numbers, range(i, i + 8)) for i in (0, 8)))
 
 
 def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int], high: Sequence[int]) -> Any:
