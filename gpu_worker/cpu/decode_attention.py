@@ -196,7 +196,7 @@ def _score_block(
     query: Any, keys: Any, block: int, tokens: Any, group: int, first_head: int, last_head: int, scale: float,
     later: Any, ahead: int, scores: Any, width: int,
 ) -> None:  # fmt: skip
-    """The scores of a block's keys. later, ahead: keys or values, and the first token of the block to fetch meanwhile."""
+    """The scores of a block. later, ahead: keys or values, and the first token of the block to fetch meanwhile."""
     (begin, stop, column), zero = tokens, zero_sums()
     for t in range(begin, stop, 4):
         for k in range(first_head, last_head):
