@@ -1,7 +1,7 @@
 """Decode attention: one kernel for heads of any size, and one in vector instructions for heads of a multiple of 64.
 
 The second reads and converts a key or a value once for two query heads. While it computes a block, it fetches the next
-one, because blocks of a table are not adjacent, and the processor does not fetch them by itself.
+one, because blocks of a table may lie apart, and the processor does not fetch them by itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gpu_worker.cpu.vectors import (
     add_keys,
     add_outputs,
     add_values,
-    fetch,
     places_of,
+    prefetch_64,
     store_outputs,
     store_totals,
     zero_sums,
@@ -174,7 +174,7 @@ def attend_heads_wide(
         weights /= softmax(weights, np.float32(1))
     for number in range(first_block, last_block + 1):
         tokens = _tokens(number, block_size, start, kv_len)
-        # After the last block of a row, the table goes on with that of the next row.
+        # Behind the last block, the table may go on with the blocks of the next row, which is often computed next.
         ahead = np.intp(table[min(number + 1, len(table) - 1)]) * block_size
         later = values if number < last_block else keys
         _weigh_block(scores, width, values, table[number], tokens, group, first, last, later, ahead, total)
@@ -210,18 +210,18 @@ def _score_block(
 
 @njit(inline="always")
 def _score(
-    sums: Any, query: Any, h: int, keys: Any, block: int, t: int, stop: int, k: int, scale: float, scores: Any,
+    zeros: Any, query: Any, h: int, keys: Any, block: int, t: int, stop: int, k: int, scale: float, scores: Any,
     width: int, column: int,
 ) -> None:  # fmt: skip
-    """The scores of up to four keys, for as many heads as there are zeros in `sums`. Fewer than four are filled up with
-    the last one; these scores are replaced by those of the next block, or unused."""
+    """The scores of up to four keys, for as many heads as there are zeros. Fewer than four are filled up with the last
+    one; these scores are replaced by those of the next block, or unused."""
     block_size, kv_heads, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    size, heads = kv_heads * head_dim, sums
+    size, sums = kv_heads * head_dim, zeros
     place = np.intp(block) * block_size * size + k * head_dim
     for d in range(0, head_dim, WIDTH):
         places = places_of((0, 0, 0, 0), t, stop - 1, size, place + d)
-        sums = add_keys(sums, keys, places, query, places_of(heads, h, h + 1, head_dim, d))
-    for i in range(len(heads)):
+        sums = add_keys(sums, keys, places, query, places_of(zeros, h, h + 1, head_dim, d))
+    for i in range(len(zeros)):
         store_totals(scores, (h + i) * width + column + t, scale, sums[i])
 
 
@@ -267,8 +267,8 @@ def _weigh(
 
 @njit(inline="always")
 def _fetch(pool: Any, token: int, k: int, first_head: int, last_head: int) -> None:
-    """Fetch KV head k's share of four tokens into the processor's caches. The shares of all heads are in the order of
-    memory, which is fastest. The tokens may be in the next block."""
+    """Fetch part k of four tokens into the processor's caches: of all heads in the order of memory, which is fastest,
+    or head k if only some heads are computed. Addresses behind the block, or behind the pool, do no harm."""
     kv_heads, head_dim = pool.shape[2], pool.shape[3]
     size = kv_heads * head_dim
     begin, stride = token * size + 4 * k * head_dim, head_dim
@@ -276,4 +276,4 @@ def _fetch(pool: Any, token: int, k: int, first_head: int, last_head: int) -> No
         begin, stride = token * size + k * head_dim, size
     for j in range(4):
         for d in range(0, head_dim, WIDTH):
-            fetch(pool, begin + j * stride + d)
+            prefetch_64(pool, begin + j * stride + d)

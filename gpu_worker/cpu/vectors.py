@@ -257,7 +257,7 @@ def total_of(_context: Any, sums: Any) -> Any:
 
 
 @intrinsic
-def fetch(_context: Any, array: Any, _offset: Any) -> Any:
+def prefetch_64(_context: Any, array: Any, _offset: Any) -> Any:
     """In a kernel: prefetch() for all cache lines of 64 elements."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

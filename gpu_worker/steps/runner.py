@@ -155,8 +155,8 @@ class ModelRunner:
 
     @property
     def window(self) -> int:
-        """The plans in flight that keep the device busy: on a GPU one that runs, one that is queued, and one that can
-        be queued as soon as that one runs (docs/adr/0001-sharing-two-cores.md)."""
+        """The plans in flight that keep the device busy: on a GPU one that runs, one that is queued behind it, and one
+        for which launch() waits until the first one has run (docs/adr/0001-sharing-two-cores.md)."""
         return 3 if self.is_asynchronous else 2
 
     @property
@@ -244,7 +244,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queue a step while the previous one is queued or runs. If that one has not begun, this waits until it can
+        """Queue a step while the previous one is queued or runs. With FlashInfer, this waits until the previous one can
         begin. A row with a grammar waits for more: after its forward pass is queued, for the end of the previous step.
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""

@@ -111,7 +111,7 @@ class WorkerRegistration(_message.Message):
     """The worker computes draft rows. Otherwise plans have none."""
     window: _builtins.int
     """The plans in flight that keep the worker's device busy even with short steps, at most 8; 0: the scheduler's default.
-    A setting of the scheduler comes first.
+    While steps are long, the scheduler sends at most two. Its own setting overrides this.
     """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo: ...

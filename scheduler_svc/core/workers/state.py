@@ -21,8 +21,8 @@ from scheduler_svc.core.workers.steps import PendingStep, PlannedAdmission, Step
 from scheduler_svc.core.workers.swap_space import SwapSpace
 
 DEFAULT_WINDOW = 2  # steps in flight of a worker that asks for no number
-# From a step's result to the launch of the next step's kernels, at most (docs/adr/0001-sharing-two-cores.md).
-LONGEST_LOOP_S = 4e-3
+# About twice the time from a step's result to the launch of the next decodes (docs/adr/0001-sharing-two-cores.md).
+SHORT_STEP_S = 4e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +82,13 @@ class WorkerState:
 
     @property
     def has_credit(self) -> bool:
-        """Whether one more step may be in flight. Behind a step that takes longer than the loop, a third one only makes
-        a new request wait longer, so the worker gets none, unless the scheduler's setting says so."""
+        """Whether one more step may be in flight. Behind a step that takes longer than the loop, a third or later one
+        mostly makes new requests wait, so the worker gets none, unless the scheduler's setting says so."""
         number = len(self.in_flight)
         if self.window_is_set or number < DEFAULT_WINDOW or number >= self.window:
             return number < self.window
         last = self.in_flight[-1]
-        return self.step_fit.time.of(last.new_tokens, last.context_tokens, last.num_rows) < LONGEST_LOOP_S
+        return self.step_fit.time.of(last.new_tokens, last.context_tokens, last.num_rows) < SHORT_STEP_S
 
     @property
     def admissions(self) -> list[PlannedAdmission]:
