@@ -4,6 +4,7 @@ examples in every run of the property tests. `pytest --hypothesis-profile defaul
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +29,9 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import services.cli  # noqa: F401 - sets gRPC up, before it is imported, as in every service
+
+# A shell starts commands in the background with SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about the machine's other work than about us.
 UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
