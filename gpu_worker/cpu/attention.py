@@ -62,6 +62,7 @@ class CpuAttention(TorchAttention):
         super().__init__(pool, windows, by_row)
         self._kernels = kernels
         self._pool_arrays = [(as_array(k), as_array(v)) for k, v in zip(pool.keys, pool.values, strict=True)]
+        assert pool.storage.data_ptr() % 64 == 0, "kernels demand it"
         self._scale = np.float32(self._head_dim**-0.5)
         self._packed_keys = np.empty(0, self._pool_arrays[0][0].dtype)
         self._seen_values = np.empty(0, np.float32)

@@ -76,6 +76,15 @@ def _load(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
     return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
+def _load_once(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
+    """As _load(), of memory that a step reads once: on Zen 4, the last-level cache does not keep it. The address must
+    be a multiple of the vector's size. At any other, the processor stops the program."""
+    place = builder.bitcast(builder.gep(pointer, [ir.IntType(64)(index)]), vector.as_pointer())
+    numbers = builder.load(place, align=_LANES * (2 if vector is _SHORTS else 4))
+    numbers.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+    return numbers
+
+
 def _fma(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     """sums + weights * numbers, of 16 float32 each."""
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
@@ -218,12 +227,12 @@ def _rounded(builder: Any, numbers: Any) -> Any:
     return builder.bitcast(builder.call(rounded, [numbers]), _SHORTS)
 
 
-def _load_floats(builder: Any, array: Any, pointer: Any, part: int) -> Any:
+def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = _load) -> Any:
     """16 numbers of an array as float32."""
     if array.dtype == types.float32:
-        return _load(builder, pointer, part * _LANES, _FLOATS)
+        return load(builder, pointer, part * _LANES, _FLOATS)
     # A bfloat16 is the upper half of a float32.
-    bits = builder.zext(_load(builder, pointer, part * _LANES, _SHORTS), _INTS)
+    bits = builder.zext(load(builder, pointer, part * _LANES, _SHORTS), _INTS)
     return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
 
 
@@ -273,7 +282,7 @@ def prefetch_64(_context: Any, array: Any, _offset: Any) -> Any:
 def add_keys(_context: Any, heads: Any, keys: Any, _places: Any, query: Any, at: Any) -> Any:
     """In a kernel: for each of a tuple of sums, heads[k] + the products of 64 inputs of four keys, from keys[places[j]]
     on, with those from query[at[k]] on. Part j of heads[k] belongs to key j: its total is the total of the part. Arrays
-    are as for add_products()."""
+    are as for add_products(). Keys are at multiples of 64 bytes."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         heads, keys, places, query, at = arguments
@@ -290,7 +299,7 @@ def add_keys(_context: Any, heads: Any, keys: Any, _places: Any, query: Any, at:
         for i in range(0, OUTPUTS, step):
             own = [_load(builder, pointer, i, vector) for pointer in queries]
             for key, pointer in enumerate(pointers):
-                numbers = _load(builder, pointer, i, vector)
+                numbers = _load_once(builder, pointer, i, vector)
                 for head, inputs in enumerate(own):
                     added = add(builder, builder.extract_value(heads, [head, key]), numbers, inputs)
                     heads = builder.insert_value(heads, added, [head, key])
@@ -302,7 +311,7 @@ def add_keys(_context: Any, heads: Any, keys: Any, _places: Any, query: Any, at:
 @intrinsic
 def add_values(_context: Any, heads: Any, values: Any, _place: Any, weights: Any, at: Any) -> Any:
     """In a kernel: for each of a tuple of sums, heads[k] + weights[at[k]] * the 64 values from values[place] on. Arrays
-    are contiguous. values: float32, or bfloat16 as int16. weights: float32."""
+    are contiguous. values: float32, or bfloat16 as int16, at multiples of 64 bytes. weights: float32."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         heads, values, place, weights, at = arguments
@@ -312,7 +321,7 @@ def add_values(_context: Any, heads: Any, values: Any, _place: Any, weights: Any
             for place in (builder.extract_value(at, head) for head in range(len(signature.args[0])))
         ]
         for part in range(_NUM_PARTS):
-            numbers = _load_floats(builder, signature.args[1], pointer, part)
+            numbers = _load_floats(builder, signature.args[1], pointer, part, _load_once)
             for head, factor in enumerate(factors):
                 added = _fma(builder, builder.extract_value(heads, [head, part]), numbers, factor)
                 heads = builder.insert_value(heads, added, [head, part])
