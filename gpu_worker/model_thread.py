@@ -3,6 +3,9 @@
 Plans enter a queue, and run strictly in order. The scheduler keeps several in flight, so the next plan is usually in
 the queue when a step ends, and the next forward pass starts at once. If the device computes asynchronously, the next
 step is launched while one runs, and a second thread waits for the results.
+
+On a CPU with a core to spare, a result is sent when the kernels of the next step start. They run without the GIL. Sent
+earlier, it would wake the event loop's thread, which would compete for the GIL with the Python code between two steps.
 """
 
 from __future__ import annotations
@@ -57,6 +60,10 @@ class ModelThread:
         self._unfinished: deque[int] = deque()  # their step numbers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._compiler = Compiler()
+        self._sends_later = not runner.is_asynchronous and runner.leaves_core
+        self._unsent: tuple[LinkRun, StepResult, StepStats] | None = None  # of the last step
+        if self._sends_later:
+            runner.call_before_kernels(self._send)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -107,7 +114,7 @@ class ModelThread:
         return "" if run.closed else run.grammars.prepare(self._runner.tokenizer, grammar.id, grammar.grammar)
 
     def _work(self) -> None:
-        while (item := self._inbox.get()) is not None:
+        while (item := self._next()) is not None:
             if callable(item):
                 item()
                 continue
@@ -119,6 +126,17 @@ class ModelThread:
             else:
                 self._step(run, plan)
         self._launched.put(None)
+
+    def _next(self) -> tuple[LinkRun, StepPlan | None] | Callable[[], None] | None:
+        if self._inbox.empty():
+            self._send()
+        return self._inbox.get()
+
+    def _send(self) -> None:
+        """Send the last step's result, if that is still to be done."""
+        if self._unsent is not None:
+            unsent, self._unsent = self._unsent, None
+            self._post(_deliver, *unsent)
 
     def _answer(self, call: Callable[[], T], answer: asyncio.Future[T]) -> None:
         try:
@@ -155,6 +173,10 @@ class ModelThread:
             result = launched.result()
         except Exception as error:
             self._fail(run, launched.step, max(tuple(self._unfinished), default=launched.step), error)
+            return
+        if self._sends_later:
+            self._send()  # of a step before this one, if this one had no kernels
+            self._unsent = run, result, launched.stats
         else:
             self._post(_deliver, run, result, launched.stats)
 
@@ -162,6 +184,7 @@ class ModelThread:
         if run.failed:
             return  # an earlier step has failed, and has caused this error
         run.failed = True
+        self._send()
         self.incarnation = secrets.token_hex(8)
         failure = StepFailed(first, last, self._runner.request_ids(), _one_line(error))
         failure.__cause__ = error

@@ -34,6 +34,9 @@ from services.runtime.tls.opening import open_tls
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
+# The plans in flight that keep a device busy even with short steps: one that runs, and two that are queued or on their
+# way (docs/adr/0001-sharing-two-cores.md).
+WINDOW = 3
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 1.0
 # How long a worker that must stop waits for the answer to its registration.
 REGISTRATION_GRACE_S = 1.0
@@ -274,5 +277,5 @@ def _registration(settings: WorkerSettings, built: BuiltWorker) -> WorkerRegistr
         heartbeats=True,
         prepares_grammars=True,
         verifies_drafts=built.runner.verifies_drafts,
-        window=built.runner.window,
+        window=WINDOW,
     )

@@ -52,9 +52,7 @@ class SchedulerSettings(KeySettings, TracingSettings, section="scheduler"):
         le=60,
         description="seconds from the leader's last renewal to the next election; the leader itself ends before that",
     )
-    window: int = Field(
-        0, ge=0, le=8, description="steps in flight per worker; 0: 2, and 3 on a GPU while its steps are short"
-    )
+    window: int = Field(0, ge=0, le=8, description="steps in flight per worker; 0: 2, and 3 while its steps are short")
     max_queued_requests: int = Field(4096, ge=1, description="waiting online requests before new ones are refused")
     max_queued_tokens: int = Field(
         4_000_000, ge=1, description="tokens of waiting online requests before new ones are refused"

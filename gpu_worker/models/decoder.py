@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,15 +14,26 @@ from gpu_worker.models.ops import LayerOps
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 class AllLayers(Protocol):
     """Computes all layers of some steps at once. Attention must be planned for all rows.
 
-    tokens, positions: int64 [rows]. The results are None, and nothing is done, if it cannot compute this step."""
+    tokens, positions: int64 [rows]. before_kernels: called when nothing is left to do but to run a kernel. The results
+    are None, and nothing is done, if it cannot compute this step."""
 
-    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor | None = None,
+        before_kernels: Callable[[], None] = nothing,
+    ) -> Tensor | None:
         """The result of Decoder.forward()."""
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
         """Logits [rows, vocab]."""
 
     def head(self, hidden: Tensor) -> Tensor | None:
@@ -29,7 +41,8 @@ class AllLayers(Protocol):
 
 
 class Decoder:
-    """Computes hidden states and logits for the rows of a step."""
+    """Computes hidden states and logits for the rows of a step. `before_kernels`: forward() and all_logits() call it
+    when the kernels start."""
 
     def __init__(
         self,
@@ -47,14 +60,18 @@ class Decoder:
         self._ops = ops
         self._matmul = matmul
         self._all_layers = all_layers
+        self.before_kernels: Callable[[], None] = nothing
 
     def forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Hidden states [wanted rows, hidden size], for logits() or final(). Attention must be planned for all rows.
 
         tokens, positions: int64 [rows]. wanted: int64, the rows to return; None: all.
         """
-        if self._all_layers is not None and (hidden := self._all_layers.run(tokens, positions, wanted)) is not None:
-            return hidden
+        if self._all_layers is not None:
+            hidden = self._all_layers.run(tokens, positions, wanted, self.before_kernels)
+            if hidden is not None:
+                return hidden
+        self.before_kernels()
         angles = self._ops.angles(positions)
         hidden = self.embed(tokens)
         last = self._config.num_layers - 1
@@ -76,8 +93,10 @@ class Decoder:
 
     def all_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits [rows, vocab] of all rows. The arguments are those of forward()."""
-        if self._all_layers is not None and (logits := self._all_layers.logits(tokens, positions)) is not None:
-            return logits
+        if self._all_layers is not None:
+            logits = self._all_layers.logits(tokens, positions, self.before_kernels)
+            if logits is not None:
+                return logits
         return self.logits(self.forward(tokens, positions))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -154,10 +155,13 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     @property
-    def window(self) -> int:
-        """The plans in flight that keep the device busy: on a GPU one that runs, one that is queued behind it, and one
-        for which launch() waits until the first one has run (docs/adr/0001-sharing-two-cores.md)."""
-        return 3 if self.is_asynchronous else 2
+    def leaves_core(self) -> bool:
+        """Whether the threads of a step leave a core of this machine to other threads."""
+        return self._device.type == "cpu" and torch.get_num_threads() < len(os.sched_getaffinity(0))
+
+    def call_before_kernels(self, call: Callable[[], None]) -> None:
+        """In each later step with rows, call this in launch() when the kernels start."""
+        self._decoder.before_kernels = call
 
     @property
     def verifies_drafts(self) -> bool:

@@ -9,6 +9,7 @@ part before (a barrier).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from gpu_worker.cpu.threads import COUNTER, run_threads
 from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
+from gpu_worker.models.decoder import nothing
 from gpu_worker.models.weights import DecoderWeights, LayerWeights
 from services.runtime.logs import get_logger
 
@@ -138,18 +140,25 @@ class CpuLayers:
         self._kept = layers, fixed  # the function has addresses alone
         self._addresses = self._function.address, self._arguments.ctypes.data, self._numbers.ctypes.data
 
-    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor | None = None,
+        before_kernels: Callable[[], None] = nothing,
+    ) -> Tensor | None:
         """Hidden states [wanted rows, hidden size] after all layers. None, and nothing is done, if no kernel computes
         the attention of a chunk. tokens, positions: int64 [rows], of the vocabulary and of the table of turns. wanted:
-        int64, the rows of the result; None: all."""
-        return self._compute(tokens, positions, wanted, None)
+        int64, the rows of the result; None: all. before_kernels: called when nothing is left to do but to run the
+        function."""
+        return self._compute(tokens, positions, wanted, None, before_kernels)
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
         """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
         if len(tokens) > self._most_logits:
             return None
         logits = torch.empty(len(tokens), self._vocab, dtype=self._attention.dtype)
-        return None if self._compute(tokens, positions, None, logits) is None else logits
+        return None if self._compute(tokens, positions, None, logits, before_kernels) is None else logits
 
     def head(self, hidden: Tensor) -> Tensor | None:
         """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
@@ -164,7 +173,12 @@ class CpuLayers:
         return logits
 
     def _compute(
-        self, tokens: Tensor, positions: Tensor, wanted: Tensor | None, logits: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor | None,
+        logits: Tensor | None,
+        before_kernels: Callable[[], None],
     ) -> Tensor | None:
         if (planned := self._attention.planned_rows(len(tokens))) is None:
             return None
@@ -199,7 +213,7 @@ class CpuLayers:
         self._arguments[at.NUM_LAYERS], self._arguments[at.SKIPS_QUERIES] = self._num_layers, skips_queries
         count = len(tokens) if wanted is None else len(wanted)
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
-        self._call(len(tokens), hidden, logits, has_all_rows=wanted is None)
+        self._call(len(tokens), hidden, logits, has_all_rows=wanted is None, before_kernels=before_kernels)
         return hidden
 
     def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
@@ -207,7 +221,14 @@ class CpuLayers:
         is_few = num_wanted * _FEW_WANTED <= num_rows and of_chunks <= _FEW_OF_CHUNK * len(planned.chunks)
         return is_few and self._has_query_blocks
 
-    def _call(self, num_rows: int, hidden: Tensor, logits: Tensor | None, has_all_rows: bool) -> None:
+    def _call(
+        self,
+        num_rows: int,
+        hidden: Tensor,
+        logits: Tensor | None,
+        has_all_rows: bool,
+        before_kernels: Callable[[], None] = nothing,
+    ) -> None:
         if num_rows > self._scratch_rows:
             for place, width in self._scratch_widths.items():
                 self._scratch[place] = torch.empty(num_rows, width, dtype=self._attention.dtype)
@@ -223,6 +244,7 @@ class CpuLayers:
         self._taken[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
+        before_kernels()
         self._run(function, like, arguments, numbers, self._run.threads)
         if self._arrived[1]:
             raise RuntimeError("the threads of a step do not run at the same time: check the OMP_ variables")

@@ -42,9 +42,7 @@ class UpSettings(KeySettings, ClientTlsSettings, section="up"):
     num_blocks: int = Field(0, ge=0, description="KV blocks of each worker; 0: as memory allows")
     host_gib: float = Field(0.0, ge=0, description="host memory of each worker for preempted and evicted KV, in GiB")
     max_model_len: int = Field(0, ge=0, description="longest sequence; 0: the model's")
-    window: int = Field(
-        0, ge=0, le=8, description="steps in flight per worker; 0: 2, and 3 on a GPU while its steps are short"
-    )
+    window: int = Field(0, ge=0, le=8, description="steps in flight per worker; 0: 2, and 3 while its steps are short")
     speculative_tokens: int = Field(
         0, ge=0, le=64, description="most draft tokens of a sequence in a step (speculative decoding); 0: none"
     )

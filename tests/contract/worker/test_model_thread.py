@@ -1,10 +1,11 @@
-"""The model thread of an asynchronous device: it launches the next plan while a step runs. Results come in order."""
+"""The model thread. Results come in order. With an asynchronous device, it launches the next plan while a step runs.
+With a core to spare, it sends a result when the kernels of the next step start."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ class Device:
     """Stands for a ModelRunner on a GPU: the test says when a step is done."""
 
     is_asynchronous = True
+    leaves_core = False
     tokenizer = None
 
     def __init__(self) -> None:
@@ -78,9 +80,7 @@ class Rig:
                 await asyncio.sleep(0.002)
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    device = Device()
+async def running(device: Device) -> AsyncIterator[Rig]:
     thread = ModelThread(cast(ModelRunner, device))
     results: list[int] = []
     failures: list[Exception] = []
@@ -91,6 +91,12 @@ async def rig() -> AsyncIterator[Rig]:
     for launched in device.launched.values():
         launched.finished.set()
     await asyncio.to_thread(thread.stop, 5.0)
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    async for one in running(Device()):
+        yield one
 
 
 async def test_a_step_is_launched_while_the_one_before_runs(rig: Rig) -> None:
@@ -216,3 +222,87 @@ async def test_a_device_is_checked_after_all_that_was_submitted(rig: Rig) -> Non
     rig.device.broken = RuntimeError("illegal memory access\nsee above")
     with pytest.raises(DeviceError, match=r"any more: RuntimeError: illegal memory access$"):
         await rig.thread.check()
+
+
+class Cpu(Device):
+    """Stands for a ModelRunner on a CPU with a core to spare: a step goes on, before and after its kernels start, when
+    the test says so."""
+
+    is_asynchronous = False
+    leaves_core = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []  # that have begun
+        self.without_kernels: set[int] = set()
+        self.may_compute, self.may_end = threading.Semaphore(0), threading.Semaphore(0)
+
+    def call_before_kernels(self, call: Callable[[], None]) -> None:
+        self.before_kernels = call
+
+    def launch(self, plan: StepPlan) -> Launched:
+        self.steps.append(plan.step)
+        assert self.may_compute.acquire(timeout=20)
+        launched = super().launch(plan)
+        if plan.step not in self.without_kernels:
+            self.before_kernels()
+        assert self.may_end.acquire(timeout=20)
+        launched.finished.set()
+        return launched
+
+
+@pytest.fixture
+async def cpu() -> AsyncIterator[tuple[Rig, Cpu]]:
+    device = Cpu()
+    async for rig in running(device):
+        yield rig, device
+        for semaphore in (device.may_compute, device.may_end):
+            semaphore.release(100)
+
+
+async def test_a_result_is_sent_when_the_kernels_of_the_next_step_start(cpu: tuple[Rig, Cpu]) -> None:
+    rig, device = cpu
+    rig.submit(1, 2)
+    device.may_compute.release()
+    device.may_end.release()
+    await rig.until(lambda: device.steps == [1, 2])
+    await asyncio.sleep(0.05)
+    assert rig.results == []
+    device.may_compute.release()
+    await rig.until(lambda: rig.results == [1])
+
+
+async def test_a_result_is_sent_at_once_if_no_plan_waits(cpu: tuple[Rig, Cpu]) -> None:
+    rig, device = cpu
+    device.may_compute.release(2)
+    device.may_end.release(2)
+    rig.submit(1)
+    await rig.until(lambda: rig.results == [1])
+    rig.submit(2)
+    await rig.until(lambda: rig.results == [1, 2])
+
+
+async def test_results_of_steps_without_kernels_are_sent_in_order(cpu: tuple[Rig, Cpu]) -> None:
+    rig, device = cpu
+    device.without_kernels = {2, 3}
+    rig.submit(1, 2, 3)
+    device.may_compute.release(3)
+    device.may_end.release(2)
+    await rig.until(lambda: device.steps == [1, 2, 3])
+    await rig.until(lambda: rig.results == [1])
+    device.may_end.release()
+    await rig.until(lambda: rig.results == [1, 2, 3])
+
+
+async def test_a_result_is_sent_before_the_failure_of_the_next_step(cpu: tuple[Rig, Cpu]) -> None:
+    rig, device = cpu
+    device.fails_at_launch = {2: MemoryError("no more")}
+    seen: list[str] = []
+    run = LinkRun(lambda result, stats: seen.append("result"), lambda error: seen.append("failure"), print)
+    rig.thread.begin(run)
+    for step in (1, 2):
+        rig.thread.submit(run, StepPlan(step=step))
+    device.may_compute.release(2)
+    device.may_end.release(2)
+    await rig.until(lambda: len(seen) == 2)
+    assert seen == ["result", "failure"]

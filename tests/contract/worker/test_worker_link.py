@@ -136,7 +136,7 @@ async def test_a_worker_registers_runs_plans_and_is_released(rig: Rig) -> None:
     link = await rig.accept()
     registration = link.registration
     assert (registration.name, registration.block_size, registration.num_blocks) == ("w", 16, 50)
-    assert (registration.num_host_blocks, registration.window) == (9, 2)
+    assert (registration.num_host_blocks, registration.window) == (9, 3)
     assert (registration.max_num_seqs, registration.max_batched_tokens) == (4, 64)
     assert registration.model.vocab_size == 100
     assert registration.model.max_model_len == 256

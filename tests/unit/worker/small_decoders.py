@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
-from gpu_worker.models.decoder import Decoder
+from gpu_worker.models.decoder import Decoder, nothing
 from gpu_worker.models.matmul import PlainMatmul
 from gpu_worker.models.ops import TorchOps
 from gpu_worker.models.weights import DecoderWeights, Pack, assemble, expected_tensors
@@ -139,11 +140,17 @@ class CountedLayers:
         self._layers = layers
         self.runs = {True: 0, False: 0}
 
-    def run(self, tokens: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor | None:
-        return self._counted(self._layers.run(tokens, positions, wanted))
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor | None = None,
+        before_kernels: Callable[[], None] = nothing,
+    ) -> Tensor | None:
+        return self._counted(self._layers.run(tokens, positions, wanted, before_kernels))
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        return self._counted(self._layers.logits(tokens, positions))
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
+        return self._counted(self._layers.logits(tokens, positions, before_kernels))
 
     def head(self, hidden: Tensor) -> Tensor | None:
         return self._layers.head(hidden)

@@ -395,6 +395,26 @@ def test_a_thread_that_waits_in_vain_gives_up(monkeypatch: pytest.MonkeyPatch) -
     ours.run(step, content_of(step, ours.pool))  # the next step runs
 
 
+@pytest.mark.parametrize("extents", [_decodes(2), _decodes(MOST_HEAD_ROWS + 1), [(3, 1), (7, 9)]])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_step_says_once_when_its_kernels_start(extents: Extents, at_once: bool, dtype: torch.dtype) -> None:
+    """Also a step that the function for all layers refuses."""
+    ours = _decoder("narrow, windows", dtype, 1, at_once=at_once)
+    calls: list[bool] = []
+    step = step_of(extents)
+    content = content_of(step, ours.pool)
+
+    def note() -> None:
+        calls.append(torch.equal(ours.pool.storage.nan_to_num(), content.nan_to_num()))
+
+    ours.decoder.before_kernels = note
+    ours.run(step, content)
+    assert calls == [True]
+    ours.pool.storage.copy_(content)
+    ours.decoder.all_logits(step.token_ids, step.positions)
+    assert calls == [True, True]
+
+
 def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:
     """A worker is built in one thread and runs in another. Here two workers run at the same time."""
     if not has_vectors(torch.float32):

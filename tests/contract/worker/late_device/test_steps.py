@@ -13,11 +13,8 @@ import pytest
 from bench.device.load import GREEDY, LoadRequest
 from demo import CHECKPOINT
 from gpu_worker.attention.flashinfer import FlashInferAttention
-from gpu_worker.build import BuiltWorker
 from gpu_worker.errors import ProtocolViolation
-from gpu_worker.server import _registration
-from gpu_worker.settings import WorkerSettings
-from paceline.v1.common_pb2 import ModelInfo, SamplingParams
+from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan
 from tests.contract.worker.late_device.rig import (
     BANNED,
@@ -61,12 +58,6 @@ def test_greedy_tokens_are_as_on_a_cpu(
         assert isinstance(runner._attention, FlashInferAttention)
         check_equal(play(runner, plans, window), expected)
     assert device.num_replays > 10
-
-
-def test_a_worker_asks_for_three_steps_in_flight(reference: Checkpoints) -> None:
-    with late_gpu():
-        built = BuiltWorker(gpu_runner(reference("mistral").folder), ModelInfo())
-        assert _registration(WorkerSettings(), built).window == 3
 
 
 def test_a_model_on_torch_is_as_on_a_cpu(reference: Checkpoints) -> None:
