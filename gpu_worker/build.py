@@ -23,6 +23,7 @@ from gpu_worker.cpu.matmul import PackedMatmul, check_threads, packing
 from gpu_worker.cpu.numbers import KERNEL_TYPES
 from gpu_worker.cpu.ops import CpuOps, largest_logits
 from gpu_worker.cpu.products import FewRows
+from gpu_worker.cpu.threads import sleep_between_steps
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.errors import ModelError
 from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
@@ -51,7 +52,7 @@ from gpu_worker.steps.slots import SlotLimits
 from paceline.v1.common_pb2 import ModelInfo
 from services.runtime.logs import get_logger
 from services.runtime.model.identity import TOKENIZER
-from services.runtime.processes import default_threads
+from services.runtime.processes import default_threads, whole_cores
 
 log: structlog.stdlib.BoundLogger = get_logger(__name__)
 
@@ -241,6 +242,8 @@ class _RunnerMaker:
         largest: Largest | None = None
         attention: AttentionBackend
         ops: LayerOps
+        if computes_at_once(settings, device, self.model.dtype) and torch.get_num_threads() > 1:
+            sleep_between_steps()
         matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
             wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
@@ -267,7 +270,17 @@ class _RunnerMaker:
         if (embedding := self.model.embedding) is not None:
             pooler = Pooler(embedding, config.hidden_size, settings.max_num_seqs, device)
         return ModelRunner(
-            decoder, attention, pool, limits, inputs, device, self.tokenizer, pooler, self.fused_sampling, largest
+            decoder,
+            attention,
+            pool,
+            limits,
+            inputs,
+            device,
+            self.tokenizer,
+            pooler,
+            self.fused_sampling,
+            largest,
+            leaves_core=torch.get_num_threads() * settings.local_workers < whole_cores(),
         )
 
 
@@ -299,6 +312,12 @@ def matmul_for(settings: WorkerSettings, device: torch.device, dtype: torch.dtyp
         return PlainMatmul()
     few_rows = has_few_rows(settings, device, dtype)
     return PackedMatmul(FewRows(dtype, torch.get_num_threads()) if few_rows else None)
+
+
+def computes_at_once(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether most models compute a step in one call (cpu/layers)."""
+    is_plain = settings.quantization == "none" and not settings.deterministic
+    return is_plain and has_few_rows(settings, device, dtype)
 
 
 def has_few_rows(settings: WorkerSettings, device: torch.device, dtype: torch.dtype) -> bool:

@@ -6,17 +6,31 @@ compile all its code three times.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, prange, types
+from numba import carray, get_num_threads, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 _YIELD_AFTER = 256  # pauses; 7 us on Zen 4. With 4,096, a step beside busy programs takes up to twice as long
 _GIVE_UP_AFTER = 2**32  # pauses; two minutes on Zen 4
 COUNTER = 8  # elements of a counter: counters are in different lines of the caches
+# How often a thread of numba looks for its next call before it sleeps: for 0.15 ms on Zen 4.
+_SPINS = 10_000
+
+
+def sleep_between_steps() -> None:
+    """Let numba's threads sleep soon after a call. Otherwise they spin for 4 ms, and take a core that other services
+    need between two steps. Call this before anything is compiled, if each step is one call.
+
+    numba loads its own copy of OpenMP, which reads the environment once. torch's threads keep their settings."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+        get_num_threads()  # loads it
+        del os.environ["GOMP_SPINCOUNT"]
 
 
 def run_threads(function: Any, like: Any, arguments: Any, numbers: Any, threads: int) -> None:

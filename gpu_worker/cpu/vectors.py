@@ -77,8 +77,8 @@ def _load(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
 
 
 def _load_once(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
-    """As _load(), of memory that a step reads once: on Zen 4, the last-level cache does not keep it. The address must
-    be a multiple of the vector's size. At any other, the processor stops the program."""
+    """As _load(), of memory that a step mostly reads once: on Zen 4, the last-level cache does not keep it. The address
+    must be a multiple of the vector's size. At any other, the processor stops the program."""
     place = builder.bitcast(builder.gep(pointer, [ir.IntType(64)(index)]), vector.as_pointer())
     numbers = builder.load(place, align=_LANES * (2 if vector is _SHORTS else 4))
     numbers.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))

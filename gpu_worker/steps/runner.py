@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -102,9 +101,13 @@ class ModelRunner:
         pooler: Pooler | None = None,
         fused_sampling: bool = False,
         largest: Largest | None = None,
+        *,
+        leaves_core: bool = False,
     ) -> None:
         """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
-        and samples no token. `fused_sampling`, `largest`: see sample()."""
+        and samples no token. `fused_sampling`, `largest`: see sample(). `leaves_core`: the
+        threads of a step leave a core to other threads."""
+        self.leaves_core = leaves_core
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -154,13 +157,8 @@ class ModelRunner:
         """Whether launch() returns before the step is done."""
         return self._device.type == "cuda"
 
-    @property
-    def leaves_core(self) -> bool:
-        """Whether the threads of a step leave a core of this machine to other threads."""
-        return self._device.type == "cpu" and torch.get_num_threads() < len(os.sched_getaffinity(0))
-
     def call_before_kernels(self, call: Callable[[], None]) -> None:
-        """In each later step with rows, call this in launch() when the kernels start."""
+        """In each later step with rows, call this in launch() when the kernels start, and before blocks are copied."""
         self._decoder.before_kernels = call
 
     @property
@@ -263,6 +261,8 @@ class ModelRunner:
         self._grammars.apply(plan)
         if rows.num_drafted:
             check_drafted(rows, self._slots, self._logits_processors, self._grammars)
+        if any(len(sources) for sources, _ in (rows.swaps_out, rows.swaps_in, rows.copies)):
+            self._decoder.before_kernels()  # copies may take long
         if len(rows.swaps_out[0]):
             self._pool.swap_out(*rows.swaps_out)
         if len(rows.swaps_in[0]):

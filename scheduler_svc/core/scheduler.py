@@ -238,15 +238,19 @@ class SchedulerCore:
         live = any(session.live for session in self.sessions.values())
         check_registration(registration, others, self.limits if live else None, self.config.allow_mixed_dtypes)
         sizes = registration.max_num_seqs, registration.max_batched_tokens, self.config.max_num_seqs
+        may_draft = self.config.speculative_tokens > 0 and registration.verifies_drafts
+        asked = registration.window or DEFAULT_WINDOW
+        if may_draft:  # beside others, a sequence with drafts has a row in one of so many steps
+            asked = min(asked, DEFAULT_WINDOW)
         worker = WorkerState(
             id=self._next_worker,
             registration=registration,
-            window=self.config.window or registration.window or DEFAULT_WINDOW,
+            window=self.config.window or asked,
             window_is_set=self.config.window > 0,
             batch=Batch(SlotLedger(min(filter(None, sizes)), registration.block_size)),
             available_blocks=0,  # until the cache has answered
             prefix_caching=self.config.prefix_caching,
-            may_draft=self.config.speculative_tokens > 0 and registration.verifies_drafts,
+            may_draft=may_draft,
             linked_s=self.life.now_s,
             kept=list(registration.kept),
         )

@@ -97,6 +97,13 @@ def _v1_limit(group: Path) -> float | None:
         return None
 
 
+def whole_cores() -> int:
+    """Cores that this process can use at the same time, at least 1: of its control groups' CPU limit only whole
+    ones."""
+    cores, quota = usable_cores(), core_quota()
+    return cores if quota is None else min(cores, max(1, int(quota)))
+
+
 # A worker of a model this large or larger is faster with both cores of a machine that has two (docs/adr/0001).
 LARGE_WEIGHTS_BYTES = 32 * 2**20
 
@@ -105,9 +112,7 @@ def default_threads(weights_bytes: int = 0, local_workers: int = 1) -> int:
     """The threads of each worker on a CPU without --threads: one core is for the other services, unless the model is
     large and the machine has two cores. Several workers share all cores, because their waiting threads spin. A control
     group with a CPU limit counts as a machine with that many whole cores."""
-    cores, quota = usable_cores(), core_quota()
-    if quota is not None:
-        cores = min(cores, max(1, int(quota)))
+    cores = whole_cores()
     if local_workers > 1:
         return max(1, cores // local_workers)
     return cores if cores == 2 and weights_bytes >= LARGE_WEIGHTS_BYTES else max(1, cores - 1)

@@ -12,9 +12,9 @@ UNDRAFTED_PARAMS = (*PENALTY_NAMES, "bad_words", "min_tokens", "grammar", "logpr
 # A sequence begins to speculate when the lookup would have proposed this many of its latest tokens in a row. A drafting
 # sequence skips steps until its sampled tokens arrive. So a sequence drafts only after its text has repeated itself.
 PROBE_TOKENS = 3
-# With two steps in flight (on a CPU), a sequence that speculates has a row only in every second step, because it
-# waits for its tokens. So a draft row pays if it brings two tokens: one accepted draft, and the token after it. A
-# sequence stops drafting when its rows are this many tokens behind two tokens per row: after two rows without an
+# With two steps in flight (the default with drafts), a sequence that speculates has a row only in every second step,
+# because it waits for its tokens. So a draft row pays if it brings two tokens: one accepted draft, and the token after
+# it. A sequence stops drafting when its rows are this many tokens behind two tokens per row: after two rows without an
 # accepted draft, or later if less than one draft is accepted on average.
 MAX_LOST_TOKENS = 2
 # Tokens that one call indexes, at most: about 0.5 ms. A long prompt is indexed while its first tokens are sampled.

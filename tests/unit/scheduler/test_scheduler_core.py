@@ -104,6 +104,19 @@ def test_more_than_two_steps_are_in_flight_if_they_are_set_or_asked_for_and_shor
     assert [plan.step for plan in end.plans] == list(range(1, in_flight + 1))
 
 
+@pytest.mark.parametrize(
+    ("setting", "speculative_tokens", "verifies", "window"),
+    [(0, 4, True, 2), (0, 0, True, 3), (0, 4, False, 3), (3, 4, True, 3)],
+)
+def test_a_worker_that_verifies_drafts_has_two_steps_in_flight(
+    setting: int, speculative_tokens: int, verifies: bool, window: int
+) -> None:
+    system = LocalSystem(SchedulerConfig(window=setting, speculative_tokens=speculative_tokens))
+    worker = toy()
+    worker.registration.window, worker.registration.verifies_drafts = 3, verifies
+    assert system.scheduler.workers[system.attach(worker).id].window == window
+
+
 def test_no_third_step_is_in_flight_behind_a_long_prompt() -> None:
     system = LocalSystem()
     system.open("s")

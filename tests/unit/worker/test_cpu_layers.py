@@ -25,8 +25,9 @@ from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.products import MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.models.config import DecoderConfig
+from paceline.v1.worker_pb2 import StepPlan
 from tests.support.attention import Extents
-from tests.unit.worker.driver import Driver
+from tests.unit.worker.driver import Driver, pack
 from tests.unit.worker.families import VOCAB, Reference
 from tests.unit.worker.small_decoders import (
     CountedLayers,
@@ -413,6 +414,18 @@ def test_a_step_says_once_when_its_kernels_start(extents: Extents, at_once: bool
     ours.pool.storage.copy_(content)
     ours.decoder.all_logits(step.token_ids, step.positions)
     assert calls == [True, True]
+
+
+def test_a_step_does_not_copy_blocks_before_it_says_so(
+    reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    runner = build(reference("qwen2").folder).runner
+    runner._pool.storage[:, :, 1] = 1
+    copied: list[bool] = []
+    runner.call_before_kernels(lambda: copied.append(bool(runner._pool.storage[:, :, 2].any())))
+    runner.launch(StepPlan(step=1, copy_from=pack([1]), copy_to=pack([2])))
+    assert copied == [False]
+    assert runner._pool.storage[:, :, 2].all()
 
 
 def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:

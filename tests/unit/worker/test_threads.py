@@ -1,13 +1,17 @@
-"""If OpenMP runs fewer threads than a worker asks for, the worker does not start."""
+"""OpenMP runs all threads of a worker, or the worker does not start; and how long they spin."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
+from gpu_worker.cpu.int8 import can_multiply_int8
+from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.device import multiplies_bfloat16
 
 BUILD = """
@@ -42,6 +46,49 @@ def test_openmp_must_run_all_threads_of_a_worker(variable: str, threads: int, an
         command, env=os.environ | {name: value}, capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.splitlines()[-1].startswith(answer)
+
+
+SETTINGS = """
+import os
+from numba import threading_layer
+from demo import CHECKPOINT
+from gpu_worker.build import build_worker
+from gpu_worker.settings import WorkerSettings
+build_worker(WorkerSettings(model=str(CHECKPOINT), device="cpu", threads=2, num_blocks=100, **{options}))
+assert os.environ.get("GOMP_SPINCOUNT") == {left!r}
+print(threading_layer())
+"""
+DEFAULT_SPINS = 300_000
+
+
+@pytest.mark.skipif(not has_vectors(torch.float32), reason="this CPU has no vector instructions for float32")
+@pytest.mark.parametrize(
+    ("options", "variable", "spins"),
+    [
+        ({}, "A=B", {10_000}),
+        ({}, "GOMP_SPINCOUNT=77", {77}),
+        ({}, "OMP_WAIT_POLICY=PASSIVE", {0}),
+        ({"deterministic": True}, "A=B", set()),
+        ({"quantization": "int8"}, "A=B", set()),
+    ],
+    ids=lambda value: str(value),
+)
+def test_numbas_threads_sleep_soon_if_a_step_is_one_call(
+    options: dict[str, object], variable: str, spins: set[int]
+) -> None:
+    """Not if the operator has set how threads wait. OpenMP, when it is loaded, says what it has read."""
+    if options.get("quantization") == "int8" and not can_multiply_int8():
+        pytest.skip("this CPU has no AVX-512 VNNI")
+    name, value = variable.split("=")
+    env = {key: kept for key, kept in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", SETTINGS.format(options=options, left=value if name == "GOMP_SPINCOUNT" else None)]
+    env |= {name: value, "OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+    if done.stdout.splitlines()[-1] != "omp":
+        pytest.skip("numba's threads are not OpenMP's")
+    found = set(map(int, re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)))
+    assert found - {DEFAULT_SPINS} == spins
+    assert found, "OpenMP has said nothing"
 
 
 CHECK = """
