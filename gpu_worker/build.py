@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -245,6 +246,7 @@ class _RunnerMaker:
         if computes_at_once(settings, device, self.model.dtype) and torch.get_num_threads() > 1:
             sleep_between_steps()
         matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
+        leaves_core = torch.get_num_threads() * settings.local_workers < whole_cores()
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
             wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
             kernels = Kernels(
@@ -255,7 +257,7 @@ class _RunnerMaker:
             largest = partial(largest_logits, kernels)
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
-                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads)
+                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads, leaves_core)
         elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)
@@ -280,7 +282,7 @@ class _RunnerMaker:
             pooler,
             self.fused_sampling,
             largest,
-            leaves_core=torch.get_num_threads() * settings.local_workers < whole_cores(),
+            most_rows_leaving_core=sys.maxsize if leaves_core else all_layers.most_rows_alone if all_layers else 0,
         )
 
 

@@ -4,8 +4,9 @@ Plans enter a queue, and run strictly in order. The scheduler keeps several in f
 the queue when a step ends, and the next forward pass starts at once. If the device computes asynchronously, the next
 step is launched while one runs, and a second thread waits for the results.
 
-On a CPU with a core to spare, a result is sent when the kernels of the next step start. They run without the GIL. Sent
-earlier, it would wake the event loop's thread, which would compete for the GIL with the Python code between two steps.
+On a CPU, a result is sent when the kernels of the next step start, if that step leaves a core. They run without the
+GIL. Sent earlier, it would wake the event loop's thread, which would compete for the GIL with the Python code between
+two steps. Steps that take all cores send it before: the services can handle it while other cores have nothing to do.
 """
 
 from __future__ import annotations
@@ -60,9 +61,8 @@ class ModelThread:
         self._unfinished: deque[int] = deque()  # their step numbers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._compiler = Compiler()
-        self._sends_later = not runner.is_asynchronous and runner.leaves_core
         self._unsent: tuple[LinkRun, StepResult, StepStats] | None = None  # of the last step
-        if self._sends_later:
+        if not runner.is_asynchronous:
             runner.call_before_kernels(self._send)
 
     def start(self) -> None:
@@ -174,11 +174,11 @@ class ModelThread:
         except Exception as error:
             self._fail(run, launched.step, max(tuple(self._unfinished), default=launched.step), error)
             return
-        if self._sends_later:
+        if self._runner.is_asynchronous:
+            self._post(_deliver, run, result, launched.stats)
+        else:
             self._send()  # of a step before this one, if this one had no kernels
             self._unsent = run, result, launched.stats
-        else:
-            self._post(_deliver, run, result, launched.stats)
 
     def _fail(self, run: LinkRun, first: int, last: int, error: Exception) -> None:
         if run.failed:

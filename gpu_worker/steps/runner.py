@@ -102,12 +102,12 @@ class ModelRunner:
         fused_sampling: bool = False,
         largest: Largest | None = None,
         *,
-        leaves_core: bool = False,
+        most_rows_leaving_core: int = 0,
     ) -> None:
         """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
-        and samples no token. `fused_sampling`, `largest`: see sample(). `leaves_core`: the
-        threads of a step leave a core to other threads."""
-        self.leaves_core = leaves_core
+        and samples no token. `fused_sampling`, `largest`: see sample(). `most_rows_leaving_core`: steps of up to so
+        many rows leave a core to other threads."""
+        self.most_rows_leaving_core = most_rows_leaving_core
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
@@ -158,7 +158,8 @@ class ModelRunner:
         return self._device.type == "cuda"
 
     def call_before_kernels(self, call: Callable[[], None]) -> None:
-        """In each later step with rows, call this in launch() when the kernels start, and before blocks are copied."""
+        """In each later step with rows, call this in launch(): if the step leaves a core, when its kernels start or
+        before it copies blocks, and otherwise when the plan has been applied."""
         self._decoder.before_kernels = call
 
     @property
@@ -257,6 +258,8 @@ class ModelRunner:
         if plan.draft_slots and not self.verifies_drafts:
             raise ProtocolViolation("a plan has draft rows, and this worker computes none")
         rows = self._rows = self._slots.apply(plan)
+        if rows.num_rows > self.most_rows_leaving_core:
+            self._decoder.before_kernels()
         self._logits_processors.apply(plan)
         self._grammars.apply(plan)
         if rows.num_drafted:

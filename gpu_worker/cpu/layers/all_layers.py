@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from gpu_worker.cpu.attention import CpuAttention, PlannedRows
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child, compiled_function
 from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
+from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
 from gpu_worker.cpu.matmul import PackedMatmul
@@ -43,6 +45,9 @@ _INT64_ARRAYS = at.TOKENS, at.POSITIONS, at.SLOTS, at.WANTED
 _FEW_WANTED = 4
 # and not many more than so many of each longer chunk: the attention of a whole chunk takes less time per row.
 _FEW_OF_CHUNK = 2
+# On two cores, a step of one row runs in one thread if it reads no more than this: memory is hardly faster for two, and
+# the services have the other core (docs/adr/0001). With 1 GB, it would take a quarter longer.
+_MOST_BYTES_ALONE = 192 << 20
 
 
 def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
@@ -74,6 +79,7 @@ class CpuLayers:
         attention: CpuAttention,
         turns: np.ndarray,
         threads: int,
+        leaves_core: bool,
     ) -> None:
         """layers: for each layer, its arrays in the order of LAYERS. head: what PackedMatmul.memory() returns. The
         caller keeps the weights in memory."""
@@ -87,6 +93,11 @@ class CpuLayers:
         self._attention = attention
         self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
+        self._run_alone = CompiledKernel(run_threads, (types.intp,) * 5, 1, least=0)
+        read_bytes = sum(array.nbytes for array in weights if array is not embedding)
+        is_small = read_bytes <= _MOST_BYTES_ALONE
+        # Steps of up to so many rows run in one thread, although the worker has two.
+        self.most_rows_alone = 1 if self._run.threads == 2 and not leaves_core and is_small else 0
         self._most_logits = 0 if head is None else MOST_TABLE_ROWS if head.ndim == 2 else MOST_HEAD_ROWS
         self._num_layers, self._vocab, self._hidden_size = config.num_layers, config.vocab_size, config.hidden_size
         assert len(embedding) == self._vocab
@@ -244,11 +255,12 @@ class CpuLayers:
         self._taken[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
+        run = self._run_alone if num_rows <= self.most_rows_alone else self._run
         before_kernels()
-        self._run(function, like, arguments, numbers, self._run.threads)
+        run(function, like, arguments, numbers, run.threads)
         if self._arrived[1]:
             raise RuntimeError("the threads of a step do not run at the same time: check the OMP_ variables")
-        if self._arrived[2] < self._run.threads:  # numba has logged why
+        if self._arrived[2] < run.threads:  # numba has logged why
             raise RuntimeError("a thread of a step has failed")
 
 
@@ -260,8 +272,10 @@ def cpu_layers(
     ops: CpuOps,
     matmul: PackedMatmul,
     threads: int,
+    leaves_core: bool,
 ) -> CpuLayers | None:
-    """None if the function cannot compute this model. `matmul`: with kernels for a few rows."""
+    """None if the function cannot compute this model. `matmul`: with kernels for a few rows. `leaves_core`: the machine
+    has a core more than threads."""
     if config.output_bias:
         return None
     layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
@@ -276,7 +290,8 @@ def cpu_layers(
         return None
     head_memory = matmul.memory(head, weights.final_norm.dtype) if config.has_head else None
     tables = as_array(embedding), as_array(weights.final_norm), head_memory
-    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads)
+    use_huge_pages([array for array in chain(tables, *layers) if array is not None])
+    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads, leaves_core)
 
 
 def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:

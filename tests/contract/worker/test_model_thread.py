@@ -36,7 +36,6 @@ class Device:
     """Stands for a ModelRunner on a GPU: the test says when a step is done."""
 
     is_asynchronous = True
-    leaves_core = False
     tokenizer = None
 
     def __init__(self) -> None:
@@ -225,11 +224,10 @@ async def test_a_device_is_checked_after_all_that_was_submitted(rig: Rig) -> Non
 
 
 class Cpu(Device):
-    """Stands for a ModelRunner on a CPU with a core to spare: a step goes on, before and after its kernels start, when
-    the test says so."""
+    """Stands for a ModelRunner on a CPU: a step goes on, before and after it calls `before_kernels`, when the test says
+    so."""
 
     is_asynchronous = False
-    leaves_core = True
 
     def __init__(self) -> None:
         super().__init__()

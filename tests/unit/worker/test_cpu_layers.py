@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.attention.base import AttentionMetadata
 from gpu_worker.build import BuiltWorker
+from gpu_worker.cpu.compiling import CompiledKernel
 from gpu_worker.cpu.layers import all_layers as module
 from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.layers.arguments import SKIPS_QUERIES, STREAM
@@ -26,6 +28,7 @@ from gpu_worker.cpu.products import MOST_TABLE_ROWS, FewRows
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.models.config import DecoderConfig
 from paceline.v1.worker_pb2 import StepPlan
+from services.runtime.processes import whole_cores
 from tests.support.attention import Extents
 from tests.unit.worker.driver import Driver, pack
 from tests.unit.worker.families import VOCAB, Reference
@@ -351,7 +354,7 @@ def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: boo
     weights = weights_of(config, dtype, pack)
     ops = ready.decoder._ops
     assert isinstance(ops, CpuOps)
-    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads)
+    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads, leaves_core=True)
 
 
 def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,6 +429,68 @@ def test_a_step_does_not_copy_blocks_before_it_says_so(
     runner.launch(StepPlan(step=1, copy_from=pack([1]), copy_to=pack([2])))
     assert copied == [False]
     assert runner._pool.storage[:, :, 2].all()
+
+
+@pytest.mark.parametrize("workers", [1, whole_cores()])
+def test_a_step_that_takes_all_cores_says_so_before_it_prepares(
+    workers: int, reference: Callable[[str], Reference], build: Callable[..., BuiltWorker]
+) -> None:
+    runner = build(reference("qwen2").folder, local_workers=workers).runner  # of one thread
+    prepared: list[bool] = []
+    seen: list[bool] = []
+    plan_rows = runner._attention.plan
+
+    def plan(metadata: AttentionMetadata) -> None:
+        prepared.append(True)
+        plan_rows(metadata)
+
+    runner._attention.plan = plan  # type: ignore[method-assign]
+    runner.call_before_kernels(lambda: seen.append(bool(prepared)))
+    driver = Driver(runner)
+    driver.add([1, 2, 3], 1)
+    driver.run()
+    assert seen[0] == (workers < whole_cores())
+
+
+def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread")
+    used: list[int] = []
+
+    class Counted:
+        def __init__(self, kernel: CompiledKernel) -> None:
+            self.threads, self._kernel = kernel.threads, kernel
+
+        def __call__(self, *arguments: int) -> None:
+            used.append(arguments[-1])
+            self._kernel(*arguments)
+
+    def threads_of(layers: CpuLayers | None) -> list[int]:
+        assert layers is not None
+        used.clear()
+        monkeypatch.setattr(layers, "_run", Counted(layers._run))
+        monkeypatch.setattr(layers, "_run_alone", Counted(layers._run_alone))
+        return used
+
+    other = _decoder("wide", dtype, 2)
+    ours = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, leaves_core=False)
+    threads = threads_of(ours.cpu_layers)
+    for count in (1, 2, 1):
+        step = step_of(_decodes(count))
+        content = content_of(step, ours.pool)
+        assert torch.equal(ours.run(step, content), other.run(step, content))
+        assert torch.equal(ours.pool.storage.nan_to_num(), other.pool.storage.nan_to_num())
+    assert threads == [1, 2, 1]
+    monkeypatch.setattr(module, "_MOST_BYTES_ALONE", 1000)
+    large = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, leaves_core=False)
+    spare = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True)
+    one = SmallDecoder(CONFIGS["wide"], dtype, 1, at_once=True, leaves_core=False)
+    assert [decoder.cpu_layers and decoder.cpu_layers.most_rows_alone for decoder in (ours, large, spare, one)] == [
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:

@@ -1,0 +1,56 @@
+"""Huge pages for the weights.
+
+A step of few rows takes as long as it takes to read the weights. With pages of 4 KiB, a core spends a part of that time
+on finding where the pages are, and in a virtual machine that takes longer still."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from services.runtime.logs import get_logger
+
+_log = get_logger(__name__)
+
+_COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+# Gaps that malloc leaves between matrices. Memory in larger ones would be used for nothing.
+_GAP_BYTES = 1 << 20
+
+
+def use_huge_pages(arrays: list[np.ndarray]) -> None:
+    """Move the memory of these arrays to huge pages, where Linux can, and log how much of it. Their addresses stay.
+    Takes 3 s per GiB."""
+    began_s, moved = time.monotonic(), 0
+    try:
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            raise OSError(f"{_SETTINGS / 'enabled'} says never")
+        ranges = whole_pages(arrays, int((_SETTINGS / "hpage_pmd_size").read_text()))
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for begin, end in ranges:
+            if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
+                raise OSError(os.strerror(ctypes.get_errno()))
+            moved += end - begin
+    except (AttributeError, OSError) as error:  # another system, an old Linux, or no memory
+        _log.info("weights stay in small pages: steps of few rows may be slower", reason=str(error))
+    seconds = round(time.monotonic() - began_s, 1)
+    _log.info("weights lie in huge pages", mib=moved >> 20, of=sum(a.nbytes for a in arrays) >> 20, seconds=seconds)
+
+
+def whole_pages(arrays: Iterable[np.ndarray], size: int) -> list[tuple[int, int]]:
+    """Ranges of the arrays' memory in whole pages of `size` bytes: the first address, and the one behind it. A page may
+    hold several arrays, so arrays side by side are one range."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted((array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays):
+        if joined and begin <= joined[-1][1] + _GAP_BYTES:
+            first, last = joined.pop()
+            joined.append((first, max(last, end)))
+        else:
+            joined.append((begin, end))
+    ranges = [(-(-begin // size) * size, end // size * size) for begin, end in joined]
+    return [(begin, end) for begin, end in ranges if begin < end]

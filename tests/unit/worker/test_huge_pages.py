@@ -1,0 +1,87 @@
+"""The weights lie in huge pages, where Linux has them, and stay what they were."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from gpu_worker.cpu import huge_pages
+from gpu_worker.cpu.huge_pages import use_huge_pages, whole_pages
+
+SIZE = 2 << 20
+
+
+def at(*places: tuple[float, float]) -> list[tuple[int, int]]:
+    """Begins and ends of ranges, in pages."""
+    return [(int(begin * SIZE), int(end * SIZE)) for begin, end in places]
+
+
+class Placed:
+    """Stands for an array in a range of memory."""
+
+    def __init__(self, place: tuple[int, int]) -> None:
+        self.ctypes, self.nbytes = self, place[1] - place[0]
+        self.data = place[0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "pages"),
+    [
+        ([], []),
+        (at((1, 3)), at((1, 3))),
+        (at((0.5, 2.5)), at((1, 2))),
+        (at((0.5, 1.9)), at()),
+        (at((0.5, 1.4), (1.4, 2.5)), at((1, 2))),
+        (at((1.7, 2.5), (0.5, 1.4)), at((1, 2))),  # in any order, with a small gap
+        (at((1, 2), (3, 4)), at((1, 2), (3, 4))),
+        (at((1, 5), (2, 3), (5, 6)), at((1, 6))),
+    ],
+)
+def test_arrays_side_by_side_share_whole_pages(arrays: list[tuple[int, int]], pages: list[tuple[int, int]]) -> None:
+    assert whole_pages([Placed(place) for place in arrays], SIZE) == pages  # type: ignore[misc]
+
+
+def huge_kib(array: np.ndarray) -> int:
+    """How much of the mapping that begins with this array lies in huge pages."""
+    maps = Path("/proc/self/smaps").read_text()
+    after = maps.partition(f"{array.ctypes.data:x}-")[2]
+    found = re.search(r"AnonHugePages: +(\d+) kB", after)
+    assert found, "there is no such mapping"
+    return int(found[1])
+
+
+def test_arrays_move_to_huge_pages_and_stay_what_they_were() -> None:
+    if "[never]" in (huge_pages._SETTINGS / "enabled").read_text():
+        pytest.skip("this system has no huge pages")
+    memory = mmap.mmap(-1, 8 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.int64)
+    array[:] = np.arange(len(array))
+    with capture_logs() as lines:
+        use_huge_pages([array])
+    assert np.array_equal(array, np.arange(len(array)))
+    (line,) = lines
+    assert line["of"] == 16
+    assert line["mib"] >= 14
+    assert huge_kib(array) >= 14 << 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"enabled": "always madvise [never]"}, "says never"), ({}, "No such file")]
+)
+def test_without_huge_pages_the_log_says_why(
+    settings: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in settings.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
+    array = np.ones(8 * SIZE, np.uint8)
+    with capture_logs() as lines:
+        use_huge_pages([array])
+    assert reason in lines[0]["reason"]
+    assert lines[1]["mib"] == 0
+    assert array.all()
