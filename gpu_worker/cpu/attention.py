@@ -119,7 +119,8 @@ class CpuAttention(TorchAttention):
 
     def planned_rows(self, num_rows: int) -> PlannedRows | None:
         """The `num_rows` rows of the step, if kernels compute the attention of all."""
-        if len(self._by_kernel[-1]) + self._chunks_at[:, 2].sum() != num_rows:
+        of_chunks = self._chunks_at[:, 2].sum() if len(self._chunks_at) else 0
+        if len(self._by_kernel[-1]) + of_chunks != num_rows:
             return None
         return PlannedRows(*self._by_kernel, self._chunks_at, self._packed_keys, self._seen_values)
 

@@ -16,10 +16,9 @@ from gpu_worker.models.rope import angle_table
 
 def largest_logits(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
     """As of sampling/sampler.py, for logits of the kernels' type."""
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    failed = torch.empty(len(logits), dtype=torch.bool)
-    kernels.largest(as_array(logits), tokens.numpy(), failed.numpy())
-    return tokens, failed
+    tokens, failed = np.empty(logits.shape[0], np.int64), np.empty(logits.shape[0], np.bool_)
+    kernels.largest(as_array(logits), tokens, failed)
+    return torch.from_numpy(tokens), torch.from_numpy(failed)
 
 
 class CpuOps:

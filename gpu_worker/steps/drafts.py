@@ -26,7 +26,7 @@ def check_drafted(rows: StepRows, slots: SlotBuffers, processors: LogitsProcesso
     earlier output (grammar, penalties, bad words of several tokens): verify() knows the output only up to the first
     draft token."""
     drafted = rows.slots[rows.drafted]
-    if (slots.num_top[drafted] >= 0).any() or grammars.of(drafted) or processors.read_output(drafted):
+    if not slots.num_top.keys().isdisjoint(drafted.tolist()) or grammars.of(drafted) or processors.read_output(drafted):
         raise ProtocolViolation(
             "draft_slots names a slot with log probabilities, a grammar, penalties or bad words of several tokens: "
             f"{drafted.tolist()}"

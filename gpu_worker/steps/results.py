@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +23,7 @@ NO_TOKEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drawn:
     """The sampled tokens of a step, on their way to host memory."""
 
@@ -34,8 +35,9 @@ class Drawn:
     parameters: SamplingRows
     refused: Mapping[int, str]  # by slot: why its grammar excludes every token
 
+    @cached_property
     def token_ids(self) -> np.ndarray:
-        """Token ids, int32 [rows that sample]; -1 for a failed row. Call this when the step is done."""
+        """Token ids, int32 [rows that sample]; -1 for a failed row. Read this when the step is done."""
         tokens = self.tokens.numpy().astype("<i4")
         tokens[self.failed.numpy()] = -1
         return tokens
@@ -90,7 +92,7 @@ def _result(drawn: Drawn) -> StepResult:
     """The sampled tokens, the failed rows, and the log probabilities that requests ask for."""
     failed = drawn.failed.numpy()
     return StepResult(
-        token_ids=drawn.token_ids().tobytes(),
+        token_ids=drawn.token_ids.tobytes(),
         errors=_row_errors(drawn, failed) if failed.any() else (),
         logprobs=_token_logprobs(drawn.scores, drawn.slots[drawn.parameters.scored], drawn.parameters.num_top),
     )

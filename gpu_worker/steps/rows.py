@@ -44,6 +44,10 @@ class StepRows:
         return self.slots[self.samples]
 
     @property
+    def moves_blocks(self) -> bool:
+        return bool(len(self.swaps_out[0]) or len(self.swaps_in[0]) or len(self.copies[0]))
+
+    @property
     def drafted(self) -> slice:
         """The sequences with draft rows."""
         return slice(len(self.slots) - self.num_drafted, len(self.slots))

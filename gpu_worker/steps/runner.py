@@ -189,7 +189,7 @@ class ModelRunner:
     def _note(self) -> None:
         """Note the oldest step that is not in the history. The step must be done."""
         step = self._unrecorded.popleft()
-        self._slots.history.note(step.sampled, step.drawn.token_ids())
+        self._slots.history.note(step.sampled, step.drawn.token_ids)
 
     def _note_all(self) -> None:
         """Wait for the launched steps, and note them all."""
@@ -264,14 +264,8 @@ class ModelRunner:
         self._grammars.apply(plan)
         if rows.num_drafted:
             check_drafted(rows, self._slots, self._logits_processors, self._grammars)
-        if any(len(sources) for sources, _ in (rows.swaps_out, rows.swaps_in, rows.copies)):
-            self._decoder.before_kernels()  # copies may take long
-        if len(rows.swaps_out[0]):
-            self._pool.swap_out(*rows.swaps_out)
-        if len(rows.swaps_in[0]):
-            self._pool.swap_in(*rows.swaps_in)
-        if len(rows.copies[0]):
-            self._pool.copy(*rows.copies)
+        if rows.moves_blocks:
+            self._move_blocks(rows)
         if len(rows.granted_blocks) and self._attention.reads_whole_blocks:
             self._pool.clear(rows.granted_blocks)
         outputs = self._forward(rows) if rows.num_rows else StepOutputs()
@@ -292,6 +286,15 @@ class ModelRunner:
             self._unrecorded.append(_UnrecordedStep(sampled, outputs.drawn, done))
         self._is_whole = True
         return LaunchedStep(plan.step, stats, started_us, outputs, done, self._clock)
+
+    def _move_blocks(self, rows: StepRows) -> None:
+        self._decoder.before_kernels()  # copies may take long
+        if len(rows.swaps_out[0]):
+            self._pool.swap_out(*rows.swaps_out)
+        if len(rows.swaps_in[0]):
+            self._pool.swap_in(*rows.swaps_in)
+        if len(rows.copies[0]):
+            self._pool.copy(*rows.copies)
 
     def _forward(self, rows: StepRows) -> StepOutputs:
         if self._pooler is not None:

@@ -58,13 +58,14 @@ class SlotBuffers:
     sampling_columns: dict[str, npt.NDArray[Any]] = field(init=False)  # see SamplingRows
     seed: npt.NDArray[np.uint64] = field(init=False)
     min_tokens: Int64s = field(init=False)
-    num_top: Int64s = field(init=False)  # most likely tokens to report per sampled token; -1: report nothing
+    num_top: dict[int, int] = field(init=False)  # by slot that reports log probabilities: likeliest tokens to report
     banned: dict[int, Int64s] = field(init=False)  # by slot: tokens that min_tokens bans
     tokens: dict[int, Int32s] = field(init=False)  # by prefilling slot: all known tokens
     scored_prompts: dict[int, int] = field(init=False)  # by prefilling slot: likeliest tokens to report
     request_ids: dict[int, str] = field(init=False)
     cache_salts: dict[int, str] = field(init=False)  # by slot with a salt
     history: TokenHistory = field(init=False)
+    table_blocks: int = field(init=False)  # entries of the block tables of all sequences in slots
     _last_step: int = field(init=False)
     _granted: list[Int32s] = field(init=False)
 
@@ -81,16 +82,11 @@ class SlotBuffers:
         self.block_table = np.zeros((slots, min(longest_blocks, self.limits.num_blocks)), np.int32)
         self.sampling_columns = {param.name: np.full(slots, param.default, _DTYPES[param.kind]) for param in _COLUMNS}
         self.min_tokens = np.zeros(slots, np.int64)
-        self.seed, self.num_top = np.zeros(slots, np.uint64), np.full(slots, -1, np.int64)
-        self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}
+        self.seed = np.zeros(slots, np.uint64)
+        self.num_top, self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}, {}
         self.history = TokenHistory(slots, self.limits.max_model_len)
-        self._last_step = 0
+        self.table_blocks = self._last_step = 0
         self._granted = []
-
-    @property
-    def table_blocks(self) -> int:
-        """Entries of the block tables of all sequences in slots."""
-        return int(self.num_blocks[self.occupied].sum())
 
     # ── applying a plan ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,6 +134,7 @@ class SlotBuffers:
         self._check_occupied(slots, "free_slots")
         if len(np.unique(slots)) != len(slots):
             raise ProtocolViolation("free_slots names a slot twice")
+        self.table_blocks -= int(self.num_blocks[slots].sum())
         self.occupied[slots] = self.decoding[slots] = self.paused[slots] = False
         self.history.free(slots)
         for slot in slots.tolist():
@@ -146,6 +143,7 @@ class SlotBuffers:
             self.tokens.pop(slot, None)
             self.scored_prompts.pop(slot, None)
             self.banned.pop(slot, None)
+            self.num_top.pop(slot, None)
 
     def _pause(self, slots: Int32s, paused: bool) -> None:
         what = "hold_slots" if paused else "resume_slots"
@@ -176,6 +174,7 @@ class SlotBuffers:
         self.num_prompt[slot] = sequence.num_prompt_tokens
         self.num_blocks[slot] = len(blocks)
         self.block_table[slot, : len(blocks)] = blocks
+        self.table_blocks += len(blocks)
         self._granted.append(blocks[-(-sequence.num_cached_tokens // limits.block_size) :])
         self.tokens[slot] = tokens
         self.request_ids[slot] = sequence.request_id
@@ -187,7 +186,8 @@ class SlotBuffers:
             self.sampling_columns[param.name][slot] = param.from_wire(getattr(sampling, param.name))
         self.seed[slot] = sampling.seed
         self.min_tokens[slot] = sampling.min_tokens
-        self.num_top[slot] = sampling.num_top_logprobs if sampling.logprobs else -1
+        if sampling.logprobs:
+            self.num_top[slot] = sampling.num_top_logprobs
         if sampling.prompt_logprobs:
             self.scored_prompts[slot] = sampling.num_top_prompt_logprobs
         if sampling.min_tokens:
@@ -225,6 +225,7 @@ class SlotBuffers:
             raise ProtocolViolation(f"slot {slots[places.argmax()]}: its block table grows past the longest sequence")
         self.block_table[slots, places] = blocks
         np.add.at(self.num_blocks, slots, 1)
+        self.table_blocks += len(blocks)
         self._granted.append(blocks)
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -302,8 +303,8 @@ class SlotBuffers:
     def commit(self, rows: StepRows) -> None:
         """The step is queued: its rows count as computed, and each sampling slot has one token more. Draft rows do not
         count before advance()."""
-        slots = rows.slots[: rows.drafted.start]
-        self.num_computed[slots] += rows.counts[: rows.drafted.start]
+        end = rows.drafted.start
+        self.num_computed[rows.slots[:end]] += rows.counts[:end]
         sampled = rows.sampled_slots
         self.num_tokens[sampled] += 1
         for slot in sampled[rows.num_decodes :].tolist():
@@ -363,8 +364,8 @@ class SlotBuffers:
 
     def sampling_at(self, slots: Int64s, positions: Int64s) -> SamplingRows:
         """Parameters of rows that sample the tokens at these positions."""
-        banned_rows, banned_tokens = self._banned(slots, positions)
-        scored = np.flatnonzero(self.num_top[slots] >= 0)
+        banned_rows, banned_tokens = self._banned(slots, positions) if self.banned else (NO_SLOTS, NO_SLOTS)
+        scored, num_top = self._scored(slots) if self.num_top else (NO_SLOTS, NO_SLOTS)
         return SamplingRows(
             columns=ColumnsOf(self.sampling_columns, slots),
             seed=self.seed[slots],
@@ -372,17 +373,20 @@ class SlotBuffers:
             banned_rows=banned_rows,
             banned_tokens=banned_tokens,
             scored=scored,
-            num_top=self.num_top[slots[scored]],
+            num_top=num_top,
         )
 
+    def _scored(self, slots: Int64s) -> tuple[Int64s, Int64s]:
+        """The rows that report log probabilities, and how many of the likeliest tokens each reports."""
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self.num_top]
+        scored = np.array([row for row, _ in rows], np.int64)
+        return scored, np.array([self.num_top[slot] for _, slot in rows], np.int64)
+
     def _banned(self, slots: Int64s, positions: Int64s) -> tuple[Int64s, Int64s]:
-        empty = np.zeros(0, np.int64)
-        if not self.banned:
-            return empty, empty
         which = np.flatnonzero(positions - self.num_prompt[slots] < self.min_tokens[slots])
         tokens = [self.banned[int(slots[i])] for i in which]
         if not tokens:
-            return empty, empty
+            return NO_SLOTS, NO_SLOTS
         return np.repeat(which, [len(t) for t in tokens]), np.concatenate(tokens)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────

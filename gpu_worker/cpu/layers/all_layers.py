@@ -166,9 +166,10 @@ class CpuLayers:
 
     def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
         """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
-        if len(tokens) > self._most_logits:
+        num_rows = tokens.shape[0]
+        if num_rows > self._most_logits:
             return None
-        logits = torch.empty(len(tokens), self._vocab, dtype=self._attention.dtype)
+        logits = torch.empty(num_rows, self._vocab, dtype=self._attention.dtype)
         return None if self._compute(tokens, positions, None, logits, before_kernels) is None else logits
 
     def head(self, hidden: Tensor) -> Tensor | None:
@@ -191,40 +192,44 @@ class CpuLayers:
         logits: Tensor | None,
         before_kernels: Callable[[], None],
     ) -> Tensor | None:
-        if (planned := self._attention.planned_rows(len(tokens))) is None:
+        num_rows = tokens.shape[0]  # len() of a tensor takes several calls of Python
+        if (planned := self._attention.planned_rows(num_rows)) is None:
             return None
+        num_chunks = len(planned.chunks)
+        indices = {at.TOKENS: tokens, at.POSITIONS: positions, at.SLOTS: self._attention.slot_mapping}
         arrays = {
-            at.TOKENS: tokens.numpy(),
-            at.POSITIONS: positions.numpy(),
-            at.SLOTS: self._attention.slot_mapping.numpy(),
             at.BLOCK_IDS: planned.block_ids,
             at.FIRST_BLOCKS: planned.first_blocks,
             at.KV_LENS: planned.kv_lens,
             at.ROWS: planned.rows,
-            at.CHUNKS: planned.chunks,
-            at.PACKED_KEYS: planned.packed_keys,
-            at.SEEN_VALUES: planned.seen_values,
         }
+        if num_chunks:
+            arrays[at.CHUNKS] = planned.chunks
+            self._arguments[at.PACKED_KEYS] = planned.packed_keys.ctypes.data
+            self._arguments[at.SEEN_VALUES] = planned.seen_values.ctypes.data
         if wanted is not None:
-            assert len(wanted) <= len(tokens)
-            arrays[at.WANTED] = wanted.numpy()
-        skips_queries = wanted is not None and self._can_skip_queries(len(wanted), len(tokens), planned)
+            assert wanted.shape[0] <= num_rows
+            indices[at.WANTED] = wanted
+        skips_queries = wanted is not None and self._can_skip_queries(wanted.shape[0], num_rows, planned)
         if skips_queries:
             assert wanted is not None
             _, *tables = self._attention.tables_of(wanted.numpy())
             arrays |= zip((at.WANTED_FIRST_BLOCKS, at.WANTED_KV_LENS, at.WANTED_ROWS), tables, strict=True)
-        scratch = at.PACKED_KEYS, at.SEEN_VALUES
+        for place, tensor in indices.items():
+            assert tensor.dtype == torch.int64
+            assert tensor.is_contiguous()
+            self._arguments[place] = tensor.data_ptr()
         for place, array in arrays.items():
+            assert array.dtype == np.int32
             assert array.flags.c_contiguous
-            assert place in scratch or array.dtype == (np.int64 if place in _INT64_ARRAYS else np.int32)
             self._arguments[place] = array.ctypes.data
         self._arguments[at.NUM_BLOCK_IDS] = len(planned.block_ids)
-        self._arguments[at.NUM_ATTENDING], self._arguments[at.NUM_CHUNKS] = len(planned.rows), len(planned.chunks)
+        self._arguments[at.NUM_ATTENDING], self._arguments[at.NUM_CHUNKS] = len(planned.rows), num_chunks
         self._arguments[at.NUM_SCRATCH] = len(planned.seen_values)
         self._arguments[at.NUM_LAYERS], self._arguments[at.SKIPS_QUERIES] = self._num_layers, skips_queries
-        count = len(tokens) if wanted is None else len(wanted)
+        count = num_rows if wanted is None else wanted.shape[0]
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
-        self._call(len(tokens), hidden, logits, has_all_rows=wanted is None, before_kernels=before_kernels)
+        self._call(num_rows, hidden, logits, has_all_rows=wanted is None, before_kernels=before_kernels)
         return hidden
 
     def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
@@ -243,14 +248,12 @@ class CpuLayers:
         if num_rows > self._scratch_rows:
             for place, width in self._scratch_widths.items():
                 self._scratch[place] = torch.empty(num_rows, width, dtype=self._attention.dtype)
+                self._arguments[place] = self._scratch[place].data_ptr()
             self._scratch_rows = num_rows
-        for place, tensor in self._scratch.items():
-            self._arguments[place] = tensor.data_ptr()
+        self._arguments[at.STREAM] = (hidden if has_all_rows else self._scratch[at.STREAM]).data_ptr()
         self._arguments[at.HIDDEN] = hidden.data_ptr()
-        if has_all_rows:
-            self._arguments[at.STREAM] = hidden.data_ptr()
         self._arguments[at.LOGITS] = 0 if logits is None else logits.data_ptr()
-        self._arguments[at.NUM_ROWS], self._arguments[at.NUM_WANTED] = num_rows, len(hidden)
+        self._arguments[at.NUM_ROWS], self._arguments[at.NUM_WANTED] = num_rows, hidden.shape[0]
         self._arrived[:] = 0
         self._taken[:] = 0
         function, arguments, numbers = self._addresses
