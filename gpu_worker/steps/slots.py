@@ -83,7 +83,8 @@ class SlotBuffers:
         self.sampling_columns = {param.name: np.full(slots, param.default, _DTYPES[param.kind]) for param in _COLUMNS}
         self.min_tokens = np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)
-        self.num_top, self.banned, self.tokens, self.scored_prompts, self.request_ids, self.cache_salts = {}, {}, {}, {}, {}, {}
+        self.num_top, self.banned, self.tokens, self.scored_prompts = {}, {}, {}, {}
+        self.request_ids, self.cache_salts = {}, {}
         self.history = TokenHistory(slots, self.limits.max_model_len)
         self.table_blocks = self._last_step = 0
         self._granted = []

@@ -102,6 +102,26 @@ def test_growth_of_several_slots_at_once(table: SlotBuffers) -> None:
     assert table.num_blocks.tolist() == [3, 5, 0, 0]
 
 
+def test_entries_of_the_block_tables_are_counted_through_growth_and_the_end_of_a_sequence(table: SlotBuffers) -> None:
+    assert table.table_blocks == 2 + 3
+    table.apply(StepPlan(step=2, grow_slots=pack([0, 1, 0]), grow_blocks=pack([6, 7, 8])))
+    assert table.table_blocks == 4 + 4
+    table.apply(StepPlan(step=3, free_slots=pack([0]), new_sequences=[new(0, 2, (9,))], skip_decodes=True))
+    assert table.table_blocks == 1 + 4
+    table.reset()
+    assert table.table_blocks == 0
+
+
+def test_rows_that_report_log_probabilities_are_those_that_ask_for_them(table: SlotBuffers) -> None:
+    asking = SamplingParams(top_p=1, max_tokens=5, logprobs=True, num_top_logprobs=3)
+    rows = table.apply(prefill(2, 2, 2, new_sequences=[new(2, 2, (6,), sampling=asking)]))
+    parameters = table.sampling_rows(rows)
+    assert (parameters.scored.tolist(), parameters.num_top.tolist()) == ([1], [3])
+    table.commit(rows)
+    rows = table.apply(prefill(3, 2, 2, free_slots=pack([2]), new_sequences=[new(2, 2, (6,))]))
+    assert table.sampling_rows(rows).scored.tolist() == []
+
+
 def test_a_new_sequence_with_all_but_its_last_token_cached_waits_for_its_prefill(table: SlotBuffers) -> None:
     rows = table.apply(StepPlan(step=2, new_sequences=[new(2, 5, (1, 2), num_cached_tokens=4)]))
     assert rows.slots.tolist() == [0]
