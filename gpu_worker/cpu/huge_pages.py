@@ -6,6 +6,7 @@ on finding where the pages are, and in a virtual machine that takes longer still
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import time
 from collections.abc import Iterable
@@ -30,16 +31,28 @@ def use_huge_pages(arrays: list[np.ndarray]) -> None:
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             raise OSError(f"{_SETTINGS / 'enabled'} says never")
-        ranges = whole_pages(arrays, int((_SETTINGS / "hpage_pmd_size").read_text()))
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for begin, end in ranges:
-            if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
-                raise OSError(os.strerror(ctypes.get_errno()))
-            moved += end - begin
+        size = int((_SETTINGS / "hpage_pmd_size").read_text())
+        for begin, end in whole_pages(arrays, size):
+            if _collapse(begin, end):
+                moved += end - begin
+                continue
+            for page in range(begin, end, size):  # Linux has stopped at the first that it cannot move
+                moved += size * _collapse(page, page + size)
     except (AttributeError, OSError) as error:  # another system, an old Linux, or no memory
         _log.info("weights stay in small pages: steps of few rows may be slower", reason=str(error))
     seconds = round(time.monotonic() - began_s, 1)
     _log.info("weights lie in huge pages", mib=moved >> 20, of=sum(a.nbytes for a in arrays) >> 20, seconds=seconds)
+
+
+def _collapse(begin: int, end: int) -> bool:
+    """Move this memory to huge pages. False: a part of it cannot, such as one of two mappings. Raises OSError without
+    memory, and AttributeError on another system."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    if not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
+        return True
+    if (number := ctypes.get_errno()) == errno.EINVAL:
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def whole_pages(arrays: Iterable[np.ndarray], size: int) -> list[tuple[int, int]]:

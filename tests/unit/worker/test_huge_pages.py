@@ -70,6 +70,20 @@ def test_arrays_move_to_huge_pages_and_stay_what_they_were() -> None:
     assert huge_kib(array) >= 14 << 10
 
 
+def test_pages_behind_one_that_cannot_move_do_move() -> None:
+    if "[never]" in (huge_pages._SETTINGS / "enabled").read_text():
+        pytest.skip("this system has no huge pages")
+    memory = mmap.mmap(-1, 9 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.uint8)
+    begin = -array.ctypes.data % SIZE
+    array[:] = 1
+    memory.madvise(mmap.MADV_NOHUGEPAGE, begin + 2 * SIZE + SIZE // 2, SIZE)  # as between two other mappings
+    with capture_logs() as lines:
+        use_huge_pages([array[begin : begin + 8 * SIZE]])
+    (line,) = lines
+    assert (line["mib"], line["of"]) == (12, 16)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"), [({"enabled": "always madvise [never]"}, "says never"), ({}, "No such file")]
 )
