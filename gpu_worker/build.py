@@ -257,7 +257,8 @@ class _RunnerMaker:
             largest = partial(largest_logits, kernels)
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
-                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads, leaves_core)
+                takes_both = whole_cores() == 2 and not leaves_core
+                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads, takes_both)
         elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)

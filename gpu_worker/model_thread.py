@@ -125,6 +125,7 @@ class ModelThread:
                 self._runner.reset(run.grammars)
             else:
                 self._step(run, plan)
+        self._send()
         self._launched.put(None)
 
     def _next(self) -> tuple[LinkRun, StepPlan | None] | Callable[[], None] | None:

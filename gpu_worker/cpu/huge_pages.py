@@ -27,7 +27,7 @@ _GAP_BYTES = 1 << 20
 def use_huge_pages(arrays: list[np.ndarray]) -> None:
     """Move the memory of these arrays to huge pages, where Linux can, and log how much of it. Their addresses stay.
     Takes 3 s per GiB."""
-    began_s, moved = time.monotonic(), 0
+    began_s, moved, reason = time.monotonic(), 0, ""
     try:
         if "[never]" in (_SETTINGS / "enabled").read_text():
             raise OSError(f"{_SETTINGS / 'enabled'} says never")
@@ -38,19 +38,22 @@ def use_huge_pages(arrays: list[np.ndarray]) -> None:
                 continue
             for page in range(begin, end, size):  # Linux has stopped at the first that it cannot move
                 moved += size * _collapse(page, page + size)
+        if not moved:
+            raise OSError("Linux moves no page to a huge one; it can since 6.1")
     except (AttributeError, OSError) as error:  # another system, an old Linux, or no memory
-        _log.info("weights stay in small pages: steps of few rows may be slower", reason=str(error))
-    seconds = round(time.monotonic() - began_s, 1)
-    _log.info("weights lie in huge pages", mib=moved >> 20, of=sum(a.nbytes for a in arrays) >> 20, seconds=seconds)
+        reason = str(error)
+    num_bytes = sum({array.ctypes.data: array.nbytes for array in arrays}.values())  # a tied head is the embedding
+    fields = {"mib": moved >> 20, "of": num_bytes >> 20, "seconds": round(time.monotonic() - began_s, 1)}
+    _log.info("weights in huge pages", **fields, **({"reason_for_small_pages": reason} if reason else {}))
 
 
 def _collapse(begin: int, end: int) -> bool:
-    """Move this memory to huge pages. False: a part of it cannot, such as one of two mappings. Raises OSError without
-    memory, and AttributeError on another system."""
+    """Move this memory to huge pages. False: a part of it cannot, such as one of two mappings, or not now. Raises
+    OSError without memory, and AttributeError on another system."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     if not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
         return True
-    if (number := ctypes.get_errno()) == errno.EINVAL:
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.EAGAIN):
         return False
     raise OSError(number, os.strerror(number))
 

@@ -45,8 +45,8 @@ _INT64_ARRAYS = at.TOKENS, at.POSITIONS, at.SLOTS, at.WANTED
 _FEW_WANTED = 4
 # and not many more than so many of each longer chunk: the attention of a whole chunk takes less time per row.
 _FEW_OF_CHUNK = 2
-# On two cores, a step of one row runs in one thread if it reads no more than this: memory is hardly faster for two, and
-# the services have the other core (docs/adr/0001). With 1 GB, it would take a quarter longer.
+# On two cores, a step of one row runs in one thread if it reads no more than this of weights, keys and values: the
+# services have the other core (docs/adr/0001). With 1 GB, it would take a quarter longer.
 _MOST_BYTES_ALONE = 192 << 20
 
 
@@ -79,7 +79,7 @@ class CpuLayers:
         attention: CpuAttention,
         turns: np.ndarray,
         threads: int,
-        leaves_core: bool,
+        takes_both_cores: bool,
     ) -> None:
         """layers: for each layer, its arrays in the order of LAYERS. head: what PackedMatmul.memory() returns. The
         caller keeps the weights in memory."""
@@ -95,9 +95,10 @@ class CpuLayers:
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         self._run_alone = CompiledKernel(run_threads, (types.intp,) * 5, 1, least=0)
         read_bytes = sum(array.nbytes for array in weights if array is not embedding)
-        is_small = read_bytes <= _MOST_BYTES_ALONE
-        # Steps of up to so many rows run in one thread, although the worker has two.
-        self.most_rows_alone = 1 if self._run.threads == 2 and not leaves_core and is_small else 0
+        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * number.itemsize
+        self._most_tokens_alone = (_MOST_BYTES_ALONE - read_bytes) // token_bytes
+        # Steps of up to so many rows run in one thread, although the worker has two; not with very many tokens.
+        self.most_rows_alone = 1 if takes_both_cores and self._run.threads == 2 and self._most_tokens_alone > 0 else 0
         self._most_logits = 0 if head is None else MOST_TABLE_ROWS if head.ndim == 2 else MOST_HEAD_ROWS
         self._num_layers, self._vocab, self._hidden_size = config.num_layers, config.vocab_size, config.hidden_size
         assert len(embedding) == self._vocab
@@ -181,7 +182,7 @@ class CpuLayers:
         assert hidden.dtype == self._attention.dtype
         logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
         self._arguments[at.NUM_LAYERS] = 0
-        self._call(len(hidden), hidden, logits, has_all_rows=True)
+        self._call(len(hidden), hidden, logits, has_all_rows=True, alone=False)
         return logits
 
     def _compute(
@@ -229,7 +230,8 @@ class CpuLayers:
         self._arguments[at.NUM_LAYERS], self._arguments[at.SKIPS_QUERIES] = self._num_layers, skips_queries
         count = num_rows if wanted is None else wanted.shape[0]
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
-        self._call(num_rows, hidden, logits, has_all_rows=wanted is None, before_kernels=before_kernels)
+        alone = num_rows <= self.most_rows_alone and planned.kv_lens[0] <= self._most_tokens_alone
+        self._call(num_rows, hidden, logits, wanted is None, alone, before_kernels)
         return hidden
 
     def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
@@ -243,6 +245,7 @@ class CpuLayers:
         hidden: Tensor,
         logits: Tensor | None,
         has_all_rows: bool,
+        alone: bool,
         before_kernels: Callable[[], None] = nothing,
     ) -> None:
         if num_rows > self._scratch_rows:
@@ -258,7 +261,7 @@ class CpuLayers:
         self._taken[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
-        run = self._run_alone if num_rows <= self.most_rows_alone else self._run
+        run = self._run_alone if alone else self._run
         before_kernels()
         run(function, like, arguments, numbers, run.threads)
         if self._arrived[1]:
@@ -275,10 +278,10 @@ def cpu_layers(
     ops: CpuOps,
     matmul: PackedMatmul,
     threads: int,
-    leaves_core: bool,
+    takes_both_cores: bool,
 ) -> CpuLayers | None:
-    """None if the function cannot compute this model. `matmul`: with kernels for a few rows. `leaves_core`: the machine
-    has a core more than threads."""
+    """None if the function cannot compute this model. `matmul`: with kernels for a few rows. `takes_both_cores`:
+    the machine has two cores, and the worker's threads take both."""
     if config.output_bias:
         return None
     layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
@@ -294,7 +297,7 @@ def cpu_layers(
     head_memory = matmul.memory(head, weights.final_norm.dtype) if config.has_head else None
     tables = as_array(embedding), as_array(weights.final_norm), head_memory
     use_huge_pages([array for array in chain(tables, *layers) if array is not None])
-    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads, leaves_core)
+    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads, takes_both_cores)
 
 
 def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:

@@ -292,6 +292,18 @@ async def test_results_of_steps_without_kernels_are_sent_in_order(cpu: tuple[Rig
     await rig.until(lambda: rig.results == [1, 2, 3])
 
 
+async def test_the_last_result_is_sent_although_the_thread_is_to_end(cpu: tuple[Rig, Cpu]) -> None:
+    rig, device = cpu
+    rig.submit(1)
+    await rig.until(lambda: device.steps == [1])
+    stopped = asyncio.create_task(asyncio.to_thread(rig.thread.stop, 20))
+    await asyncio.sleep(0.05)
+    device.may_compute.release()
+    device.may_end.release()
+    await stopped
+    await rig.until(lambda: rig.results == [1])
+
+
 async def test_a_result_is_sent_before_the_failure_of_the_next_step(cpu: tuple[Rig, Cpu]) -> None:
     rig, device = cpu
     device.fails_at_launch = {2: MemoryError("no more")}

@@ -172,9 +172,9 @@ class SmallDecoder:
         at_once: bool,
         num_blocks: int = NUM_BLOCKS,
         block_size: int = BLOCK_SIZE,
-        leaves_core: bool = True,
+        takes_both_cores: bool = False,
     ) -> None:
-        """at_once: with CpuLayers. leaves_core: as of cpu_layers()."""
+        """at_once: with CpuLayers. takes_both_cores: as of cpu_layers()."""
         self.pool = _pool(config, dtype, num_blocks, block_size)
         weights = weights_of(config, dtype)
         kernels = ready_kernels(dtype, threads, config.head_dim % WIDTH == 0)
@@ -183,7 +183,9 @@ class SmallDecoder:
         self.layers: CountedLayers | None = None
         self.cpu_layers: CpuLayers | None = None
         if at_once:
-            self.cpu_layers = cpu_layers(config, weights, self.pool, self.attention, ops, matmul, threads, leaves_core)
+            self.cpu_layers = cpu_layers(
+                config, weights, self.pool, self.attention, ops, matmul, threads, takes_both_cores
+            )
             assert self.cpu_layers is not None
             self.layers = CountedLayers(self.cpu_layers)
         self.decoder = Decoder(config, weights, self.attention, ops, matmul, self.layers)

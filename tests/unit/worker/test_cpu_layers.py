@@ -354,7 +354,7 @@ def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: boo
     weights = weights_of(config, dtype, pack)
     ops = ready.decoder._ops
     assert isinstance(ops, CpuOps)
-    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads, leaves_core=True)
+    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads, takes_both_cores=False)
 
 
 def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +473,7 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
         return used
 
     other = _decoder("wide", dtype, 2)
-    ours = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, leaves_core=False)
+    ours = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, takes_both_cores=True)
     threads = threads_of(ours.cpu_layers)
     for count in (1, 2, 1):
         step = step_of(_decodes(count))
@@ -481,10 +481,18 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
         assert torch.equal(ours.run(step, content), other.run(step, content))
         assert torch.equal(ours.pool.storage.nan_to_num(), other.pool.storage.nan_to_num())
     assert threads == [1, 2, 1]
+    assert ours.cpu_layers is not None
+    ours.cpu_layers._most_tokens_alone = 9
+    for cached in (8, 9):
+        step = step_of([(cached, 1)])
+        ours.run(step, content_of(step, ours.pool))
+    assert threads == [1, 2, 1, 1, 2]
+    ours.decoder.logits(torch.zeros(1, CONFIGS["wide"].hidden_size, dtype=dtype))
+    assert threads == [1, 2, 1, 1, 2, 2]  # after a prompt, whose layers took both threads
     monkeypatch.setattr(module, "_MOST_BYTES_ALONE", 1000)
-    large = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, leaves_core=False)
+    large = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, takes_both_cores=True)
     spare = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True)
-    one = SmallDecoder(CONFIGS["wide"], dtype, 1, at_once=True, leaves_core=False)
+    one = SmallDecoder(CONFIGS["wide"], dtype, 1, at_once=True, takes_both_cores=True)
     assert [decoder.cpu_layers and decoder.cpu_layers.most_rows_alone for decoder in (ours, large, spare, one)] == [
         1,
         0,
