@@ -488,7 +488,7 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
         ours.run(step, content_of(step, ours.pool))
     assert threads == [1, 2, 1, 1, 2]
     ours.decoder.logits(torch.zeros(1, CONFIGS["wide"].hidden_size, dtype=dtype))
-    assert threads == [1, 2, 1, 1, 2, 2]  # after a prompt, whose layers took both threads
+    assert threads == [1, 2, 1, 1, 2, 2]  # the layers of a prompt took both threads, and its head does too
     monkeypatch.setattr(module, "_MOST_BYTES_ALONE", 1000)
     large = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, takes_both_cores=True)
     spare = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True)
