@@ -40,7 +40,6 @@ from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
-_INT64_ARRAYS = at.TOKENS, at.POSITIONS, at.SLOTS, at.WANTED
 # The last layer computes attention for the wanted rows alone, each by itself, if these are at most one of so many rows,
 _FEW_WANTED = 4
 # and not many more than so many of each longer chunk: the attention of a whole chunk takes less time per row.
