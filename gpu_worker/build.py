@@ -27,7 +27,7 @@ from gpu_worker.cpu.products import FewRows
 from gpu_worker.cpu.threads import sleep_between_steps
 from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.errors import ModelError
-from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
+from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, head_copy_bytes, memory_need
 from gpu_worker.kv.pool import allocate_pool
 from gpu_worker.kv.swap import staging_bytes
 from gpu_worker.memory import bytes_for_steps, kv_blocks_that_fit
@@ -258,7 +258,10 @@ class _RunnerMaker:
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
                 takes_both = whole_cores() == 2 and not leaves_core
-                all_layers = cpu_layers(config, self.model.weights, pool, attention, ops, matmul, threads, takes_both)
+                with_bounds = head_copy_bytes(settings, config, self.model.dtype) > 0
+                all_layers = cpu_layers(
+                    config, self.model.weights, pool, attention, ops, matmul, threads, takes_both, with_bounds
+                )
         elif self.flashinfer is None:
             attention = TorchAttention(pool, config.windows, by_row=settings.deterministic)
             ops = TorchOps(config, self.max_model_len, device)

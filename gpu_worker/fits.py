@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
@@ -22,6 +22,8 @@ log: structlog.stdlib.BoundLogger = get_logger(__name__)
 # On a CPU, the pool takes at most this share of the available memory, unless the smallest useful pool needs more. The
 # rest is for steps and other programs.
 _POOL_SHARE = 0.9
+# A head of less than one of so many weights has no copy.
+_LEAST_HEAD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,12 @@ class MemoryNeed:
     loading_bytes: int
     # All KV blocks, including the dummy block.
     pool_bytes: int
+    head_copy_bytes: int = 0  # see head_copy_bytes()
 
     @property
     def num_bytes(self) -> int:
-        """The peak. The pool is allocated after the weights have loaded."""
-        return self.weights_bytes + max(self.loading_bytes, self.pool_bytes)
+        """The peak. The pool and the copy of the head are allocated after the weights have loaded."""
+        return self.weights_bytes + max(self.loading_bytes, self.head_copy_bytes + self.pool_bytes)
 
 
 def check_fits(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,10 +66,9 @@ def check_memory(
     """check_fits() without a claim. `available`: on the host. Returns what the host needs. Raises ModelTooLarge."""
     need = memory_need(settings, config, dtype)
     if device.type == "cuda":
-        _check(settings, need, dtype, device, _gpu_memory(settings, device))
+        _check(settings, replace(need, head_copy_bytes=0), dtype, device, _gpu_memory(settings, device))
         need = MemoryNeed(0, 0, 0)
-    host_bytes = _host_pool_bytes(settings, config, dtype)
-    need = MemoryNeed(need.weights_bytes, need.loading_bytes, need.pool_bytes + host_bytes)
+    need = replace(need, pool_bytes=need.pool_bytes + _host_pool_bytes(settings, config, dtype))
     _check(settings, need, dtype, device, available)
     return need
 
@@ -78,11 +80,14 @@ def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
     still see it as free.
 
     Raises ModelError if not even one block fits into --kv-cache-gib."""
-    one_block_bytes = block_bytes(settings, config, dtype)
+    one_block_bytes, copy_bytes = block_bytes(settings, config, dtype), head_copy_bytes(settings, config, dtype)
     num_blocks = wanted_cpu_blocks(settings, config, dtype, max_model_len)
     with memory_claims.lock() as claims:
         available = claims.available()
-        if available is not None and (fitting := blocks_in(available.num_bytes, one_block_bytes)) < num_blocks:
+        fitting = num_blocks
+        if available is not None:
+            fitting = blocks_in(max(0, available.num_bytes - copy_bytes), one_block_bytes)
+        if available is not None and fitting < num_blocks:
             smallest = memory_need(settings, config, dtype).pool_bytes // one_block_bytes
             num_blocks = min(num_blocks, max(fitting, smallest))
             log.warning(
@@ -92,7 +97,7 @@ def cpu_blocks(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dty
                 available_gib=round(available.num_bytes / GIB, 3),
                 limit=available.limit,
             )
-        claims.claim(num_blocks * one_block_bytes)
+        claims.claim(copy_bytes + num_blocks * one_block_bytes)
     return num_blocks
 
 
@@ -134,7 +139,20 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
         weights_bytes=weights_bytes(shapes, config, dtype, settings.quantization),
         loading_bytes=loading_bytes + largest * source_type.itemsize,
         pool_bytes=(num_blocks + 1) * block_bytes(settings, config, dtype),
+        head_copy_bytes=head_copy_bytes(settings, config, dtype),
     )
+
+
+def head_copy_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Of the head's int8 copy on a CPU that computes a step in one call (cpu/logit_bounds.py); 0: it has none, because
+    the head is a small part of the weights, or because the kernels do not use one."""
+    has_layers = settings.attention_backend == "auto" and settings.quantization == "none" and not settings.deterministic
+    if not has_layers or dtype not in (torch.float32, torch.bfloat16) or not config.has_head:
+        return 0
+    shapes = expected_tensors(config)
+    if config.vocab_size * config.hidden_size * _LEAST_HEAD < sum(map(math.prod, shapes.values())):
+        return 0
+    return config.vocab_size * (config.hidden_size + 8)  # with two float32 per token
 
 
 def block_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -175,10 +193,12 @@ def _check(
         helps.append(f"fewer than --num-blocks {settings.num_blocks}")
     if settings.host_gib or settings.num_host_blocks:
         helps.append("less --host-gib")
-    weights, loading, pool = need.weights_bytes / GIB, need.loading_bytes / GIB, need.pool_bytes / GIB
+    weights, loading = need.weights_bytes / GIB, need.loading_bytes / GIB
+    pool, copy = need.pool_bytes / GIB, need.head_copy_bytes / GIB
+    beside = f" and {copy:.1f} GiB for a copy of the head" if need.head_copy_bytes else ""
     raise ModelTooLarge(
         f"{settings.model} does not fit into memory: it needs {need.num_bytes / GIB:.1f} GiB (weights as {served} "
-        f"{weights:.1f} GiB; {loading:.1f} GiB more while they load, then {pool:.1f} GiB of KV blocks), but "
+        f"{weights:.1f} GiB; {loading:.1f} GiB more while they load, then {pool:.1f} GiB of KV blocks{beside}), but "
         f"{available.num_bytes / GIB:.1f} GiB are available ({available.limit}); what helps: "
         f"{', '.join([*helps, 'more memory'])}"
     )

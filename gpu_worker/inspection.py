@@ -46,7 +46,7 @@ class Inspection:
     file_bytes: int  # weights in the files; 0 for dummy weights, and while files are absent
     absent: tuple[str, ...]  # weight files that are to be downloaded
     download_bytes: int  # of the weights; an estimate, as if the files had the served type without quantization
-    weights_bytes: int  # in memory, in `dtype`
+    weights_bytes: int  # in memory, in `dtype`; on a CPU with the copy of the head (head_copy_bytes())
     host_bytes: int  # memory of the host for a start with the smallest useful pool, at its peak
     available: AvailableMemory | None  # on the host
     wanted_pool_bytes: int  # of KV blocks on a CPU; 0 on a GPU
@@ -88,7 +88,7 @@ def _need(
     host = check_memory(settings, config, dtype, device, available)
     unquantized = settings.model_copy(update={"quantization": "none"})
     download, weights = (memory_need(one, config, dtype).weights_bytes for one in (unquantized, settings))
-    return download, weights, host.num_bytes
+    return download, weights + host.head_copy_bytes, host.num_bytes
 
 
 def inspect_model(settings: WorkerSettings) -> Inspection:

@@ -18,7 +18,7 @@ from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.decode_attention import attend_narrow, attend_wide
 from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul, write
-from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, float_of_bits, load, softmax, store
+from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, load, parts_of, scale_of, softmax, store
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -43,22 +43,15 @@ def _mask_softmax(scores: Any, head_rows: int, group: int, window: int, scale: f
 def _split(x: Any, parts: Any, scales: Any) -> None:
     rows, width = x.shape
     for row in prange(rows):
-        # The largest absolute value, by its bits: comparing them as integers is vectorized, even if some are NaN.
-        most = np.int32(0)
-        for d in range(width):
-            most = max(most, np.int32(bits_of_float(load(x[row, d])) & np.uint32(0x7FFFFFFF)))
-        if most >= np.int32(0x7F800000):  # NaN or infinity
-            scales[row] = np.float32(np.nan)
+        scale = scale_of(x[row])
+        scales[row] = scale
+        if scale != scale:  # NaN
             for d in range(width):
                 parts[row, d] = parts[rows + row, d] = np.uint8(128)
             continue
-        scale = max(float_of_bits(np.uint32(most)), np.float32(1e-30)) / np.float32(127)
-        scales[row] = scale
         inverse = np.float32(1) / scale
         for d in range(width):
-            scaled = load(x[row, d]) * inverse
-            high = np.floor(scaled + np.float32(0.5))
-            low = np.floor((scaled - high) * np.float32(254) + np.float32(0.5))
+            high, low = parts_of(load(x[row, d]) * inverse)
             parts[row, d] = np.uint8(np.int32(high) + np.int32(128))
             parts[rows + row, d] = np.uint8(np.int32(low) + np.int32(128))
 

@@ -127,6 +127,26 @@ def largest(numbers: Any) -> Any:
     return float_of_bits(np.uint32(most ^ ((most >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
+@njit(inline="always")
+def scale_of(numbers: Any) -> Any:
+    """What parts_of() divides the numbers of a row by: their largest absolute value / 127, as a float32, or NaN if one
+    is infinite or NaN."""
+    # By its bits: comparing them as integers is vectorized, even if some are NaN.
+    most = np.int32(0)
+    for i in range(len(numbers)):
+        most = max(most, np.int32(bits_of_float(load(numbers[i])) & np.uint32(0x7FFFFFFF)))
+    if most >= np.int32(0x7F800000):
+        return np.float32(np.nan)
+    return max(float_of_bits(np.uint32(most)), np.float32(1e-30)) / np.float32(127)
+
+
+@njit(inline="always")
+def parts_of(number: Any) -> Any:
+    """A float32 of at most 127 as high + low / 254, whole numbers of at most 127. The error is at most 1 / 508."""
+    high = np.floor(number + np.float32(0.5))
+    return high, np.floor((number - high) * np.float32(254) + np.float32(0.5))
+
+
 @njit(inline="always", fastmath=FASTMATH)
 def exp(x: Any) -> Any:
     """The exponential of a float32, to about 1e-7 (Cephes' expf). An x outside -87..88 counts as the nearer limit. A

@@ -49,12 +49,18 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, first: int, work: Any, out: Any) -> None:
     """A thread's part of the outputs from block `first` on, of 64 each."""
-    blocks, part = out.shape[1] // OUTPUTS, _PART_BYTES // packed.itemsize // OUTPUTS
+    blocks, part = out.shape[1] // OUTPUTS, part_of(packed)
     sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
     unit = next_unit(work, blocks - first)
     while unit >= 0:
         multiply_block(rows, packed, bias, adds, first + unit, part, sums, out)
         unit = next_unit(work, blocks - first)
+
+
+@njit(inline="always")
+def part_of(packed: Any) -> Any:
+    """How many inputs multiply_block() reads for all rows before the next inputs."""
+    return _PART_BYTES // packed.itemsize // OUTPUTS
 
 
 @njit(fastmath=False)
@@ -139,11 +145,17 @@ def multiply_table_part(rows: Any, table: Any, work: Any, out: Any) -> None:
     units = (len(table) + OUTPUTS - 1) // OUTPUTS
     unit = next_unit(work, units)
     while unit >= 0:
-        for output in range(unit * OUTPUTS, min((unit + 1) * OUTPUTS, len(table))):
-            weights = table[output]
-            for row in range(0, len(rows), 4):
-                _four_products(rows, row, weights, output, out)
+        multiply_table_block(rows, table, unit, out)
         unit = next_unit(work, units)
+
+
+@njit(fastmath=False)
+def multiply_table_block(rows: Any, table: Any, block: int, out: Any) -> None:
+    """The 64 outputs of a block; of the last one, what is left."""
+    for output in range(block * OUTPUTS, min((block + 1) * OUTPUTS, len(table))):
+        weights = table[output]
+        for row in range(0, len(rows), 4):
+            _four_products(rows, row, weights, output, out)
 
 
 @njit(inline="always")

@@ -48,6 +48,11 @@ def has_vectors(dtype: torch.dtype) -> bool:
     return bool(get_host_cpu_features().get(feature))
 
 
+def has_byte_products() -> bool:
+    """Whether this CPU has the instruction of add_bytes(). What has_vectors() checks is checked already."""
+    return bool(get_host_cpu_features().get("avx512vnni"))
+
+
 class _Sums(types.Type):
     def __init__(self) -> None:
         super().__init__(name=f"float32x{OUTPUTS}")
@@ -234,6 +239,52 @@ def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = 
     # A bfloat16 is the upper half of a float32.
     bits = builder.zext(load(builder, pointer, part * _LANES, _SHORTS), _INTS)
     return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
+
+
+@intrinsic
+def add_bytes(_context: Any, sums: Any, codes: Any, _offset: Any, inputs: Any, _at: Any) -> Any:
+    """In a kernel: sums + the products of four inputs, int8, from inputs[at] on, with their codes for 64 outputs,
+    uint8, which begin at codes[offset]: first the four of an output. Arrays are contiguous; codes are at multiples of
+    64. The sums are int32, for join_bytes(). Without has_byte_products(), a call stops the program."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, codes, offset, inputs, at = arguments
+        if not has_byte_products():
+            trap = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, trap, "llvm.trap"), [])
+            return sums
+        codes = builder.bitcast(_pointer(context, builder, signature.args[1], codes, offset), _INTS.as_pointer())
+        place = _pointer(context, builder, signature.args[3], inputs, at)
+        four = _repeat(builder, builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=1), _INTS)
+        kind = ir.FunctionType(_INTS, [_INTS] * 3)
+        add = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        for part in range(_NUM_PARTS):
+            own = builder.load(builder.gep(codes, [ir.IntType(64)(part)]), align=64)
+            total = builder.bitcast(builder.extract_value(sums, part), _INTS)
+            total = builder.bitcast(builder.call(add, [total, own, four]), _FLOATS)
+            sums = builder.insert_value(sums, total, part)
+        return sums
+
+    return sums(sums, codes, types.intp, inputs, types.intp), build
+
+
+@intrinsic
+def join_bytes(_context: Any, high: Any, low: Any, _high_zero: Any, _low_zero: Any, _factor: Any) -> Any:
+    """In a kernel: (high - high_zero) + (low - low_zero) * factor, of sums from add_bytes(). Zeros are int32."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        factor = _repeat(builder, arguments[4], _FLOATS)
+        zeros = [_repeat(builder, zero, _INTS) for zero in arguments[2:4]]
+        joined = ir.Constant(_PARTS, ir.Undefined)
+        for part in range(_NUM_PARTS):
+            totals = [builder.bitcast(builder.extract_value(sums, part), _INTS) for sums in arguments[:2]]
+            upper, lower = (
+                builder.sitofp(builder.sub(total, zero), _FLOATS) for total, zero in zip(totals, zeros, strict=True)
+            )
+            joined = builder.insert_value(joined, _fma(builder, upper, lower, factor), part)
+        return joined
+
+    return high(high, low, types.int32, types.int32, types.float32), build
 
 
 @intrinsic

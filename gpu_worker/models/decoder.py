@@ -33,11 +33,17 @@ class AllLayers(Protocol):
     ) -> Tensor | None:
         """The result of Decoder.forward()."""
 
-    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
-        """Logits [rows, vocab]."""
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        before_kernels: Callable[[], None] = nothing,
+        only_largest: bool = False,
+    ) -> Tensor | None:
+        """The result of Decoder.all_logits()."""
 
-    def head(self, hidden: Tensor) -> Tensor | None:
-        """Logits [rows, vocab] of hidden states, of a row the same bits as from logits()."""
+    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
+        """The result of Decoder.logits(): of a row the same bits as from logits()."""
 
 
 class Decoder:
@@ -85,19 +91,22 @@ class Decoder:
         """The rows from forward() after the final norm, [rows, hidden size]: transformers' last hidden states."""
         return self._ops.norm(hidden, self._weights.final_norm)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
-        if self._all_layers is not None and out is None and (made := self._all_layers.head(hidden)) is not None:
-            return made
+    def logits(self, hidden: Tensor, out: Tensor | None = None, only_largest: bool = False) -> Tensor:
+        """Logits [rows, vocab] of rows from forward(), written to `out` if given. only_largest: logits that cannot be
+        the largest of their row may be -infinity."""
+        if self._all_layers is not None and out is None:
+            made = self._all_layers.head(hidden, only_largest)
+            if made is not None:
+                return made
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
-    def all_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits [rows, vocab] of all rows. The arguments are those of forward()."""
+    def all_logits(self, tokens: Tensor, positions: Tensor, only_largest: bool = False) -> Tensor:
+        """Logits [rows, vocab] of all rows. The arguments are those of forward() and logits()."""
         if self._all_layers is not None:
-            logits = self._all_layers.logits(tokens, positions, self.before_kernels)
+            logits = self._all_layers.logits(tokens, positions, self.before_kernels, only_largest)
             if logits is not None:
                 return logits
-        return self.logits(self.forward(tokens, positions))
+        return self.logits(self.forward(tokens, positions), only_largest=only_largest)
 
     @property
     def config(self) -> DecoderConfig:

@@ -64,12 +64,17 @@ class SamplingRows:
     scored: npt.NDArray[np.int64]  # rows with log probabilities
     num_top: npt.NDArray[np.int64]  # [scored] how many of the most likely tokens to report
 
+    @property
+    def need_only_largest(self) -> bool:
+        """Whether all these rows need of their logits is the largest one: they are greedy, and no filter matters."""
+        return not (len(self.banned_rows) or len(self.scored) or self.columns["temperature"].any())
+
     def draws(self) -> npt.NDArray[np.int32] | None:
         """The parameters for sample_rows() in fused.py, if it alone can sample the tokens; else None."""
         columns = self.columns
         if len(self.banned_rows) or len(self.scored):
             return None
-        if not columns["temperature"].any():  # greedy: no filter matters
+        if self.need_only_largest:
             return np.zeros((len(self.seed), NUM_PARAMETERS), np.int32)
         if need_other_filters(columns).any():
             return None

@@ -24,7 +24,7 @@ from gpu_worker.sampling.fused import NUM_PARAMETERS, sample_rows
 from gpu_worker.sampling.grammars import GrammarMask, Grammars
 from gpu_worker.sampling.logits_processors import LogitsProcessors
 from gpu_worker.sampling.prompt_scores import rows_at_once, score_prompts
-from gpu_worker.sampling.sampler import Largest, Sampled, sample
+from gpu_worker.sampling.sampler import Largest, Sampled, SamplingRows, sample
 from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
@@ -306,9 +306,11 @@ class ModelRunner:
             return StepOutputs(self._replay(rows, arrays, self._graphs, graph))
         size = self._pieces.size_for(arrays.num_rows) if self._pieces else None
         step = self._prepare(arrays if size is None else arrays.with_padding_rows(size), captured=False)
+        parameters = self._slots.sampling_rows(rows)
+        only_largest = parameters.need_only_largest and self._is_plain(rows.sampled_slots)
         if self._pieces is None and arrays.sampling_rows is None and len(arrays.sampled_slots) == arrays.num_rows:
-            logits = self._decoder.all_logits(self._tokens(step), step.positions)
-            return StepOutputs(self._sample(rows, step, logits))
+            logits = self._decoder.all_logits(self._tokens(step), step.positions, only_largest)
+            return StepOutputs(self._sample(rows, step, logits, parameters))
         hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)
         num_logits = num_samples + rows.num_draft_rows
@@ -316,8 +318,8 @@ class ModelRunner:
         if num_logits:
             # One product with the head for all rows, unless there are very many draft tokens.
             first, *more = torch.split(hidden[:num_logits], self._rows_at_once)
-            logits = self._decoder.logits(first)
-            drawn = self._sample(rows, step, logits[:num_samples]) if num_samples else None
+            logits = self._decoder.logits(first, only_largest=only_largest and not rows.num_draft_rows)
+            drawn = self._sample(rows, step, logits[:num_samples], parameters) if num_samples else None
             if rows.num_drafted:
                 drafts = self._verify(rows, chain([logits[num_samples:]], map(self._decoder.logits, more)))
         scores = None
@@ -328,13 +330,12 @@ class ModelRunner:
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
         slots = rows.sampled_slots
-        is_plain = self._logits_processors.of(slots) is None and not self._grammars.of(slots)
-        parameters = self._slots.sampling_rows(rows) if self._fused_sampling and is_plain else None
-        draws = None if parameters is None else parameters.draws()
+        parameters = self._slots.sampling_rows(rows)
+        draws = parameters.draws() if self._fused_sampling and self._is_plain(slots) else None
         step = self._prepare(self._padded(arrays, size, draws), captured=True)
         output = graphs.replay(size)
-        if parameters is None or draws is None or output.drawn is None:
-            return self._sample(rows, step, output.logits[: arrays.num_rows])
+        if draws is None or output.drawn is None:
+            return self._sample(rows, step, output.logits[: arrays.num_rows], parameters)
         tokens, failed = output.drawn
         sampled = Sampled(tokens[: arrays.num_rows], failed[: arrays.num_rows], None, None)
         return fetch_drawn(sampled, slots, parameters, {})
@@ -365,9 +366,12 @@ class ModelRunner:
         hidden = self._decoder.forward(self._tokens(step), step.positions, wanted)
         return pooler.pool(rows, self._slots.num_tokens, self._decoder.final(hidden)) if len(hidden) else None
 
-    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
+    def _is_plain(self, slots: np.ndarray) -> bool:
+        """Whether nothing changes the logits of these slots but their sampling parameters."""
+        return self._logits_processors.of(slots) is None and not self._grammars.of(slots)
+
+    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor, parameters: SamplingRows) -> Drawn:
         """logits: [rows that sample, vocab]."""
-        parameters = self._slots.sampling_rows(rows)
         slots = rows.sampled_slots
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
         sampled = self._draw(logits, parameters, processors, mask)

@@ -25,13 +25,15 @@ from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
+from gpu_worker.cpu.logit_bounds import MOST_ROWS as MOST_BOUNDED_ROWS
+from gpu_worker.cpu.logit_bounds import LogitBounds, logit_bounds
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.products import MOST_TABLE_ROWS
 from gpu_worker.cpu.threads import COUNTER, run_threads
-from gpu_worker.cpu.vectors import OUTPUTS
+from gpu_worker.cpu.vectors import OUTPUTS, has_byte_products
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import nothing
@@ -74,14 +76,15 @@ class CpuLayers:
         embedding: np.ndarray,
         final_norm: np.ndarray,
         head: np.ndarray | None,
+        bounds: LogitBounds | None,
         pool: KvPool,
         attention: CpuAttention,
         turns: np.ndarray,
         threads: int,
         takes_both_cores: bool,
     ) -> None:
-        """layers: for each layer, its arrays in the order of LAYERS. head: what PackedMatmul.memory() returns. The
-        caller keeps the weights in memory."""
+        """layers: for each layer, its arrays in the order of LAYERS. head: what PackedMatmul.memory() returns. bounds:
+        of this head. The caller keeps the weights in memory."""
         dtype = pool.storage.dtype
         number = as_array(pool.keys).dtype
         weights = [embedding, final_norm, *([] if head is None else [head])]
@@ -130,6 +133,11 @@ class CpuLayers:
         }
         if head is not None:
             fixed[at.HEAD] = head
+        self._most_bounded = 0 if bounds is None else MOST_BOUNDED_ROWS[dtype]
+        if bounds is not None:
+            shape = 2, self._most_bounded, -(-self._vocab // OUTPUTS)
+            fixed |= {at.CODES: bounds.codes, at.SCALES: bounds.scales, at.ERRORS: bounds.errors}
+            fixed[at.BOUNDS] = np.empty(shape, np.float32)
         self._numbers = np.array([config.rms_norm_eps, config.head_dim**-0.5], np.float32)
         self._arguments = np.zeros(at.NUM_ARGUMENTS, np.int64)
         for place, array in fixed.items():
@@ -164,25 +172,36 @@ class CpuLayers:
         function."""
         return self._compute(tokens, positions, wanted, None, before_kernels)
 
-    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
-        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        before_kernels: Callable[[], None] = nothing,
+        only_largest: bool = False,
+    ) -> Tensor | None:
+        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows.
+        only_largest: logits that cannot be the largest of their row may be -infinity."""
         num_rows = tokens.shape[0]
         if num_rows > self._most_logits:
             return None
-        logits = torch.empty(num_rows, self._vocab, dtype=self._attention.dtype)
+        logits = self._new_logits(num_rows, only_largest)
         return None if self._compute(tokens, positions, None, logits, before_kernels) is None else logits
 
-    def head(self, hidden: Tensor) -> Tensor | None:
+    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
         """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
         be None, too."""
         if not 0 < len(hidden) <= self._most_logits:
             return None
         assert hidden.is_contiguous()
         assert hidden.dtype == self._attention.dtype
-        logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
+        logits = self._new_logits(len(hidden), only_largest)
         self._arguments[at.NUM_LAYERS] = 0
         self._call(len(hidden), hidden, logits, has_all_rows=True, alone=False)
         return logits
+
+    def _new_logits(self, num_rows: int, only_largest: bool) -> Tensor:
+        self._arguments[at.ONLY_LARGEST] = only_largest and num_rows <= self._most_bounded
+        return torch.empty(num_rows, self._vocab, dtype=self._attention.dtype)
 
     def _compute(
         self,
@@ -278,9 +297,11 @@ def cpu_layers(
     matmul: PackedMatmul,
     threads: int,
     takes_both_cores: bool,
+    with_bounds: bool,
 ) -> CpuLayers | None:
     """None if the function cannot compute this model. `matmul`: with kernels for a few rows. `takes_both_cores`:
-    the machine has two cores, and the worker's threads take both."""
+    the machine has two cores, and the worker's threads take both. `with_bounds`: make a copy of the head that the
+    largest logit needs less time with, if the CPU can use it."""
     if config.output_bias:
         return None
     layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
@@ -295,8 +316,13 @@ def cpu_layers(
         return None
     head_memory = matmul.memory(head, weights.final_norm.dtype) if config.has_head else None
     tables = as_array(embedding), as_array(weights.final_norm), head_memory
-    use_huge_pages([array for array in chain(tables, *layers) if array is not None])
-    return CpuLayers(config, layers, *tables, pool, attention, ops.turns, threads, takes_both_cores)
+    arrays = [array for array in chain(tables, *layers) if array is not None]
+    bounds = None
+    if head_memory is not None and with_bounds and has_byte_products():
+        bounds = logit_bounds(head_memory, config.vocab_size, config.hidden_size)
+        arrays.append(bounds.codes)
+    use_huge_pages(arrays)
+    return CpuLayers(config, layers, *tables, bounds, pool, attention, ops.turns, threads, takes_both_cores)
 
 
 def _arrays_of(layer: LayerWeights, ops: CpuOps, matmul: PackedMatmul) -> list[np.ndarray | None]:

@@ -25,6 +25,10 @@
     KEYS,  # [layers, blocks, block_size, kv_heads, head_dim]
     VALUES,
     WINDOWS,  # int64 [layers]; 0: none
+    CODES,  # the arrays of LogitBounds
+    SCALES,
+    ERRORS,
+    BOUNDS,  # scratch memory: float32 [2, rows, ceil(vocab / 64)]
     LAYERS,  # int64 [layers, NUM_LAYER_ARRAYS]
     STREAM,  # scratch memory: [rows, width], hidden states; HIDDEN itself if the result has all rows
     NORMED,  # [rows, width]
@@ -41,6 +45,7 @@
     SKIPS_QUERIES,  # 1: the last layer computes attention for the wanted rows alone
     NUM_BLOCK_IDS,
     NUM_SCRATCH,  # elements of PACKED_KEYS and of SEEN_VALUES
+    ONLY_LARGEST,  # 1: logits that cannot be the largest of their row are -infinity
     NUM_LAYERS,
     NUM_BLOCKS,
     BLOCK_SIZE,
@@ -52,8 +57,8 @@
     VOCAB,
     NUM_POSITIONS,
     HEAD_IS_TABLE,
-) = range(50)
-NUM_ARGUMENTS = 50
+) = range(55)
+NUM_ARGUMENTS = 55
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8

@@ -11,6 +11,7 @@ from gpu_worker.cpu.chunk_attention import attend_part, pack_part
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.layers import arguments as at
+from gpu_worker.cpu.logit_bounds import likeliest_part
 from gpu_worker.cpu.numbers import FASTMATH, load, store
 from gpu_worker.cpu.products import multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work
@@ -139,9 +140,11 @@ def _run_thread(
         meetings = meet(_arrived(a), threads, meetings)
     if a[at.LOGITS]:
         normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
-        head = array_at(a[at.HEAD], width * a[at.VOCAB], like)
         logits = array_at(a[at.LOGITS], len(result) * a[at.VOCAB], like).reshape(len(result), a[at.VOCAB])
-        if a[at.HEAD_IS_TABLE]:
+        head = array_at(a[at.HEAD], width * a[at.VOCAB], like)
+        if a[at.ONLY_LARGEST]:
+            _compute_likeliest(a, normed, head, work, meetings, logits)
+        elif a[at.HEAD_IS_TABLE]:
             multiply_table_part(normed, head.reshape(a[at.VOCAB], width), work, logits)
         else:
             multiply_part(normed, head, empty, False, 0, work, logits)
@@ -177,6 +180,20 @@ def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: 
     begin, end = count * thread // threads, count * (thread + 1) // threads
     _norm(hidden[begin:end], array_at(weight, width, hidden), eps, normed[begin:end])
     return normed, meet(_arrived(a), threads, meetings)
+
+
+@njit(inline="always")
+def _compute_likeliest(a: Any, normed: Any, head: Any, work: Any, meetings: int, logits: Any) -> None:
+    blocks = -(-logits.shape[1] // OUTPUTS)
+    bytes_like, floats_like = np.empty(0, np.uint8), np.empty(0, np.float32)
+    copy = (
+        array_at(a[at.CODES], blocks * OUTPUTS * normed.shape[1], bytes_like),
+        array_at(a[at.SCALES], blocks * OUTPUTS, floats_like),
+        array_at(a[at.ERRORS], blocks * OUTPUTS, floats_like),
+    )
+    bounds = array_at(a[at.BOUNDS], 2 * len(normed) * blocks, floats_like).reshape(2, len(normed), blocks)
+    is_table = a[at.HEAD_IS_TABLE] != 0
+    likeliest_part(normed, head, is_table, copy, bounds, work, _arrived(a), meetings, logits)
 
 
 @njit(inline="always")

@@ -149,11 +149,17 @@ class CountedLayers:
     ) -> Tensor | None:
         return self._counted(self._layers.run(tokens, positions, wanted, before_kernels))
 
-    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
-        return self._counted(self._layers.logits(tokens, positions, before_kernels))
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        before_kernels: Callable[[], None] = nothing,
+        only_largest: bool = False,
+    ) -> Tensor | None:
+        return self._counted(self._layers.logits(tokens, positions, before_kernels, only_largest))
 
-    def head(self, hidden: Tensor) -> Tensor | None:
-        return self._layers.head(hidden)
+    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
+        return self._layers.head(hidden, only_largest)
 
     def _counted(self, result: Tensor | None) -> Tensor | None:
         self.runs[result is not None] += 1
@@ -184,7 +190,7 @@ class SmallDecoder:
         self.cpu_layers: CpuLayers | None = None
         if at_once:
             self.cpu_layers = cpu_layers(
-                config, weights, self.pool, self.attention, ops, matmul, threads, takes_both_cores
+                config, weights, self.pool, self.attention, ops, matmul, threads, takes_both_cores, with_bounds=True
             )
             assert self.cpu_layers is not None
             self.layers = CountedLayers(self.cpu_layers)

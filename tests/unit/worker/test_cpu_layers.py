@@ -354,7 +354,8 @@ def _made(config: DecoderConfig, dtype: torch.dtype, threads: int = 1, pack: boo
     weights = weights_of(config, dtype, pack)
     ops = ready.decoder._ops
     assert isinstance(ops, CpuOps)
-    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads, takes_both_cores=False)
+    options = {"takes_both_cores": False, "with_bounds": False}
+    return cpu_layers(config, weights, ready.pool, ready.attention, ops, matmul, threads, **options)
 
 
 def test_models_that_the_function_cannot_compute_have_none(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

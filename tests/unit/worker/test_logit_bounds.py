@@ -1,0 +1,242 @@
+"""The largest logit without most of the head: the same token as of all logits, bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gpu_worker.cpu.layers import arguments as at
+from gpu_worker.cpu.layers.all_layers import CpuLayers
+from gpu_worker.cpu.logit_bounds import MOST_ROWS, LogitBounds, logit_bounds
+from gpu_worker.cpu.numbers import as_array
+from gpu_worker.cpu.vectors import has_byte_products, has_vectors
+from gpu_worker.sampling.sampler import largest_logits
+from tests.unit.worker.small_decoders import SmallDecoder, config_of
+
+TYPES = [torch.float32, torch.bfloat16]
+WIDTH = 192
+# With tokens in the last block that are no whole block, where the head is the embedding.
+VOCABS = {True: 64 * 40 + 35, False: 64 * 40}
+
+
+@pytest.fixture(params=TYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if not (has_vectors(request.param) and has_byte_products()):
+        pytest.skip(f"this CPU has no vector instructions for {request.param} and int8")
+    return request.param
+
+
+@cache
+def _decoder(tied: bool, dtype: torch.dtype, threads: int) -> SmallDecoder:
+    config = config_of(vocab_size=VOCABS[tied], tie_embeddings=tied, hidden_size=WIDTH)
+    return SmallDecoder(config, dtype, threads, at_once=True)
+
+
+def _layers(tied: bool, dtype: torch.dtype, threads: int) -> CpuLayers:
+    layers = _decoder(tied, dtype, threads).cpu_layers
+    assert layers is not None
+    return layers
+
+
+def _hidden(rows: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random rows; every other one has a few very large numbers, as those of large models."""
+    hidden = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+    hidden[::2, :3] *= 50
+    return hidden.to(dtype)
+
+
+def _both(layers: CpuLayers, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    whole, bounded = layers.head(hidden), layers.head(hidden, only_largest=True)
+    assert whole is not None
+    assert bounded is not None
+    return whole, bounded
+
+
+def _assert_same_token(whole: Tensor, bounded: Tensor) -> None:
+    for ours, expected in zip(largest_logits(bounded), largest_logits(whole), strict=True):
+        assert torch.equal(ours, expected)
+    computed = bounded != -torch.inf
+    assert torch.equal(bounded[computed].nan_to_num(), whole[computed].nan_to_num())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_largest_logit_is_that_of_all_logits(tied: bool, threads: int, dtype: torch.dtype) -> None:
+    layers = _layers(tied, dtype, threads)
+    for seed in range(25):
+        for rows in range(1, MOST_ROWS[dtype] + 1):
+            whole, bounded = _both(layers, _hidden(rows, dtype, seed))
+            _assert_same_token(whole, bounded)
+            skipped = (bounded == -torch.inf).float().mean()
+            assert skipped > 0.5  # with 1 row, 0.9
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_more_rows_have_all_logits(tied: bool, dtype: torch.dtype) -> None:
+    whole, bounded = _both(_layers(tied, dtype, 2), _hidden(MOST_ROWS[dtype] + 1, dtype))
+    assert torch.equal(whole, bounded)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_has_the_bounds_of_its_own_call(tied: bool, dtype: torch.dtype) -> None:
+    """All logits after only the largest, and the other way round."""
+    layers, hidden = _layers(tied, dtype, 2), _hidden(1, dtype)
+    whole, bounded = _both(layers, hidden)
+    for _ in range(2):
+        again, bounded_again = _both(layers, hidden)
+        assert torch.equal(again, whole)
+        assert torch.equal(bounded_again, bounded)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20, 0.0])
+def test_a_row_of_unusual_numbers_has_the_token_of_all_its_logits(value: float, dtype: torch.dtype) -> None:
+    hidden = _hidden(3, dtype)
+    hidden[1, 7] = value
+    hidden[2] = value
+    for tied in (True, False):
+        _assert_same_token(*_both(_layers(tied, dtype, 2), hidden))
+
+
+@cache
+def _head(seed: int) -> Tensor:
+    """Rows of very different lengths. Some are equal, and some differ so little that bfloat16 cannot tell their logits
+    apart."""
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.randn(VOCABS[False], WIDTH, generator=generator)
+    head *= torch.rand(len(head), 1, generator=generator) ** 4
+    best = head[head.norm(dim=1).argmax()].clone()
+    for token in (70, 900, 901, 2000):
+        head[token] = best
+    for token in (300, 1500, 2100):
+        head[token] = best * (1 - 0.001 * torch.rand(WIDTH, generator=generator))
+    return head
+
+
+def _with_head(layers: CpuLayers, head: Tensor, monkeypatch: pytest.MonkeyPatch) -> LogitBounds:
+    """The layers with another head, a table [vocab, width]."""
+    table = as_array(head.contiguous())
+    bounds = logit_bounds(table, *head.shape)
+    fixed = {at.HEAD: table, at.CODES: bounds.codes, at.SCALES: bounds.scales, at.ERRORS: bounds.errors}
+    changed = layers._arguments.copy()
+    for place, array in fixed.items():
+        changed[place] = array.ctypes.data
+    changed[at.HEAD_IS_TABLE] = 1
+    monkeypatch.setattr(layers, "_arguments", changed)
+    function, _, numbers = layers._addresses
+    monkeypatch.setattr(layers, "_addresses", (function, changed.ctypes.data, numbers))
+    monkeypatch.setattr(layers, "_kept", (layers._kept, fixed))
+    return bounds
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_first_of_equal_logits_is_the_token(
+    threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = _head(0).to(dtype)
+    layers = _layers(False, dtype, threads)
+    _with_head(layers, head, monkeypatch)
+    for scale in (1e-3, 1.0, 300.0):
+        hidden = (scale * torch.stack((_head(0)[70], -_head(0)[70], _hidden(1, torch.float32)[0]))).to(dtype)
+        whole, bounded = _both(layers, hidden)
+        _assert_same_token(whole, bounded)
+    assert (whole[0] == whole[0].max()).sum() >= 4
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, 0.0])
+def test_a_token_of_unusual_weights_is_not_skipped(
+    value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = _head(0).to(dtype)
+    head[1200, 5] = value
+    head[1201] = value
+    layers = _layers(False, dtype, 1)
+    _with_head(layers, head, monkeypatch)
+    for seed in range(5):
+        for sign in (1, -1):
+            _assert_same_token(*_both(layers, sign * _hidden(2, dtype, seed)))
+    _assert_same_token(*_both(layers, torch.zeros(1, WIDTH, dtype=dtype)))
+
+
+def test_logits_that_bfloat16_cannot_tell_apart_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the bounds can tell them apart, as of whole numbers."""
+    if not (has_vectors(torch.bfloat16) and has_byte_products()):
+        pytest.skip("this CPU has no vector instructions for bfloat16 and int8")
+    head = torch.zeros(VOCABS[False], WIDTH, dtype=torch.bfloat16)
+    head[2000] = 127
+    head[100], head[100, 0] = 127, 90
+    layers = _layers(False, torch.bfloat16, 1)
+    _with_head(layers, head, monkeypatch)
+    ones = torch.ones(WIDTH, dtype=torch.bfloat16)
+    layers._arguments[at.FINAL_NORM] = ones.data_ptr()
+    hidden = ones[None].clone()
+    whole, bounded = _both(layers, hidden)
+    _assert_same_token(whole, bounded)
+    assert int(largest_logits(bounded)[0]) == 100
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_bounds_are_those_of_the_copy(tied: bool, threads: int, dtype: torch.dtype) -> None:
+    layers, hidden = _layers(tied, dtype, threads), _hidden(2, dtype)
+    arrays = layers._kept[1]
+    bounds = logit_bounds(arrays[at.HEAD], VOCABS[tied], WIDTH)
+    decoder = _decoder(tied, dtype, threads).decoder
+    rows = decoder.final(hidden).double().numpy()
+    hidden[1, 0] = torch.nan
+    assert layers.head(hidden, only_largest=True) is not None
+    blocks = len(bounds.codes)
+    upper, lower = arrays[at.BOUNDS].reshape(-1)[: 4 * blocks].reshape(2, 2, blocks)
+    products, errors = _copy_of(bounds) @ rows[0], bounds.errors * np.linalg.norm(rows[0])
+    for found, numbers in ((upper[0], products + errors), (lower[0], products - errors)):
+        numbers[VOCABS[tied] :] = -np.inf
+        expected = numbers.reshape(blocks, 64).max(1)
+        np.testing.assert_allclose(found, expected, atol=float(0.05 * errors.max()))
+    assert (upper[1] == np.inf).all()
+    assert (lower[1] == -np.inf).all()
+
+
+def _copy_of(bounds: LogitBounds) -> np.ndarray:
+    """float64 [blocks * 64, width]"""
+    codes = (bounds.codes.astype(np.float64) - 128).transpose(0, 2, 1, 3)
+    return codes.reshape(len(bounds.scales), -1) * bounds.scales[:, None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    width=st.sampled_from([4, 64, 192, 1000]),
+    power=st.integers(0, 8),
+    size=st.sampled_from([1e-6, 1.0, 1e6]),
+)
+def test_a_copy_is_as_near_as_its_errors_say(seed: int, width: int, power: int, size: float) -> None:
+    """The bounds hold for the exact products, with room for the rounding of float32."""
+    generator = torch.Generator().manual_seed(seed)
+    head = size * torch.randn(70, width, generator=generator) * torch.rand(70, width, generator=generator) ** power
+    bounds = logit_bounds(as_array(head), 70, width)
+    copy = _copy_of(bounds)[:70]
+    row = np.random.default_rng(seed).standard_normal(width) ** (1 + 2 * (seed % 2))
+    difference = np.abs(head.double().numpy() @ row - copy @ row)
+    length = np.linalg.norm(row)
+    lengths = head.double().norm(dim=1).numpy()
+    assert (difference + 2.0**-16 * lengths * length <= bounds.errors[:70] * length).all()
+    assert (bounds.errors[:70] <= 0.05 * lengths * max(1, np.sqrt(width) / 4) + 1e-29).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_copy_is_of_the_memory_that_the_kernels_read(tied: bool, dtype: torch.dtype) -> None:
+    """Of a packed matrix in another order than a table."""
+    decoder = _decoder(tied, dtype, 1)
+    layers, vocab = _layers(tied, dtype, 1), VOCABS[tied]
+    head = layers._kept[1][at.HEAD]
+    bounds = logit_bounds(head, vocab, WIDTH)
+    plain = torch.eye(WIDTH).to(dtype)
+    expected = torch.cat([decoder.decoder._matmul.of(rows, decoder.decoder._weights.head) for rows in plain.split(8)])
+    copy = _copy_of(bounds)
+    assert np.abs(copy[:vocab] - expected.T.float().numpy()).max() <= bounds.scales.max() / 2 * 1.01
+    assert not copy[vocab:].any()
