@@ -102,8 +102,8 @@ def test_logits_of_draft_rows_are_those_of_decode_rows(
     noted: list[torch.Tensor] = []
     logits = decoder.logits
 
-    def note(hidden: torch.Tensor) -> torch.Tensor:
-        noted.append(logits(hidden).clone())
+    def note(hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        noted.append(logits(hidden, **options).clone())
         return noted[-1]
 
     monkeypatch.setattr(decoder, "logits", note)

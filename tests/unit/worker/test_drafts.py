@@ -122,9 +122,9 @@ def test_many_draft_rows_are_sampled_in_pieces(
     rows: list[int] = []
     logits = runner._decoder.logits
 
-    def count_rows(hidden: Tensor) -> Tensor:
+    def count_rows(hidden: Tensor, **options: Any) -> Tensor:
         rows.append(len(hidden))
-        return logits(hidden)
+        return logits(hidden, **options)
 
     monkeypatch.setattr(runner._decoder, "logits", count_rows)
     for most in (2, 3, 7):
@@ -233,8 +233,8 @@ def spoil(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, row: int) -> Non
     """The logits of this row of the next steps are NaN."""
     logits = runner._decoder.logits
 
-    def spoiled(hidden: Tensor) -> Tensor:
-        result = logits(hidden)
+    def spoiled(hidden: Tensor, **options: Any) -> Tensor:
+        result = logits(hidden, **options)
         result[row] = torch.nan
         return result
 
