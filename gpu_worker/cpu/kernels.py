@@ -88,10 +88,11 @@ def _largest(logits: Any, tokens: Any, failed: Any) -> None:
     for row in prange(len(logits)):
         best, token = np.int32(-(2**31)), 0
         # First find the part that has the largest logit: a loop that also notes the token uses no vector instructions.
+        # Nor does one with indices that numba does not know to be positive.
         for begin in range(0, vocab, _PART_TOKENS):
-            most = np.int32(-(2**31))
-            for t in range(begin, min(begin + _PART_TOKENS, vocab)):
-                most = max(most, _order(load(logits[row, t])))
+            part, most = logits[row, begin : begin + _PART_TOKENS], np.int32(-(2**31))
+            for t in range(len(part)):
+                most = max(most, _order(load(part[t])))
             if most > best:
                 best, token = most, begin
         while _order(load(logits[row, token])) != best:
