@@ -14,7 +14,7 @@ from gpu_worker.deadline import Allowance, StepWatch
 from gpu_worker.errors import RegistrationRefused, StepFailed, StepOverdue
 from gpu_worker.metrics import record_step
 from gpu_worker.model_thread import LinkRun, ModelThread
-from gpu_worker.steps.runner import StepStats
+from gpu_worker.steps.launched import StepStats
 from paceline.v1.worker_pb2 import (
     GrammarPrepared,
     Heartbeat,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from gpu_worker.steps.runner import StepStats
+from gpu_worker.steps.launched import StepStats
 from paceline.v1.worker_pb2 import StepResult
 
 _STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

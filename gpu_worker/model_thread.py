@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.sampling.compiled import Compiler, PreparedGrammars
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner, StepStats
+from gpu_worker.steps.launched import LaunchedStep, StepStats
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, KeptSequence, StepPlan, StepResult
 
 MAX_MESSAGE = 300  # characters

@@ -14,7 +14,8 @@ import torch
 
 from bench.device.load import GREEDY, Load, LoadRequest, PlannedStep
 from gpu_worker.steps.inputs import StepInput
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.launched import LaunchedStep
+from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 

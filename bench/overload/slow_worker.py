@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import time
 
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.launched import LaunchedStep
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
 from services.cli.main import main
 

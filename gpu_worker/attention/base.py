@@ -98,6 +98,14 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class AdvancingAttention(AttentionBackend, Protocol):
+    """An attention backend that need not plan a step of the same decodes again."""
+
+    def advance(self) -> None:
+        """Instead of plan(): each decode of the planned step is one token further, in the same block."""
+
+
+@runtime_checkable
 class SplitAttention(AttentionBackend, Protocol):
     """An attention backend with the two parts of run(): a captured graph may contain store(), but not attend()."""
 

@@ -92,6 +92,12 @@ class CpuAttention(TorchAttention):
             window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
 
+    def advance(self) -> None:
+        """As of AdvancingAttention. Counts in the arrays of the planned step."""
+        _, _, kv_lens, _ = self._by_kernel
+        for array in (kv_lens, self._metadata.last_block_len, self._slot_mapping.numpy()):
+            array += 1
+
     def tables_of(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         """Arguments of Kernels.attend for some rows of the step: block_ids, first_blocks, kv_lens and rows."""
         metadata = self._metadata

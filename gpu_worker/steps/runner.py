@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -14,7 +13,7 @@ import torch
 from llguidance import LLTokenizer
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend, SplitAttention
+from gpu_worker.attention.base import AdvancingAttention, AttentionBackend, SplitAttention
 from gpu_worker.device import DeviceEvent
 from gpu_worker.errors import ProtocolViolation
 from gpu_worker.kv.pool import KvPool
@@ -29,59 +28,15 @@ from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
+from gpu_worker.steps.launched import Clock, LaunchedStep, StepStats, UnrecordedStep, now_us
 from gpu_worker.steps.pieces import PieceGraphs
 from gpu_worker.steps.pooling import Pooled, Pooler
+from gpu_worker.steps.repeated import RepeatedStep
 from gpu_worker.steps.results import Drawn, StepOutputs, VerifiedDrafts, fetch_drawn
 from gpu_worker.steps.rows import StepRows
 from gpu_worker.steps.slots import SlotBuffers, SlotLimits
 from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step, step_arrays
 from paceline.v1.worker_pb2 import KeptSequence, StepPlan, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """The numbers of a step for the metrics."""
-
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    draft_tokens: int = 0  # rows of draft tokens and of the last tokens before them
-    sequences: int = 0
-    # Entries of all block tables. A block that two sequences share counts twice.
-    table_blocks: int = 0
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """A step that is queued on the device."""
-
-    step: int
-    stats: StepStats
-    started_us: int
-    outputs: StepOutputs
-    done: DeviceEvent
-    clock: _Clock
-
-    def result(self) -> StepResult:
-        """Wait for the device. Call this in the order of the steps, from one thread."""
-        self.done.wait()
-        result = self.outputs.result()
-        result.step = self.step
-        # A step that is launched early begins when the previous step ends.
-        result.started_us = max(self.started_us, self.clock.finished_us)
-        result.finished_us = self.clock.finished_us = _now_us()
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class _UnrecordedStep:
-    sampled: SampledSlots
-    drawn: Drawn
-    done: DeviceEvent
-
-
-@dataclass(slots=True)
-class _Clock:
-    finished_us: int = 0  # of the last step with a fetched result
 
 
 class ModelRunner:
@@ -110,12 +65,16 @@ class ModelRunner:
         self.most_rows_leaving_core = most_rows_leaving_core
         self._decoder = decoder
         self._attention = attention
+        self._advancing: AdvancingAttention | None = None
+        if isinstance(attention, AdvancingAttention) and device.type == "cpu":  # a GPU may still read the arrays
+            self._advancing = attention
         self._pool = pool
         self._slots = SlotBuffers(limits)
         self._logits_processors = LogitsProcessors(limits.vocab_size, limits.max_num_seqs, device)
         self._grammars = Grammars(tokenizer, limits.vocab_size, device)
         self._pooler = pooler
         self._fused_sampling = fused_sampling
+        self._largest = largest
         self._draw = partial(sample, fused=fused_sampling, largest=largest)
         self._inputs = inputs
         self._device = device
@@ -123,12 +82,13 @@ class ModelRunner:
         self._pieces: PieceGraphs | None = None
         # By slot: the last sampled token, the input of the slot's next step. Behind them a spare slot, for padding.
         self._last_tokens = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._clock = _Clock()
+        self._clock = Clock()
         self._rows: StepRows | None = None  # of the last launched step
         # A limit for the memory of logits.
         self._rows_at_once = max(limits.max_num_seqs, rows_at_once(limits.vocab_size))
+        self._repeated: RepeatedStep | None = None
         self._is_whole = True  # whether every plan so far was executed completely
-        self._unrecorded: deque[_UnrecordedStep] = deque()  # steps that are not in the history yet
+        self._unrecorded: deque[UnrecordedStep] = deque()  # steps that are not in the history yet
 
     @property
     def limits(self) -> SlotLimits:
@@ -172,6 +132,7 @@ class ModelRunner:
         with KV that kept() has reported.
 
         `grammars`: the grammars that the next link's sequences may use."""
+        self._repeated = None
         self._slots.reset()
         self._logits_processors.reset()
         self._grammars.reset(grammars or PreparedGrammars())
@@ -251,10 +212,15 @@ class ModelRunner:
         begin. A row with a grammar waits for more: after its forward pass is queued, for the end of the previous step.
 
         Raises ProtocolViolation if the plan breaks the contract. After any exception, call reset()."""
-        started_us = _now_us()
+        started_us = now_us()
         while self._unrecorded and self._unrecorded[0].done.is_passed():
             self._note()
+        repeated, self._repeated = self._repeated, None
         self._is_whole, self._rows = False, None
+        if repeated is not None and repeated.takes(plan):
+            outputs = self._repeat(plan, repeated)
+            self._repeated = repeated
+            return self._launched(plan, started_us, repeated.rows, repeated.sampled, outputs)
         if plan.draft_slots and not self.verifies_drafts:
             raise ProtocolViolation("a plan has draft rows, and this worker computes none")
         rows = self._rows = self._slots.apply(plan)
@@ -268,11 +234,16 @@ class ModelRunner:
             self._move_blocks(rows)
         if len(rows.granted_blocks) and self._attention.reads_whole_blocks:
             self._pool.clear(rows.granted_blocks)
-        outputs = self._forward(rows) if rows.num_rows else StepOutputs()
         sampled = self._slots.sampling(rows)
+        outputs = self._forward(rows, sampled) if rows.num_rows else StepOutputs()
         self._slots.commit(rows)
         if outputs.drafts is not None:
             self._advance(outputs.drafts)
+        return self._launched(plan, started_us, rows, sampled, outputs)
+
+    def _launched(
+        self, plan: StepPlan, started_us: int, rows: StepRows, sampled: SampledSlots, outputs: StepOutputs
+    ) -> LaunchedStep:
         stats = StepStats(
             decode_tokens=rows.num_decodes,
             prefill_tokens=rows.num_rows - rows.num_decodes - rows.num_draft_rows,
@@ -283,9 +254,20 @@ class ModelRunner:
         done = DeviceEvent(self._device, blocking=True)
         done.record()
         if outputs.drawn is not None:
-            self._unrecorded.append(_UnrecordedStep(sampled, outputs.drawn, done))
+            self._unrecorded.append(UnrecordedStep(sampled, outputs.drawn, done))
         self._is_whole = True
         return LaunchedStep(plan.step, stats, started_us, outputs, done, self._clock)
+
+    def _repeat(self, plan: StepPlan, repeated: RepeatedStep) -> StepOutputs:
+        """Run the last step again, one token further. Its tokens must be in the history."""
+        assert self._advancing is not None
+        rows = self._rows = repeated.rows
+        self._slots.repeat(plan.step, rows)
+        if rows.num_rows > self.most_rows_leaving_core:
+            self._decoder.before_kernels()
+        repeated.advance()
+        self._advancing.advance()
+        return StepOutputs(self._decode(rows, repeated.step, repeated.parameters, repeated.only_largest))
 
     def _move_blocks(self, rows: StepRows) -> None:
         self._decoder.before_kernels()  # copies may take long
@@ -296,7 +278,7 @@ class ModelRunner:
         if len(rows.copies[0]):
             self._pool.copy(*rows.copies)
 
-    def _forward(self, rows: StepRows) -> StepOutputs:
+    def _forward(self, rows: StepRows, sampled: SampledSlots) -> StepOutputs:
         if self._pooler is not None:
             return StepOutputs(pooled=self._pool_rows(rows, self._pooler))
         prompts = self._slots.prompt_rows(rows)
@@ -309,8 +291,10 @@ class ModelRunner:
         parameters = self._slots.sampling_rows(rows)
         only_largest = parameters.need_only_largest and self._is_plain(rows.sampled_slots)
         if self._pieces is None and arrays.sampling_rows is None and len(arrays.sampled_slots) == arrays.num_rows:
-            logits = self._decoder.all_logits(self._tokens(step), step.positions, only_largest)
-            return StepOutputs(self._sample(rows, step, logits, parameters))
+            if self._can_repeat(rows):
+                left = self._slots.steps_left(rows)
+                self._repeated = RepeatedStep(rows, sampled, step, parameters, only_largest, left)
+            return StepOutputs(self._decode(rows, step, parameters, only_largest))
         hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)
         num_logits = num_samples + rows.num_draft_rows
@@ -326,6 +310,21 @@ class ModelRunner:
         if prompts is not None:
             scores = score_prompts(hidden[num_logits:], self._decoder.logits, self.limits.vocab_size, prompts.chunks)
         return StepOutputs(drawn, scores, drafts=drafts)
+
+    def _can_repeat(self, rows: StepRows) -> bool:
+        """Whether the next step may be a RepeatedStep: nothing but the sampling parameters may change the logits."""
+        only_decodes = rows.num_decodes == len(rows.slots)
+        is_possible = self._advancing is not None and only_decodes and not self._slots.banned
+        return is_possible and self._is_plain(rows.slots)
+
+    def _decode(self, rows: StepRows, step: StepInput, parameters: SamplingRows, only_largest: bool) -> Drawn:
+        """A step in which each row samples."""
+        logits = self._decoder.all_logits(self._tokens(step), step.positions, only_largest)
+        if not only_largest or self._largest is None:
+            return self._sample(rows, step, logits, parameters)
+        tokens, failed = self._largest(logits)
+        self._last_tokens.index_copy_(0, step.sampled_slots, tokens)
+        return fetch_drawn(Sampled(tokens, failed, None, None), rows.sampled_slots, parameters, {})
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
@@ -419,7 +418,3 @@ class ModelRunner:
     def _tokens(self, step: StepInput) -> Tensor:
         tokens = self._last_tokens.index_select(0, step.decode_slots)
         return tokens if step.prefill_tokens is None else torch.cat((tokens, step.prefill_tokens))
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000

@@ -96,9 +96,7 @@ class SlotBuffers:
 
         Raises ProtocolViolation for an invalid plan. Then only reset() makes the state valid again.
         """
-        if plan.step != self._last_step + 1:
-            raise ProtocolViolation(f"step {plan.step} follows step {self._last_step}")
-        self._last_step = plan.step
+        self._begin(plan.step)
         self._granted = []
         moves = self._moves(plan)
         if plan.free_slots:
@@ -117,6 +115,27 @@ class SlotBuffers:
             self._drafts(plan),
             moves,
         )
+
+    def _begin(self, step: int) -> None:
+        if step != self._last_step + 1:
+            raise ProtocolViolation(f"step {step} follows step {self._last_step}")
+        self._last_step = step
+
+    def repeat(self, step: int, rows: StepRows) -> None:
+        """apply() and commit() of a plan that changes nothing, for these decodes of the last plan. steps_left() must be
+        positive.
+
+        Raises ProtocolViolation as apply() does."""
+        self._begin(step)
+        self.num_computed[rows.slots] += 1
+        self.num_tokens[rows.slots] += 1
+
+    def steps_left(self, rows: StepRows) -> int:
+        """How often repeat() may follow this step of decodes: until a sequence needs its next block, also if it has
+        one, or is at its longest. Call before commit()."""
+        size = self.limits.block_size
+        ends = rows.starts + rows.counts
+        return int(np.minimum(-ends % size, self.limits.max_model_len - ends).min())
 
     def _moves(self, plan: StepPlan) -> tuple[Pairs, Pairs, Pairs]:
         """Swaps out, swaps in, copies."""

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from gpu_worker.deadline import StepWatch
 from gpu_worker.steps.inputs import StepInput
+from gpu_worker.steps.launched import LaunchedStep
 from gpu_worker.steps.results import Drawn, VerifiedDrafts
 from gpu_worker.steps.rows import StepRows
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
 from services.cli.main import main
 

@@ -14,7 +14,8 @@ import pytest
 from gpu_worker.errors import DeviceError, StepFailed
 from gpu_worker.model_thread import LinkRun, ModelThread
 from gpu_worker.sampling.compiled import PreparedGrammars
-from gpu_worker.steps.runner import ModelRunner, StepStats
+from gpu_worker.steps.launched import StepStats
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, StepPlan, StepResult
 
 

@@ -28,7 +28,8 @@ from gpu_worker.models.decoder import Decoder
 from gpu_worker.sampling.compiled import NO_TOKENIZER
 from gpu_worker.server import DeviceLost, run_worker, serve
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.launched import LaunchedStep
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import Grammar, GrammarOrders, GrammarPrepared, NewSequence, StepPlan, StepResult
 from services.runtime import exit_status

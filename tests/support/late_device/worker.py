@@ -12,7 +12,8 @@ import torch
 from gpu_worker import build
 from gpu_worker.attention import flashinfer as flashinfer_attention
 from gpu_worker.attention.flashinfer import FlashInferAttention
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.launched import LaunchedStep
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
 from tests.support.late_device.device import STAGED_BYTES, LateDevice
 from tests.support.late_device.kernels import MakeAttention, late_kernels

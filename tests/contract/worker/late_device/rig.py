@@ -14,7 +14,8 @@ from bench.device.load import GREEDY, Load, LoadRequest
 from gpu_worker.build import build_worker
 from gpu_worker.sampling.compiled import PreparedGrammars
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.launched import LaunchedStep
+from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult
 from tests.unit.worker.driver import pack

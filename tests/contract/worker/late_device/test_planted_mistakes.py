@@ -21,8 +21,9 @@ from gpu_worker.sampling import prompt_scores, sampler
 from gpu_worker.sampling.logits_processors import BatchLogitsProcessors
 from gpu_worker.steps import runner as runner_module
 from gpu_worker.steps.inputs import PinnedInputs
+from gpu_worker.steps.launched import LaunchedStep
 from gpu_worker.steps.pieces import PieceGraphs
-from gpu_worker.steps.runner import LaunchedStep, ModelRunner
+from gpu_worker.steps.runner import ModelRunner
 from gpu_worker.steps.step_arrays import StepArrays
 from paceline.v1.common_pb2 import SamplingParams
 from paceline.v1.worker_pb2 import StepPlan, StepResult
