@@ -1,0 +1,195 @@
+"""A plan that changes nothing runs the last step again, one token further, as if all its arrays were made anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu_worker.build import BuiltWorker
+from gpu_worker.errors import ProtocolViolation
+from gpu_worker.steps.repeated import RepeatedStep
+from gpu_worker.steps.runner import ModelRunner
+from paceline.v1.common_pb2 import SamplingParams
+from paceline.v1.worker_pb2 import StepPlan, StepResult
+from tests.unit.worker.driver import GREEDY, Driver, pack
+from tests.unit.worker.families import VOCAB, Reference
+
+References = Callable[[str], Reference]
+Build = Callable[..., BuiltWorker]
+
+_rng = np.random.default_rng(12)
+PROMPTS = [_rng.integers(0, VOCAB, size=n).tolist() for n in (1, 7, 16, 33, 70)]
+SEEDED = SamplingParams(temperature=1.1, top_p=0.9, seed=5, max_tokens=1)
+SCORED = SamplingParams(top_p=1.0, max_tokens=1, logprobs=True, num_top_logprobs=2)
+BANNED = SamplingParams(temperature=1.0, top_p=1.0, seed=7, min_tokens=12, stop_token_ids=range(100, 130), max_tokens=1)
+PENALISED = SamplingParams(top_p=1.0, frequency_penalty=1.5, max_tokens=1)
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that repeat the last one."""
+    steps: list[int] = []
+    repeat = ModelRunner._repeat
+
+    def noted(runner: ModelRunner, plan: StepPlan, repeated: RepeatedStep) -> Any:
+        steps.append(plan.step)
+        return repeat(runner, plan, repeated)
+
+    monkeypatch.setattr(ModelRunner, "_repeat", noted)
+    return steps
+
+
+def _run(runner: ModelRunner, seed: int) -> list[tuple[Any, ...]]:
+    """Sequences arrive, pause as draft rows, and end. Returns what each result says."""
+    dice, results = random.Random(seed), []
+    driver = Driver(runner, chunk_tokens=dice.choice([5, 64]))
+    samplings = [GREEDY, GREEDY, SEEDED, SCORED, dice.choice([BANNED, PENALISED, SEEDED])]
+    waiting = list(zip(PROMPTS, samplings, strict=True))
+    while waiting or driver.running:
+        if waiting and dice.random() < 0.15:
+            driver.add(waiting[-1][0], 10 + dice.randrange(60), waiting.pop()[1])
+        for sequence in driver.running.values():
+            may_draft = not sequence.fresh and sequence.sampling in (GREEDY, SEEDED)
+            if may_draft and dice.random() < 0.02:
+                driver.draft(sequence, [dice.randrange(VOCAB)])
+            elif sequence.held and dice.random() < 0.7:
+                driver.resume(sequence)
+        results.append(_content(driver.run_step()))
+        for sequence in [s for s in driver.running.values() if s.ended]:
+            driver.free(sequence)
+    kept = sorted(s.SerializeToString(deterministic=True) for s in runner.kept(2**20))
+    runner.reset()
+    return [*results, tuple(kept)]
+
+
+def _content(result: StepResult) -> tuple[Any, ...]:
+    result.started_us = result.finished_us = 0
+    return (result.SerializeToString(deterministic=True),)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama-tied", "mistral"])
+def test_results_are_those_of_new_arrays(
+    family: str, deterministic: bool, dtype: str, reference: References, build: Build, repeats: list[int]
+) -> None:
+    settings = {"block_size": 16, "dtype": dtype, "deterministic": deterministic}
+    runner = build(reference(family).folder, **settings).runner
+    for seed in range(6):
+        with pytest.MonkeyPatch.context() as patch:
+            repeats.clear()
+            found = _run(runner, seed)
+            assert len(repeats) > 5
+            patch.setattr(runner, "_advancing", None)
+            repeats.clear()
+            assert _run(runner, seed) == found
+            assert not repeats
+
+
+def _decoding(runner: ModelRunner, sampling: SamplingParams = GREEDY) -> Driver:
+    """A driver of a sequence with four tokens, of which the last was sampled by a decode."""
+    driver = Driver(runner)
+    driver.add([3, 1], 200, sampling)
+    driver.run_step()
+    driver.run_step()
+    return driver
+
+
+def test_a_step_repeats_until_a_sequence_needs_a_block(reference: References, build: Build, repeats: list[int]) -> None:
+    driver = _decoding(build(reference("llama-tied").folder, block_size=8).runner)
+    for _ in range(20):
+        driver.run_step()
+    # Steps 2, 8 and 16 compute the 3rd, the 9th and the 17th token.
+    assert repeats == [n for n in range(3, 23) if n not in (8, 16)]
+
+
+@pytest.mark.parametrize(("sampling", "num_repeats"), [(SEEDED, 5), (SCORED, 5), (BANNED, 0), (PENALISED, 0)], ids=str)
+def test_a_step_repeats_only_if_nothing_else_changes_its_logits(
+    sampling: SamplingParams, num_repeats: int, reference: References, build: Build, repeats: list[int]
+) -> None:
+    driver = _decoding(build(reference("llama-tied").folder, block_size=16).runner, sampling)
+    for _ in range(5):
+        driver.run_step()
+    assert len(repeats) == num_repeats
+
+
+def test_what_a_plan_says_ends_the_repetition(reference: References, build: Build, repeats: list[int]) -> None:
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    driver.run_step()
+    assert repeats == [3]
+    runner.launch(StepPlan(step=4, skip_decodes=True))
+    assert not len(np.frombuffer(runner.launch(StepPlan(step=5, hold_slots=pack([0]))).result().token_ids, "<i4"))
+    assert not len(np.frombuffer(runner.launch(StepPlan(step=6)).result().token_ids, "<i4"))
+    assert len(np.frombuffer(runner.launch(StepPlan(step=7, resume_slots=pack([0]))).result().token_ids, "<i4")) == 1
+    assert repeats == [3]
+    runner.launch(StepPlan(step=8))
+    assert repeats == [3, 8]
+    runner.launch(StepPlan(step=9, free_slots=pack([0])))
+    runner.launch(StepPlan(step=10))
+    assert repeats == [3, 8]
+    runner.reset()
+    runner.launch(StepPlan(step=1))
+    assert repeats == [3, 8]
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_plan_out_of_turn_is_refused(step: int, reference: References, build: Build, repeats: list[int]) -> None:
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    driver.run_step()
+    assert repeats == [3]
+    with pytest.raises(ProtocolViolation, match=f"step {step} follows step 3"):
+        runner.launch(StepPlan(step=step))
+    assert runner.kept(2**20) == []
+
+
+def test_a_sequence_without_a_place_is_refused(reference: References, build: Build, repeats: list[int]) -> None:
+    """By a step that does not repeat the last one: at the end of its blocks, and at its longest."""
+    for settings in ({"block_size": 8}, {"block_size": 16, "max_model_len": 8}):
+        repeats.clear()
+        runner = build(reference("llama-tied").folder, **settings).runner
+        driver = _decoding(runner)
+        for step in range(3, 8):
+            runner.launch(StepPlan(step=step))
+        assert repeats == [3, 4, 5, 6, 7]
+        with pytest.raises(ProtocolViolation, match=r"too few|longer than"):
+            runner.launch(StepPlan(step=8))
+        assert driver.running
+
+
+def test_the_tokens_of_repeated_steps_are_kept(reference: References, build: Build, repeats: list[int]) -> None:
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    for _ in range(4):
+        driver.run_step()
+    assert len(repeats) == 4
+    [kept] = runner.kept(2**20)
+    assert np.frombuffer(kept.token_ids, "<i4").tolist() == driver.running[0].tokens
+    assert kept.num_computed_tokens == driver.running[0].num_computed
+
+
+def test_a_row_that_fails_fails_again(
+    reference: References, build: Build, repeats: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    decode = ModelRunner._decode
+
+    def spoiled(self: ModelRunner, *arguments: Any) -> Any:
+        drawn = decode(self, *arguments)
+        return replace(drawn, failed=torch.ones_like(drawn.failed))
+
+    monkeypatch.setattr(ModelRunner, "_decode", spoiled)
+    for step in (3, 4):
+        result = runner.launch(StepPlan(step=step)).result()
+        assert [error.slot for error in result.errors] == [0]
+    assert repeats == [3, 4]
+    assert driver.running
+    assert runner.kept(2**20) == []
