@@ -32,7 +32,7 @@ class LaunchedStep:
     started_us: int
     outputs: StepOutputs
     done: DeviceEvent
-    clock: Clock
+    clock: StepClock
 
     def result(self) -> StepResult:
         """Wait for the device. Call this in the order of the steps, from one thread."""
@@ -55,7 +55,7 @@ class UnrecordedStep:
 
 
 @dataclass(slots=True)
-class Clock:
+class StepClock:
     """When the device was last free."""
 
     finished_us: int = 0  # of the last step with a fetched result

@@ -28,7 +28,7 @@ from gpu_worker.steps.drafts import check_drafted, verify
 from gpu_worker.steps.graphs import Capture, CaptureProgress, DecodeGraphs, GraphOutput
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput, StepInputs
-from gpu_worker.steps.launched import Clock, LaunchedStep, StepStats, UnrecordedStep, now_us
+from gpu_worker.steps.launched import LaunchedStep, StepClock, StepStats, UnrecordedStep, now_us
 from gpu_worker.steps.pieces import PieceGraphs
 from gpu_worker.steps.pooling import Pooled, Pooler
 from gpu_worker.steps.repeated import RepeatedStep
@@ -82,7 +82,7 @@ class ModelRunner:
         self._pieces: PieceGraphs | None = None
         # By slot: the last sampled token, the input of the slot's next step. Behind them a spare slot, for padding.
         self._last_tokens = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._clock = Clock()
+        self._clock = StepClock()
         self._rows: StepRows | None = None  # of the last launched step
         # A limit for the memory of logits.
         self._rows_at_once = max(limits.max_num_seqs, rows_at_once(limits.vocab_size))
@@ -303,7 +303,7 @@ class ModelRunner:
             # One product with the head for all rows, unless there are very many draft tokens.
             first, *more = torch.split(hidden[:num_logits], self._rows_at_once)
             logits = self._decoder.logits(first, only_largest=only_largest and not rows.num_draft_rows)
-            drawn = self._sample(rows, step, logits[:num_samples], parameters) if num_samples else None
+            drawn = self._sample(rows, step, logits[:num_samples], parameters, only_largest) if num_samples else None
             if rows.num_drafted:
                 drafts = self._verify(rows, chain([logits[num_samples:]], map(self._decoder.logits, more)))
         scores = None
@@ -320,11 +320,7 @@ class ModelRunner:
     def _decode(self, rows: StepRows, step: StepInput, parameters: SamplingRows, only_largest: bool) -> Drawn:
         """A step in which each row samples."""
         logits = self._decoder.all_logits(self._tokens(step), step.positions, only_largest)
-        if not only_largest or self._largest is None:
-            return self._sample(rows, step, logits, parameters)
-        tokens, failed = self._largest(logits)
-        self._last_tokens.index_copy_(0, step.sampled_slots, tokens)
-        return fetch_drawn(Sampled(tokens, failed, None, None), rows.sampled_slots, parameters, {})
+        return self._sample(rows, step, logits, parameters, only_largest)
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
         """Run decodes in a graph. It also samples the tokens if nothing but fused.py's kernel is needed for that."""
@@ -369,9 +365,15 @@ class ModelRunner:
         """Whether nothing changes the logits of these slots but their sampling parameters."""
         return self._logits_processors.of(slots) is None and not self._grammars.of(slots)
 
-    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor, parameters: SamplingRows) -> Drawn:
-        """logits: [rows that sample, vocab]."""
+    def _sample(
+        self, rows: StepRows, step: StepInput, logits: Tensor, parameters: SamplingRows, only_largest: bool = False
+    ) -> Drawn:
+        """logits: [rows that sample, vocab]. only_largest: the token is the one with the largest logit."""
         slots = rows.sampled_slots
+        if only_largest and self._largest is not None:
+            tokens, failed = self._largest(logits)
+            self._last_tokens.index_copy_(0, step.sampled_slots, tokens)
+            return fetch_drawn(Sampled(tokens, failed, None, None), slots, parameters, {})
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
         sampled = self._draw(logits, parameters, processors, mask)
         if processors is not None:

@@ -12,14 +12,16 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from gpu_worker.deadline import StepWatch
+from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput
 from gpu_worker.steps.launched import LaunchedStep
-from gpu_worker.steps.results import Drawn, VerifiedDrafts
+from gpu_worker.steps.results import Drawn, StepOutputs, VerifiedDrafts
 from gpu_worker.steps.rows import StepRows
 from gpu_worker.steps.runner import ModelRunner
 from paceline.v1.worker_pb2 import StepPlan
@@ -52,6 +54,8 @@ class FaultyRunner(ModelRunner):
             tokens = np.frombuffer(sequence.token_ids, np.int32)[:5].tolist()
             if tokens[:3] == MARK:
                 self._faults[sequence.slot] = Fault(tokens[3]), sequence.num_prompt_tokens + tokens[4]
+        if self._faults:
+            self._repeated = None  # the next step calls _forward()
         return super().launch(plan)
 
     def _due(self, rows: StepRows) -> dict[int, Fault]:
@@ -59,7 +63,7 @@ class FaultyRunner(ModelRunner):
         ends = dict(zip(rows.slots.tolist(), (rows.starts + rows.counts).tolist(), strict=True))
         return {slot: fault for slot, (fault, at) in self._faults.items() if ends.get(slot, 0) >= at}
 
-    def _forward(self, rows: StepRows) -> object:  # type: ignore[override]
+    def _forward(self, rows: StepRows, sampled: SampledSlots) -> StepOutputs:
         for fault in self._due(rows).values():
             match fault:
                 case Fault.RAISE:
@@ -71,14 +75,14 @@ class FaultyRunner(ModelRunner):
                     threading.Event().wait()
                 case Fault.DIE:
                     os.kill(os.getpid(), signal.SIGKILL)
-        return super()._forward(rows)
+        return super()._forward(rows, sampled)
 
-    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor) -> Drawn:
+    def _sample(self, rows: StepRows, step: StepInput, logits: Tensor, *options: Any) -> Drawn:
         due = self._due(rows)
         for row, slot in enumerate(rows.slots[rows.samples].tolist()):
             if due.get(slot) is Fault.NAN:
                 logits[row] = float("nan")
-        return super()._sample(rows, step, logits)
+        return super()._sample(rows, step, logits, *options)
 
     def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
         positions = [

@@ -25,8 +25,8 @@ from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
-from gpu_worker.cpu.logit_bounds import MOST_ROWS as MOST_BOUNDED_ROWS
-from gpu_worker.cpu.logit_bounds import LogitBounds, logit_bounds
+from gpu_worker.cpu.layers.logit_bounds import MOST_ROWS as MOST_BOUNDED_ROWS
+from gpu_worker.cpu.layers.logit_bounds import LogitBounds, logit_bounds
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
 from gpu_worker.cpu.ops import CpuOps

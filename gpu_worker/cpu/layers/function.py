@@ -11,7 +11,7 @@ from gpu_worker.cpu.chunk_attention import attend_part, pack_part
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.layers import arguments as at
-from gpu_worker.cpu.logit_bounds import likeliest_part
+from gpu_worker.cpu.layers.logit_bounds import likeliest_part
 from gpu_worker.cpu.numbers import FASTMATH, load, store
 from gpu_worker.cpu.products import multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.all_layers import CpuLayers
-from gpu_worker.cpu.logit_bounds import MOST_ROWS, LogitBounds, logit_bounds
+from gpu_worker.cpu.layers.logit_bounds import MOST_ROWS, LogitBounds, logit_bounds
 from gpu_worker.cpu.numbers import as_array
 from gpu_worker.cpu.vectors import has_byte_products, has_vectors
 from gpu_worker.sampling.sampler import largest_logits

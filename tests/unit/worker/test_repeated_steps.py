@@ -119,7 +119,7 @@ def test_a_step_repeats_only_if_nothing_else_changes_its_logits(
     assert len(repeats) == num_repeats
 
 
-def test_what_a_plan_says_ends_the_repetition(reference: References, build: Build, repeats: list[int]) -> None:
+def test_a_plan_that_says_more_ends_the_repetition(reference: References, build: Build, repeats: list[int]) -> None:
     runner = build(reference("llama-tied").folder, block_size=16).runner
     driver = _decoding(runner)
     driver.run_step()
