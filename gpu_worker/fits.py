@@ -144,8 +144,8 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
 
 
 def head_copy_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Of the head's int8 copy on a CPU that computes a step in one call (cpu/layers/logit_bounds.py); 0: it has none, because
-    the head is a small part of the weights, or because the kernels do not use one."""
+    """The int8 copy of the head on a CPU that computes a step in one call (cpu/layers/logit_bounds.py). 0: there is
+    none, because the head is a small part of the weights, or because the kernels do not use one."""
     has_layers = settings.attention_backend == "auto" and settings.quantization == "none" and not settings.deterministic
     if not has_layers or dtype not in (torch.float32, torch.bfloat16) or not config.has_head:
         return 0
