@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
+from gpu_worker.cpu.vectors import has_byte_products, has_vectors
 from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.int8 import type_name, weights_bytes
@@ -145,9 +146,10 @@ def memory_need(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dt
 
 def head_copy_bytes(settings: WorkerSettings, config: DecoderConfig, dtype: torch.dtype) -> int:
     """The int8 copy of the head on a CPU that computes a step in one call (cpu/layers/logit_bounds.py). 0: there is
-    none, because the head is a small part of the weights, or because the kernels do not use one."""
+    none, because the head is a small part of the weights, or because this CPU or these settings have no use for it. It
+    is counted also for the few models that this call cannot compute."""
     has_layers = settings.attention_backend == "auto" and settings.quantization == "none" and not settings.deterministic
-    if not has_layers or dtype not in (torch.float32, torch.bfloat16) or not config.has_head:
+    if not (has_layers and config.has_head and has_vectors(dtype) and has_byte_products()):
         return 0
     shapes = expected_tensors(config)
     if config.vocab_size * config.hidden_size * _LEAST_HEAD < sum(map(math.prod, shapes.values())):

@@ -93,9 +93,8 @@ class CpuAttention(TorchAttention):
         }
 
     def advance(self) -> None:
-        """As of AdvancingAttention. Counts in the arrays of the planned step."""
         _, _, kv_lens, _ = self._by_kernel
-        for array in (kv_lens, self._metadata.last_block_len, self._slot_mapping.numpy()):
+        for array in (kv_lens, self._slot_mapping.numpy()):
             array += 1
 
     def tables_of(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:

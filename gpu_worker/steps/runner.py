@@ -261,8 +261,9 @@ class ModelRunner:
     def _repeat(self, plan: StepPlan, repeated: RepeatedStep) -> StepOutputs:
         """Run the last step again, one token further. Its tokens must be in the history."""
         assert self._advancing is not None
-        rows = self._rows = repeated.rows
+        rows = repeated.rows
         self._slots.repeat(plan.step, rows)
+        self._rows = rows
         if rows.num_rows > self.most_rows_leaving_core:
             self._decoder.before_kernels()
         repeated.advance()

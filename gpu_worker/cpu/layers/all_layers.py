@@ -33,7 +33,7 @@ from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
 from gpu_worker.cpu.products import MOST_TABLE_ROWS
 from gpu_worker.cpu.threads import COUNTER, run_threads
-from gpu_worker.cpu.vectors import OUTPUTS, has_byte_products
+from gpu_worker.cpu.vectors import OUTPUTS
 from gpu_worker.kv.pool import KvPool
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.decoder import nothing
@@ -300,8 +300,8 @@ def cpu_layers(
     with_bounds: bool,
 ) -> CpuLayers | None:
     """None if the function cannot compute this model. `matmul`: with kernels for a few rows. `takes_both_cores`:
-    the machine has two cores, and the worker's threads take both. `with_bounds`: make a copy of the head that the
-    largest logit needs less time with, if the CPU can use it."""
+    the machine has two cores, and the worker's threads take both. `with_bounds`: make a copy of the head, with
+    which the largest logit takes less time. The CPU must have has_byte_products()."""
     if config.output_bias:
         return None
     layers = [_arrays_of(layer, ops, matmul) for layer in weights.layers]
@@ -318,7 +318,7 @@ def cpu_layers(
     tables = as_array(embedding), as_array(weights.final_norm), head_memory
     arrays = [array for array in chain(tables, *layers) if array is not None]
     bounds = None
-    if head_memory is not None and with_bounds and has_byte_products():
+    if head_memory is not None and with_bounds:
         bounds = logit_bounds(head_memory, config.vocab_size, config.hidden_size)
         arrays.append(bounds.codes)
     use_huge_pages(arrays)

@@ -1,4 +1,4 @@
-"""The largest logit without most of the head: bounds of all logits, from a copy of the head in int8.
+"""Bounds of all logits from an int8 copy of the head, so that a greedy token needs only a small part of the head.
 
 A greedy token needs only the largest logit. Where a few rows are computed, the head is a large part of what a step of a
 small model reads. Its int8 copy is half as large as the head in bfloat16, and tells for each logit how small and how
@@ -28,8 +28,8 @@ from gpu_worker.models.int8 import quantize
 
 # With up to so many rows, the bounds take less time than they save, on two Zen 4 cores.
 MOST_ROWS = {torch.float32: 8, torch.bfloat16: 3}
-# Numbers up to this size cannot make a product or a sum of bounds infinite.
-_LARGEST_NUMBER = 1e15
+# If the largest number of a row or of a token is between these, no square and no bound becomes infinite or 0.
+_LEAST_NUMBER, _LARGEST_NUMBER = 1e-10, 1e15
 _ZERO = 128  # the code of 0
 _BLOCKS_AT_ONCE = 64  # while the copy is made
 
@@ -41,7 +41,7 @@ class LogitBounds:
 
     codes: np.ndarray  # uint8 [blocks, width / 4, 64, 4]: numbers / scale + 128
     scales: np.ndarray  # float32 [blocks * 64]
-    errors: np.ndarray  # float32 [blocks * 64]; infinite for a token with numbers that are no numbers, or very large
+    errors: np.ndarray  # float32 [blocks * 64]; infinite for a token that has no bounds
 
 
 def logit_bounds(head: np.ndarray, vocab: int, width: int) -> LogitBounds:
@@ -82,8 +82,9 @@ def _errors(weights: Tensor, copy: Tensor) -> Tensor:
     width = weights.shape[1]
     rounding = width**0.5 * 2**-15 + width * 2**-21
     errors = (weights - copy).norm(dim=1) + rounding * weights.norm(dim=1)
-    is_usable = weights.abs().amax(1) <= _LARGEST_NUMBER  # False for NaN
-    padded: Tensor = 1.001 * errors + 1e-30
+    size = weights.abs().amax(1)
+    is_usable = (size == 0) | ((size >= _LEAST_NUMBER) & (size <= _LARGEST_NUMBER))  # False for NaN
+    padded: Tensor = 1.001 * errors
     return padded.masked_fill(~is_usable, torch.inf)
 
 
@@ -99,20 +100,20 @@ def likeliest_part(
     upper, lower = bounds[0], bounds[1]
     _find_bounds(rows, copy, work, logits.shape[1], upper, lower)
     meetings = meet(arrived, work[3], meetings)
-    least = np.empty(len(rows), np.float32)  # a smaller upper bound is too small
+    thresholds = np.empty(len(rows), np.float32)
     for row in range(len(rows)):
-        most = lower[row, 0]
+        best = lower[row, 0]
         for block in range(1, lower.shape[1]):
-            most = max(most, lower[row, block])
+            best = max(best, lower[row, block])
         # Different float32 may be the same bfloat16.
-        least[row] = most - abs(most) * np.float32(2**-7)
+        thresholds[row] = best - abs(best) * np.float32(2**-7)
     table = head.reshape(logits.shape[1], rows.shape[1])
     sums = np.empty((len(rows), OUTPUTS), np.float32)
     unit = next_unit(work, upper.shape[1])
     while unit >= 0:
         is_needed = False
         for row in range(len(rows)):
-            is_needed = is_needed or upper[row, unit] >= least[row]
+            is_needed = is_needed or upper[row, unit] >= thresholds[row]
         if is_needed and is_table:
             multiply_table_block(rows, table, unit, logits)
         elif is_needed:
@@ -134,7 +135,7 @@ def _find_bounds(rows: Any, copy: Any, work: Any, vocab: int, upper: Any, lower:
     parts = np.empty((count, 2, width), np.int8)
     zeros, sizes = np.empty((count, 2), np.int32), np.empty((count, 2), np.float32)
     for row in range(count):
-        _split(rows[row], parts[row], zeros[row], sizes[row])
+        _split_row(rows[row], parts[row], zeros[row], sizes[row])
     products = np.empty(OUTPUTS, np.float32)
     unit = next_unit(work, upper.shape[1])
     while unit >= 0:
@@ -144,18 +145,19 @@ def _find_bounds(rows: Any, copy: Any, work: Any, vocab: int, upper: Any, lower:
             scale, length = sizes[row]
             upper[row, unit], lower[row, unit] = np.inf, -np.inf
             if length >= 0:
-                _multiply(codes, first * width, parts[row], zeros[row], products)
-                bounds = _largest(products, scales[first:last], errors[first:last], scale, length)
+                _multiply_codes(codes, first * width, parts[row], zeros[row], products)
+                bounds = _largest_bounds(products, scales[first:last], errors[first:last], scale, length)
                 upper[row, unit], lower[row, unit] = bounds
         unit = next_unit(work, upper.shape[1])
 
 
 @njit(inline="always")
-def _split(row: Any, parts: Any, zeros: Any, sizes: Any) -> None:
+def _split_row(row: Any, parts: Any, zeros: Any, sizes: Any) -> None:
     """parts int8 [2, width]: high and low of parts_of(). zeros int32 [2]: what the code of 0 adds to their products
     with codes. sizes float32 [2]: the scale, and the length; NaN if there are no bounds for this row."""
     scale, length = scale_of(row), np.float32(0)
-    is_usable = scale <= np.float32(_LARGEST_NUMBER / 127)
+    # False for NaN
+    is_usable = scale >= np.float32(_LEAST_NUMBER / 127) and scale <= np.float32(_LARGEST_NUMBER / 127)
     inverse = np.float32(1) / scale if is_usable else np.float32(0)
     high_zero = low_zero = np.int32(0)
     for i in range(len(row)):
@@ -170,7 +172,7 @@ def _split(row: Any, parts: Any, zeros: Any, sizes: Any) -> None:
 
 
 @njit(fastmath=False)
-def _multiply(codes: Any, offset: int, parts: Any, zeros: Any, out: Any) -> None:
+def _multiply_codes(codes: Any, offset: int, parts: Any, zeros: Any, out: Any) -> None:
     """The products of 64 tokens' codes with the parts of a row."""
     high, low = zero_sums(), zero_sums()
     for i in range(0, parts.shape[1], 4):
@@ -180,7 +182,7 @@ def _multiply(codes: Any, offset: int, parts: Any, zeros: Any, out: Any) -> None
 
 
 @njit(fastmath={"nnan", "nsz"})
-def _largest(products: Any, scales: Any, errors: Any, scale: float, length: float) -> Any:
+def _largest_bounds(products: Any, scales: Any, errors: Any, scale: float, length: float) -> Any:
     """The largest upper bound, and the largest lower bound."""
     upper = lower = np.float32(-np.inf)
     for i in range(len(scales)):

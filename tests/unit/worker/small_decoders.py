@@ -18,6 +18,7 @@ from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
+from gpu_worker.cpu.vectors import has_byte_products
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.decoder import Decoder, nothing
@@ -189,9 +190,8 @@ class SmallDecoder:
         self.layers: CountedLayers | None = None
         self.cpu_layers: CpuLayers | None = None
         if at_once:
-            self.cpu_layers = cpu_layers(
-                config, weights, self.pool, self.attention, ops, matmul, threads, takes_both_cores, with_bounds=True
-            )
+            options = {"takes_both_cores": takes_both_cores, "with_bounds": has_byte_products()}
+            self.cpu_layers = cpu_layers(config, weights, self.pool, self.attention, ops, matmul, threads, **options)
             assert self.cpu_layers is not None
             self.layers = CountedLayers(self.cpu_layers)
         self.decoder = Decoder(config, weights, self.attention, ops, matmul, self.layers)

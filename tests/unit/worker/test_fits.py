@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ import pytest
 import torch
 
 from demo import CHECKPOINT
+from gpu_worker import fits
 from gpu_worker.build import build_worker
 from gpu_worker.errors import ModelTooLarge
-from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, memory_need
+from gpu_worker.fits import block_bytes, check_fits, cpu_blocks, head_copy_bytes, memory_need
 from gpu_worker.models.config import parse_config, read_config
 from gpu_worker.models.loader import load_model
 from gpu_worker.settings import WorkerSettings
@@ -127,6 +129,42 @@ def test_int8_weights_count_as_int8(has: Any) -> None:
     has(60)
     with pytest.raises(ModelTooLarge, match=r"weights as bfloat16\+int8 65\.8 GiB"):
         check_fits(quantized, CONFIG_70B, torch.bfloat16, CPU)
+
+
+def test_the_copy_of_a_large_head_counts(has: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the need, in the claim, and before the pool gets a share of the memory."""
+    for check in ("has_vectors", "has_byte_products"):
+        monkeypatch.setattr(fits, check, lambda *_: True)
+    one_layer = replace(CONFIG_70B, num_layers=1)
+    need, copy = memory_need(settings(), one_layer, torch.bfloat16), 128256 * (8192 + 8)
+    assert need.head_copy_bytes == copy
+    assert need.num_bytes == need.weights_bytes + max(need.loading_bytes, copy + need.pool_bytes)
+    wanted = settings(kv_cache_gib=8.0, max_num_seqs=16384)
+    one_block = block_bytes(wanted, one_layer, torch.bfloat16)
+    has(5)
+    assert cpu_blocks(wanted, one_layer, torch.bfloat16, 131072) == int(0.9 * (5 * GIB - copy)) // one_block
+    [path] = memory_claims.default_folder().glob("*.json")
+    claimed = json.loads(path.read_text())["num_bytes"]
+    assert claimed == copy + int(0.9 * (5 * GIB - copy)) // one_block * one_block
+    with pytest.raises(ModelTooLarge, match=r"GiB of KV blocks and 1\.0 GiB for a copy of the head\)"):
+        check_fits(settings(), one_layer, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quantization": "int8"}, {"deterministic": True}, {"attention_backend": "torch"}, {"dtype": "float16"}],
+    ids=str,
+)
+def test_no_copy_counts_where_there_is_none(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    one_layer = replace(CONFIG_70B, num_layers=1)
+    dtype = getattr(torch, changes.get("dtype", "bfloat16"))
+    assert head_copy_bytes(settings(**changes), one_layer, dtype) == 0
+    for check in ("has_vectors", "has_byte_products"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fits, check, lambda *_: False)
+            assert head_copy_bytes(settings(), one_layer, torch.bfloat16) == 0
+    assert head_copy_bytes(settings(), CONFIG_70B, torch.bfloat16) == 0  # 1.5 % of the weights
+    assert head_copy_bytes(settings(), replace(one_layer, has_head=False), torch.bfloat16) == 0
 
 
 def test_blocks_that_were_asked_for_count(has: Any) -> None:

@@ -94,7 +94,7 @@ def test_a_step_has_the_bounds_of_its_own_call(tied: bool, dtype: torch.dtype) -
         assert torch.equal(bounded_again, bounded)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20, 0.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20, 0.0, 1e-25])
 def test_a_row_of_unusual_numbers_has_the_token_of_all_its_logits(value: float, dtype: torch.dtype) -> None:
     hidden = _hidden(3, dtype)
     hidden[1, 7] = value
@@ -148,7 +148,7 @@ def test_the_first_of_equal_logits_is_the_token(
     assert (whole[0] == whole[0].max()).sum() >= 4
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, 0.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, 0.0, 1e-25])
 def test_a_token_of_unusual_weights_is_not_skipped(
     value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +226,18 @@ def test_a_copy_is_as_near_as_its_errors_say(seed: int, width: int, power: int, 
     lengths = head.double().norm(dim=1).numpy()
     assert (difference + 2.0**-16 * lengths * length <= bounds.errors[:70] * length).all()
     assert (bounds.errors[:70] <= 0.05 * lengths * max(1, np.sqrt(width) / 4) + 1e-29).all()
+
+
+@pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-12, 1e12, 1e17])
+def test_a_model_of_tiny_or_huge_numbers_has_the_tokens_of_all_its_logits(size: float, dtype: torch.dtype) -> None:
+    """Their squares are 0 or infinite."""
+    layers = _layers(False, dtype, 1)
+    ones = torch.ones(WIDTH, dtype=dtype)
+    for rows in (1.0, size):
+        with pytest.MonkeyPatch.context() as patch:
+            _with_head(layers, (size * _head(0)).to(dtype), patch)
+            layers._arguments[at.FINAL_NORM] = ones.data_ptr()
+            _assert_same_token(*_both(layers, (rows * _hidden(3, torch.float32)).to(dtype)))
 
 
 @pytest.mark.parametrize("tied", [True, False])

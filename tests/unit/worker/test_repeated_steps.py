@@ -139,15 +139,48 @@ def test_a_plan_that_says_more_ends_the_repetition(reference: References, build:
     assert repeats == [3, 8]
 
 
-@pytest.mark.parametrize("step", [3, 5])
-def test_a_plan_out_of_turn_is_refused(step: int, reference: References, build: Build, repeats: list[int]) -> None:
+def test_a_prompt_of_one_token_is_not_repeated(reference: References, build: Build, repeats: list[int]) -> None:
+    """Each row of its step samples, as of a step of decodes, but its token is in the plan."""
     runner = build(reference("llama-tied").folder, block_size=16).runner
     driver = _decoding(runner)
+    other = driver.add([5], 20)
     driver.run_step()
-    assert repeats == [3]
-    with pytest.raises(ProtocolViolation, match=f"step {step} follows step 3"):
+    driver.run_step()
+    assert not repeats
+    driver.run_step()
+    assert repeats == [5]
+    assert len(other.output) == 3
+
+
+@pytest.mark.parametrize("step", [4, 7])
+def test_a_plan_out_of_turn_is_refused(step: int, reference: References, build: Build, repeats: list[int]) -> None:
+    """No step has failed, so the requests of all slots are reported, also of those without a row."""
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    other = driver.add([5, 6], 20)
+    driver.run_step()
+    runner.launch(StepPlan(step=4, hold_slots=pack([other.slot])))
+    runner.launch(StepPlan(step=5))
+    assert repeats == [5]
+    with pytest.raises(ProtocolViolation, match=f"step {step} follows step 5"):
         runner.launch(StepPlan(step=step))
+    assert runner.request_ids() == ["r0", "r1"]
     assert runner.kept(2**20) == []
+
+
+def test_a_repeated_step_tells_when_its_kernels_start(
+    reference: References, build: Build, repeats: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the kernels, and after the plan is applied if it takes all cores."""
+    runner = build(reference("llama-tied").folder, block_size=16).runner
+    driver = _decoding(runner)
+    calls: list[int] = []
+    runner.call_before_kernels(lambda: calls.append(runner._slots._last_step))
+    for most_rows in (1, 0):
+        monkeypatch.setattr(runner, "most_rows_leaving_core", most_rows)
+        driver.run_step()
+    assert repeats == [3, 4]
+    assert calls == [3, 4, 4]
 
 
 def test_a_sequence_without_a_place_is_refused(reference: References, build: Build, repeats: list[int]) -> None:
