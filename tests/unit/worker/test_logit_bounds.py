@@ -228,16 +228,41 @@ def test_a_copy_is_as_near_as_its_errors_say(seed: int, width: int, power: int, 
     assert (bounds.errors[:70] <= 0.05 * lengths * max(1, np.sqrt(width) / 4) + 1e-29).all()
 
 
-@pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-12, 1e12, 1e17])
-def test_a_model_of_tiny_or_huge_numbers_has_the_tokens_of_all_its_logits(size: float, dtype: torch.dtype) -> None:
-    """Their squares are 0 or infinite."""
+def _orthogonal(seed: int) -> tuple[Tensor, Tensor]:
+    """A row, and a head with products that are small beside the lengths: so wrong bounds give another token."""
+    generator = torch.Generator().manual_seed(seed)
+    row, head = torch.randn(WIDTH, generator=generator), torch.randn(VOCABS[False], WIDTH, generator=generator)
+    row /= row.norm()
+    head -= (head @ row)[:, None] * row
+    return row, head + 1e-3 * torch.randn(len(head), 1, generator=generator) * row
+
+
+@pytest.mark.parametrize("size", [1e-35, 1e-30, 1e-25, 1e-22, 1e-12, 1.0, 1e12, 1e17])
+def test_tiny_and_huge_numbers_give_the_token_of_all_logits(
+    size: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the head, in the rows, and in a part of the head. Their squares are 0 or infinite."""
+    layers, ones = _layers(False, dtype, 1), torch.ones(WIDTH, dtype=dtype)
+    for seed in range(5):
+        row, head = _orthogonal(seed)
+        negative = torch.where((head @ row > 0)[:, None], -head, head)
+        mixed = torch.cat((negative[:640], size * head[640:1280], negative[1280:]))
+        for factor, table in ((1.0, size * head), (size, head), (1.0, mixed)):
+            with monkeypatch.context() as patch:
+                _with_head(layers, table.to(dtype), patch)
+                layers._arguments[at.FINAL_NORM] = ones.data_ptr()
+                _assert_same_token(*_both(layers, (factor * row).to(dtype)[None]))
+
+
+def test_a_block_without_bounds_and_a_row_of_zeros(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite error times a length of 0 would be NaN."""
     layers = _layers(False, dtype, 1)
-    ones = torch.ones(WIDTH, dtype=dtype)
-    for rows in (1.0, size):
-        with pytest.MonkeyPatch.context() as patch:
-            _with_head(layers, (size * _head(0)).to(dtype), patch)
-            layers._arguments[at.FINAL_NORM] = ones.data_ptr()
-            _assert_same_token(*_both(layers, (rows * _hidden(3, torch.float32)).to(dtype)))
+    for value in (1e20, torch.nan):
+        head = _head(0).to(dtype)
+        head[:64] = value
+        with monkeypatch.context() as patch:
+            _with_head(layers, head, patch)
+            _assert_same_token(*_both(layers, torch.zeros(1, WIDTH, dtype=dtype)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
