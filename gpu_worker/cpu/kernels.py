@@ -12,19 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import config, njit, prange, types
+from numba import config, prange, types
 
 from gpu_worker.cpu.chunk_attention import attend_chunk
 from gpu_worker.cpu.compiling import CompiledKernel, compile_in_child
 from gpu_worker.cpu.decode_attention import attend_narrow, attend_wide
 from gpu_worker.cpu.layer_kernels import norm, rotate, silu_and_mul, write
-from gpu_worker.cpu.numbers import KERNEL_TYPES, bits_of_float, load, parts_of, scale_of, softmax, store
+from gpu_worker.cpu.numbers import INFINITY, KERNEL_TYPES, load, order_of, parts_of, scale_of, softmax, store
 from services.runtime.logs import get_logger
 
 _log = get_logger(__name__)
 
 _MIN_ROWS = 128
-_INFINITY = np.int32(0x7F800000)  # the bits of infinity
 _PART_TOKENS = 256
 
 
@@ -75,14 +74,6 @@ def _join(product: Any, scales: Any, bias: Any, adds: bool, out: Any) -> None:
                 store(out, (row, d), (product[row, d] + product[rows + row, d] * low) * scale)
 
 
-@njit(inline="always")
-def _order(number: Any) -> Any:
-    """An int32 for a float32, in the order of the numbers: -0 is 0, and NaN is more than infinity."""
-    bits = np.int32(bits_of_float(number))
-    size = bits & np.int32(0x7FFFFFFF)
-    return np.int32(-size) if bits < 0 and size <= _INFINITY else size
-
-
 def _largest(logits: Any, tokens: Any, failed: Any) -> None:
     vocab = logits.shape[1]
     for row in prange(len(logits)):
@@ -92,12 +83,12 @@ def _largest(logits: Any, tokens: Any, failed: Any) -> None:
         for begin in range(0, vocab, _PART_TOKENS):
             part, most = logits[row, begin : begin + _PART_TOKENS], np.int32(-(2**31))
             for t in range(len(part)):
-                most = max(most, _order(load(part[t])))
+                most = max(most, order_of(load(part[t])))
             if most > best:
                 best, token = most, begin
-        while _order(load(logits[row, token])) != best:
+        while order_of(load(logits[row, token])) != best:
             token += 1
-        failed[row] = best >= _INFINITY or best <= -_INFINITY
+        failed[row] = best >= INFINITY or best <= -INFINITY
         tokens[row] = 0 if failed[row] else token
 
 

@@ -20,6 +20,7 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 _BYTES = ir.IntType(8).as_pointer()
 # The types that kernels know, and how numba sees them.
 KERNEL_TYPES = {torch.float32: types.float32, torch.bfloat16: types.int16}
+INFINITY = np.int32(0x7F800000)  # its bits
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -112,6 +113,21 @@ def _store(array: Any, index: Any, value: Any) -> Any:
             array[index] = np.int16(np.uint16(rounded >> np.uint32(16)))
 
     return store_bfloat
+
+
+@njit(inline="always")
+def order_of(number: Any) -> Any:
+    """An int32 for a float32, in the order of the numbers: -0 is 0, and NaN is more than infinity."""
+    bits = np.int32(bits_of_float(number))
+    size = bits & np.int32(0x7FFFFFFF)
+    return np.int32(-size) if bits < 0 and size <= INFINITY else size
+
+
+@njit(inline="always")
+def number_of(order: Any) -> Any:
+    """The float32 of order_of()."""
+    size = float_of_bits(np.uint32(abs(order)))
+    return -size if order < 0 else size
 
 
 @njit

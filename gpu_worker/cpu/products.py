@@ -153,9 +153,14 @@ def multiply_table_part(rows: Any, table: Any, work: Any, out: Any) -> None:
 def multiply_table_block(rows: Any, table: Any, block: int, out: Any) -> None:
     """The 64 outputs of a block; of the last one, what is left."""
     for output in range(block * OUTPUTS, min((block + 1) * OUTPUTS, len(table))):
-        weights = table[output]
-        for row in range(0, len(rows), 4):
-            _four_products(rows, row, weights, output, out)
+        multiply_table_token(rows, table, output, out)
+
+
+@njit(inline="always")
+def multiply_table_token(rows: Any, table: Any, token: int, out: Any) -> None:
+    weights = table[token]
+    for row in range(0, len(rows), 4):
+        _four_products(rows, row, weights, token, out)
 
 
 @njit(inline="always")

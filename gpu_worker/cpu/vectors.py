@@ -242,30 +242,34 @@ def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = 
 
 
 @intrinsic
-def add_bytes(_context: Any, sums: Any, codes: Any, _offset: Any, inputs: Any, _at: Any) -> Any:
-    """In a kernel: sums + the products of four inputs, int8, from inputs[at] on, with their codes for 64 outputs,
-    uint8, which begin at codes[offset]: first the four of an output. Arrays are contiguous; codes are at multiples of
-    64. The sums are int32, for join_bytes(). Without has_byte_products(), a call stops the program."""
+def add_bytes(_context: Any, rows: Any, codes: Any, _offset: Any, inputs: Any, places: Any, _at: Any) -> Any:
+    """In a kernel: for each of a tuple of sums, sums[k] + the products of four inputs, int8, from inputs[places[k] +
+    at] on, with their codes for 64 outputs, uint8, which begin at codes[offset]: first the four of an output. Arrays
+    are contiguous; codes are at multiples of 64. The sums are int32, for join_bytes() and largest_of_bytes(). Without
+    has_byte_products(), a call stops the program."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, codes, offset, inputs, at = arguments
+        rows, codes, offset, inputs, places, at = arguments
         if not has_byte_products():
             trap = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, trap, "llvm.trap"), [])
-            return sums
+            return rows
         codes = builder.bitcast(_pointer(context, builder, signature.args[1], codes, offset), _INTS.as_pointer())
-        place = _pointer(context, builder, signature.args[3], inputs, at)
-        four = _repeat(builder, builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=1), _INTS)
+        inputs = _pointer(context, builder, signature.args[3], inputs, at)
         kind = ir.FunctionType(_INTS, [_INTS] * 3)
         add = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        for part in range(_NUM_PARTS):
-            own = builder.load(builder.gep(codes, [ir.IntType(64)(part)]), align=64)
-            total = builder.bitcast(builder.extract_value(sums, part), _INTS)
-            total = builder.bitcast(builder.call(add, [total, own, four]), _FLOATS)
-            sums = builder.insert_value(sums, total, part)
-        return sums
+        parts = [builder.load(builder.gep(codes, [ir.IntType(64)(part)]), align=64) for part in range(_NUM_PARTS)]
+        for row in range(len(signature.args[0])):
+            place = builder.gep(inputs, [builder.extract_value(places, row)])
+            number = builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=1)
+            four = _repeat(builder, number, _INTS)
+            for part, own in enumerate(parts):
+                total = builder.bitcast(builder.extract_value(rows, [row, part]), _INTS)
+                total = builder.bitcast(builder.call(add, [total, own, four]), _FLOATS)
+                rows = builder.insert_value(rows, total, [row, part])
+        return rows
 
-    return sums(sums, codes, types.intp, inputs, types.intp), build
+    return rows(rows, codes, types.intp, inputs, places, types.intp), build
 
 
 @intrinsic
@@ -274,17 +278,53 @@ def join_bytes(_context: Any, high: Any, low: Any, _high_zero: Any, _low_zero: A
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         factor = _repeat(builder, arguments[4], _FLOATS)
-        zeros = [_repeat(builder, zero, _INTS) for zero in arguments[2:4]]
         joined = ir.Constant(_PARTS, ir.Undefined)
         for part in range(_NUM_PARTS):
-            totals = [builder.bitcast(builder.extract_value(sums, part), _INTS) for sums in arguments[:2]]
             upper, lower = (
-                builder.sitofp(builder.sub(total, zero), _FLOATS) for total, zero in zip(totals, zeros, strict=True)
+                _difference(builder, builder.extract_value(sums, part), zero)
+                for sums, zero in zip(arguments[:2], arguments[2:4], strict=True)
             )
             joined = builder.insert_value(joined, _fma(builder, upper, lower, factor), part)
         return joined
 
     return high(high, low, types.int32, types.int32, types.float32), build
+
+
+def _difference(builder: Any, total: Any, zero: Any) -> Any:
+    """16 int32 in a register for float32, less an int32, as float32."""
+    return builder.sitofp(builder.sub(builder.bitcast(total, _INTS), _repeat(builder, zero, _INTS)), _FLOATS)
+
+
+@intrinsic
+def largest_of_bytes(_context: Any, rows: Any, zeros: Any, places: Any, scales: Any, _offset: Any) -> Any:
+    """In a kernel: for each of a tuple of sums from add_bytes(), the largest of (sums[k] - zeros[places[k]]) * the 64
+    scales from scales[offset] on. Arrays are contiguous. zeros: int32. scales: float32, without NaN."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows, zeros, places, scales, offset = arguments
+        pointer = _pointer(context, builder, signature.args[3], scales, offset)
+        factors = [_load(builder, pointer, part * _LANES, _FLOATS) for part in range(_NUM_PARTS)]
+        largest = cgutils.get_null_value(context.get_value_type(signature.return_type))
+        for row in range(len(signature.args[0])):
+            place = builder.extract_value(places, row)
+            zero = builder.load(_pointer(context, builder, signature.args[1], zeros, place))
+            most = None
+            for part, factor in enumerate(factors):
+                own = builder.fmul(_difference(builder, builder.extract_value(rows, [row, part]), zero), factor)
+                most = own if most is None else _larger(builder, most, own)
+            width = _LANES
+            while width > 1:
+                width //= 2
+                order = [(i + width) % _LANES for i in range(_LANES)]
+                most = _larger(builder, most, _shuffle(builder, most, most, order))
+            largest = builder.insert_value(largest, builder.extract_element(most, ir.IntType(32)(0)), row)
+        return largest
+
+    return types.UniTuple(types.float32, len(rows))(rows, zeros, places, scales, types.intp), build
+
+
+def _larger(builder: Any, one: Any, other: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
 
 @intrinsic

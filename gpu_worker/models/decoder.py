@@ -33,22 +33,24 @@ class AllLayers(Protocol):
     ) -> Tensor | None:
         """The result of Decoder.forward()."""
 
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        before_kernels: Callable[[], None] = nothing,
-        only_largest: bool = False,
-    ) -> Tensor | None:
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
         """The result of Decoder.all_logits()."""
 
-    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
+    def head(self, hidden: Tensor) -> Tensor | None:
         """The result of Decoder.logits(): of a row the same bits as from logits()."""
+
+    def likeliest(
+        self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor] | None:
+        """The result of Decoder.likeliest()."""
+
+    def likeliest_of(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The result of Decoder.likeliest_of()."""
 
 
 class Decoder:
-    """Computes hidden states and logits for the rows of a step. `before_kernels`: forward() and all_logits() call it
-    when the kernels start."""
+    """Computes hidden states and logits for the rows of a step. `before_kernels`: forward(), all_logits()
+    and likeliest() call it when the kernels start."""
 
     def __init__(
         self,
@@ -91,22 +93,30 @@ class Decoder:
         """The rows from forward() after the final norm, [rows, hidden size]: transformers' last hidden states."""
         return self._ops.norm(hidden, self._weights.final_norm)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None, only_largest: bool = False) -> Tensor:
-        """Logits [rows, vocab] of rows from forward(), written to `out` if given. only_largest: logits that cannot be
-        the largest of their row may be -infinity."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [rows, vocab] of rows from forward(), written to `out` if given."""
         if self._all_layers is not None and out is None:
-            made = self._all_layers.head(hidden, only_largest)
+            made = self._all_layers.head(hidden)
             if made is not None:
                 return made
         return self._matmul.of(self.final(hidden), self._weights.head, out=out)
 
-    def all_logits(self, tokens: Tensor, positions: Tensor, only_largest: bool = False) -> Tensor:
+    def all_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits [rows, vocab] of all rows. The arguments are those of forward() and logits()."""
         if self._all_layers is not None:
-            logits = self._all_layers.logits(tokens, positions, self.before_kernels, only_largest)
+            logits = self._all_layers.logits(tokens, positions, self.before_kernels)
             if logits is not None:
                 return logits
-        return self.logits(self.forward(tokens, positions), only_largest=only_largest)
+        return self.logits(self.forward(tokens, positions))
+
+    def likeliest(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What largest_logits() returns for the result of all_logits(), if there is a faster way than these two."""
+        layers = self._all_layers
+        return None if layers is None else layers.likeliest(tokens, positions, self.before_kernels)
+
+    def likeliest_of(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What largest_logits() returns for the result of logits(), if there is a faster way than these two."""
+        return None if self._all_layers is None else self._all_layers.likeliest_of(hidden)
 
     @property
     def config(self) -> DecoderConfig:

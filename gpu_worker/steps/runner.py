@@ -299,11 +299,15 @@ class ModelRunner:
         hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)
         num_logits = num_samples + rows.num_draft_rows
-        drawn = drafts = None
-        if num_logits:
+        drawn = drafts = likeliest = None
+        if only_largest and not rows.num_draft_rows:
+            likeliest = self._decoder.likeliest_of(hidden[:num_samples])
+        if likeliest is not None:
+            drawn = self._drawn(rows, step, parameters, *likeliest)
+        elif num_logits:
             # One product with the head for all rows, unless there are very many draft tokens.
             first, *more = torch.split(hidden[:num_logits], self._rows_at_once)
-            logits = self._decoder.logits(first, only_largest=only_largest and not rows.num_draft_rows)
+            logits = self._decoder.logits(first)
             drawn = self._sample(rows, step, logits[:num_samples], parameters, only_largest) if num_samples else None
             if rows.num_drafted:
                 drafts = self._verify(rows, chain([logits[num_samples:]], map(self._decoder.logits, more)))
@@ -320,7 +324,10 @@ class ModelRunner:
 
     def _decode(self, rows: StepRows, step: StepInput, parameters: SamplingRows, only_largest: bool) -> Drawn:
         """A step in which each row samples."""
-        logits = self._decoder.all_logits(self._tokens(step), step.positions, only_largest)
+        tokens = self._tokens(step)
+        if only_largest and (likeliest := self._decoder.likeliest(tokens, step.positions)) is not None:
+            return self._drawn(rows, step, parameters, *likeliest)
+        logits = self._decoder.all_logits(tokens, step.positions)
         return self._sample(rows, step, logits, parameters, only_largest)
 
     def _replay(self, rows: StepRows, arrays: StepArrays, graphs: DecodeGraphs, size: int) -> Drawn:
@@ -372,15 +379,20 @@ class ModelRunner:
         """logits: [rows that sample, vocab]. only_largest: the token is the one with the largest logit."""
         slots = rows.sampled_slots
         if only_largest and self._largest is not None:
-            tokens, failed = self._largest(logits)
-            self._last_tokens.index_copy_(0, step.sampled_slots, tokens)
-            return fetch_drawn(Sampled(tokens, failed, None, None), slots, parameters, {})
+            return self._drawn(rows, step, parameters, *self._largest(logits))
         processors, mask = self._logits_processors.of(slots), self._grammar_mask(slots)
         sampled = self._draw(logits, parameters, processors, mask)
         if processors is not None:
             processors.record(sampled.tokens)
         self._last_tokens.index_copy_(0, step.sampled_slots, sampled.tokens)
         return fetch_drawn(sampled, slots, parameters, {} if mask is None else mask.refused)
+
+    def _drawn(
+        self, rows: StepRows, step: StepInput, parameters: SamplingRows, tokens: Tensor, failed: Tensor
+    ) -> Drawn:
+        """tokens, failed: as of largest_logits()."""
+        self._last_tokens.index_copy_(0, step.sampled_slots, tokens)
+        return fetch_drawn(Sampled(tokens, failed, None, None), rows.sampled_slots, parameters, {})
 
     def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
         """logits: of the draft rows, in pieces [rows, vocab]."""

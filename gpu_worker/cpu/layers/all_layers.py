@@ -25,7 +25,6 @@ from gpu_worker.cpu.decode_attention import WIDTH as HEAD_WIDTH
 from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
-from gpu_worker.cpu.layers.logit_bounds import MOST_ROWS as MOST_BOUNDED_ROWS
 from gpu_worker.cpu.layers.logit_bounds import LogitBounds, logit_bounds
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
@@ -49,6 +48,8 @@ _FEW_OF_CHUNK = 2
 # On two cores, a step of one row runs in one thread if it reads no more than this of weights, keys and values: the
 # services have the other core (docs/adr/0001). With 1 GB, it would take a quarter longer.
 _MOST_BYTES_ALONE = 192 << 20
+# If bounds leave more than one of so many blocks, all logits take less time. So many calls then do without bounds.
+_FEW_BLOCKS, _CALLS_WITHOUT = 4, 100
 
 
 def compiled_layers(dtype: torch.dtype, wide_heads: bool, compiles_here: bool = False) -> Any:
@@ -117,9 +118,10 @@ class CpuLayers:
         }
         self._has_query_blocks = query_size % OUTPUTS == 0
         self._scratch: dict[int, Tensor] = {}
-        self._scratch_rows = 0
+        self._scratch_rows = self._likeliest_rows = 0
         self._arrived = np.zeros(3, np.int64)
         self._taken = np.zeros(self._run.threads * COUNTER, np.int64)
+        self._tried = np.zeros(self._run.threads, np.int64)
         fixed = {
             at.EMBEDDING: embedding,
             at.TURNS: turns,
@@ -130,14 +132,14 @@ class CpuLayers:
             at.LAYERS: np.array(addresses, np.int64),
             at.ARRIVED: self._arrived,
             at.TAKEN: self._taken,
+            at.TRIED: self._tried,
         }
         if head is not None:
             fixed[at.HEAD] = head
-        self._most_bounded = 0 if bounds is None else MOST_BOUNDED_ROWS[dtype]
+        self._bounds, self._calls_without_bounds = bounds, 0
         if bounds is not None:
-            shape = 2, self._most_bounded, -(-self._vocab // OUTPUTS)
             fixed |= {at.CODES: bounds.codes, at.SCALES: bounds.scales, at.ERRORS: bounds.errors}
-            fixed[at.BOUNDS] = np.empty(shape, np.float32)
+            fixed[at.BLOCK_BOUNDS] = bounds.blocks
         self._numbers = np.array([config.rms_norm_eps, config.head_dim**-0.5], np.float32)
         self._arguments = np.zeros(at.NUM_ARGUMENTS, np.int64)
         for place, array in fixed.items():
@@ -170,47 +172,85 @@ class CpuLayers:
         the attention of a chunk. tokens, positions: int64 [rows], of the vocabulary and of the table of turns. wanted:
         int64, the rows of the result; None: all. before_kernels: called when nothing is left to do but to run the
         function."""
-        return self._compute(tokens, positions, wanted, None, before_kernels)
+        return self._compute(tokens, positions, wanted, {}, before_kernels)
 
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        before_kernels: Callable[[], None] = nothing,
-        only_largest: bool = False,
-    ) -> Tensor | None:
-        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows.
-        only_largest: logits that cannot be the largest of their row may be -infinity."""
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
+        """As run(), but logits [rows, vocab]. None also if the kernels cannot read the head, or for many rows."""
         num_rows = tokens.shape[0]
         if num_rows > self._most_logits:
             return None
-        logits = self._new_logits(num_rows, only_largest)
-        return None if self._compute(tokens, positions, None, logits, before_kernels) is None else logits
+        logits = torch.empty(num_rows, self._vocab, dtype=self._attention.dtype)
+        hidden = self._compute(tokens, positions, None, {at.LOGITS: logits}, before_kernels)
+        return None if hidden is None else logits
 
-    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
+    def head(self, hidden: Tensor) -> Tensor | None:
         """Logits [rows, vocab] of hidden states from run(): of a row the same bits as from logits(). None if that would
         be None, too."""
         if not 0 < len(hidden) <= self._most_logits:
             return None
-        assert hidden.is_contiguous()
-        assert hidden.dtype == self._attention.dtype
-        logits = self._new_logits(len(hidden), only_largest)
-        self._arguments[at.NUM_LAYERS] = 0
-        self._call(len(hidden), hidden, logits, has_all_rows=True, alone=False)
+        logits = torch.empty(len(hidden), self._vocab, dtype=self._attention.dtype)
+        self._compute_head(hidden, {at.LOGITS: logits})
         return logits
 
-    def _new_logits(self, num_rows: int, only_largest: bool) -> Tensor:
-        self._arguments[at.ONLY_LARGEST] = only_largest and num_rows <= self._most_bounded
-        return torch.empty(num_rows, self._vocab, dtype=self._attention.dtype)
+    def likeliest(
+        self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor] | None:
+        """As logits(), but what largest_logits() returns for them. None also if there is no copy of the head, or if it
+        is of no use now."""
+        results = self._new_likeliest(tokens.shape[0])
+        if results is None or self._compute(tokens, positions, None, results, before_kernels) is None:
+            return None
+        return self._likeliest(results)
+
+    def likeliest_of(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As head(), but what largest_logits() returns for the logits. None as from likeliest()."""
+        if (results := self._new_likeliest(len(hidden))) is None:
+            return None
+        self._compute_head(hidden, results)
+        return self._likeliest(results)
+
+    def _new_likeliest(self, num_rows: int) -> dict[int, Tensor] | None:
+        """Room for the results, if bounds are of use."""
+        if self._bounds is None or not num_rows:
+            return None
+        if self._calls_without_bounds:
+            self._calls_without_bounds -= 1
+            return None
+        if num_rows > self._likeliest_rows:
+            scratch = {
+                at.UPPER_BOUNDS: torch.empty(num_rows, len(self._bounds.blocks)),
+                at.FOUND: torch.empty(2, self._run.threads, num_rows, 2, dtype=torch.int32),
+                at.THRESHOLDS: torch.empty(num_rows),
+            }
+            for place, tensor in scratch.items():
+                self._scratch[place] = tensor
+                self._arguments[place] = tensor.data_ptr()
+            self._likeliest_rows = num_rows
+        tokens, failed = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.bool)
+        return {at.LIKELIEST: tokens, at.FAILED: failed}
+
+    def _likeliest(self, results: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        assert self._bounds is not None
+        tokens, failed = results[at.LIKELIEST], results[at.FAILED]
+        if int(self._tried.sum()) * _FEW_BLOCKS > len(tokens) * len(self._bounds.blocks):
+            self._calls_without_bounds = _CALLS_WITHOUT
+        return tokens, failed
+
+    def _compute_head(self, hidden: Tensor, results: dict[int, Tensor]) -> None:
+        assert hidden.is_contiguous()
+        assert hidden.dtype == self._attention.dtype
+        self._arguments[at.NUM_LAYERS] = 0
+        self._call(len(hidden), hidden, results, has_all_rows=True, alone=False)
 
     def _compute(
         self,
         tokens: Tensor,
         positions: Tensor,
         wanted: Tensor | None,
-        logits: Tensor | None,
+        results: dict[int, Tensor],
         before_kernels: Callable[[], None],
     ) -> Tensor | None:
+        """Hidden states, as from run(). results: tensors for other results, by their places in the arguments."""
         num_rows = tokens.shape[0]  # len() of a tensor takes several calls of Python
         if (planned := self._attention.planned_rows(num_rows)) is None:
             return None
@@ -249,7 +289,7 @@ class CpuLayers:
         count = num_rows if wanted is None else wanted.shape[0]
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
         alone = num_rows <= self.most_rows_alone and planned.kv_lens[0] <= self._most_tokens_alone
-        self._call(num_rows, hidden, logits, wanted is None, alone, before_kernels)
+        self._call(num_rows, hidden, results, wanted is None, alone, before_kernels)
         return hidden
 
     def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
@@ -261,7 +301,7 @@ class CpuLayers:
         self,
         num_rows: int,
         hidden: Tensor,
-        logits: Tensor | None,
+        results: dict[int, Tensor],
         has_all_rows: bool,
         alone: bool,
         before_kernels: Callable[[], None] = nothing,
@@ -273,10 +313,12 @@ class CpuLayers:
             self._scratch_rows = num_rows
         self._arguments[at.STREAM] = (hidden if has_all_rows else self._scratch[at.STREAM]).data_ptr()
         self._arguments[at.HIDDEN] = hidden.data_ptr()
-        self._arguments[at.LOGITS] = 0 if logits is None else logits.data_ptr()
+        for place in (at.LOGITS, at.LIKELIEST, at.FAILED):
+            self._arguments[place] = results[place].data_ptr() if place in results else 0
         self._arguments[at.NUM_ROWS], self._arguments[at.NUM_WANTED] = num_rows, hidden.shape[0]
         self._arrived[:] = 0
         self._taken[:] = 0
+        self._tried[:] = 0
         function, arguments, numbers = self._addresses
         like = arguments  # for its type; nothing reads this pointer
         run = self._run_alone if alone else self._run

@@ -2,7 +2,7 @@
 
 # Addresses of arrays, then sizes.
 (
-    TOKENS,  # int64 [rows]; without layers, HIDDEN is given instead, and only LOGITS are computed
+    TOKENS,  # int64 [rows]; without layers, HIDDEN is given instead, and only LOGITS or LIKELIEST are computed
     POSITIONS,  # int64 [rows]
     SLOTS,  # int64 [rows]: block * block_size + place in the block
     BLOCK_IDS,  # int32 [num_block_ids]
@@ -18,6 +18,8 @@
     WANTED_ROWS,
     HIDDEN,  # the result: [num_wanted, width]
     LOGITS,  # another result: [rows, vocab]; 0: none
+    LIKELIEST,  # another result: int64 [rows], of each row the first token with the largest logit; 0: none
+    FAILED,  # bool [rows], with LIKELIEST: whether that logit is infinite or NaN
     EMBEDDING,  # [vocab, width]
     TURNS,  # float32 [positions, head_dim]
     FINAL_NORM,  # [width]
@@ -28,7 +30,11 @@
     CODES,  # the arrays of LogitBounds
     SCALES,
     ERRORS,
-    BOUNDS,  # scratch memory: float32 [2, rows, ceil(vocab / 64)]
+    BLOCK_BOUNDS,
+    UPPER_BOUNDS,  # scratch memory of likeliest_part(): float32 [rows, blocks]
+    FOUND,  # int32 [2, threads, rows, 2]
+    THRESHOLDS,  # float32 [rows]
+    TRIED,  # int64 [threads]
     LAYERS,  # int64 [layers, NUM_LAYER_ARRAYS]
     STREAM,  # scratch memory: [rows, width], hidden states; HIDDEN itself if the result has all rows
     NORMED,  # [rows, width]
@@ -45,7 +51,6 @@
     SKIPS_QUERIES,  # 1: the last layer computes attention for the wanted rows alone
     NUM_BLOCK_IDS,
     NUM_SCRATCH,  # elements of PACKED_KEYS and of SEEN_VALUES
-    ONLY_LARGEST,  # 1: logits that cannot be the largest of their row are -infinity
     NUM_LAYERS,
     NUM_BLOCKS,
     BLOCK_SIZE,
@@ -57,8 +62,8 @@
     VOCAB,
     NUM_POSITIONS,
     HEAD_IS_TABLE,
-) = range(55)
-NUM_ARGUMENTS = 55
+) = range(60)
+NUM_ARGUMENTS = 60
 # The arrays of a layer, by their place in a row of LAYERS. 0: the layer has no such array.
 INPUT_NORM, QKV, QKV_BIAS, HEAD_NORMS, OUTPUT, MLP_NORM, GATE_UP_MATRIX, DOWN = range(8)
 NUM_LAYER_ARRAYS = 8

@@ -11,7 +11,7 @@ from gpu_worker.cpu.chunk_attention import attend_part, pack_part
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
 from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
 from gpu_worker.cpu.layers import arguments as at
-from gpu_worker.cpu.layers.logit_bounds import likeliest_part
+from gpu_worker.cpu.layers.likeliest import likeliest_part
 from gpu_worker.cpu.numbers import FASTMATH, load, store
 from gpu_worker.cpu.products import multiply_part, multiply_table_part
 from gpu_worker.cpu.threads import COUNTER, add_one, array_at, meet, next_unit, shared_work
@@ -138,12 +138,12 @@ def _run_thread(
         down = array_at(layer[at.DOWN], width * inner, like)
         multiply_part(activated, down, empty, True, 0, work, hidden)
         meetings = meet(_arrived(a), threads, meetings)
-    if a[at.LOGITS]:
+    if a[at.LOGITS] or a[at.LIKELIEST]:
         normed, meetings = _normed(a, result, a[at.FINAL_NORM], eps, thread, threads, meetings)
         logits = array_at(a[at.LOGITS], len(result) * a[at.VOCAB], like).reshape(len(result), a[at.VOCAB])
         head = array_at(a[at.HEAD], width * a[at.VOCAB], like)
-        if a[at.ONLY_LARGEST]:
-            _compute_likeliest(a, normed, head, work, meetings, logits)
+        if a[at.LIKELIEST]:
+            _find_likeliest(a, normed, head, work, meetings)
         elif a[at.HEAD_IS_TABLE]:
             multiply_table_part(normed, head.reshape(a[at.VOCAB], width), work, logits)
         else:
@@ -183,17 +183,24 @@ def _normed(a: Any, hidden: Any, weight: int, eps: float, thread: int, threads: 
 
 
 @njit(inline="always")
-def _compute_likeliest(a: Any, normed: Any, head: Any, work: Any, meetings: int, logits: Any) -> None:
-    blocks = -(-logits.shape[1] // OUTPUTS)
-    bytes_like, floats_like = np.empty(0, np.uint8), np.empty(0, np.float32)
+def _find_likeliest(a: Any, normed: Any, head: Any, work: Any, meetings: int) -> None:
+    rows, blocks, threads = len(normed), (a[at.VOCAB] + OUTPUTS - 1) // OUTPUTS, work[3]
+    floats, ints = np.empty(0, np.float32), np.empty(0, np.int32)
     copy = (
-        array_at(a[at.CODES], blocks * OUTPUTS * normed.shape[1], bytes_like),
-        array_at(a[at.SCALES], blocks * OUTPUTS, floats_like),
-        array_at(a[at.ERRORS], blocks * OUTPUTS, floats_like),
+        array_at(a[at.CODES], blocks * OUTPUTS * normed.shape[1], np.empty(0, np.uint8)),
+        array_at(a[at.SCALES], blocks * OUTPUTS, floats),
+        array_at(a[at.ERRORS], blocks * OUTPUTS, floats),
+        array_at(a[at.BLOCK_BOUNDS], blocks * 2, floats).reshape(blocks, 2),
     )
-    bounds = array_at(a[at.BOUNDS], 2 * len(normed) * blocks, floats_like).reshape(2, len(normed), blocks)
+    scratch = (
+        array_at(a[at.UPPER_BOUNDS], rows * blocks, floats).reshape(rows, blocks),
+        array_at(a[at.FOUND], 4 * threads * rows, ints).reshape(2, threads, rows, 2),
+        array_at(a[at.THRESHOLDS], rows, floats),
+        array_at(a[at.TRIED], threads, a),
+    )
+    tokens, failed = array_at(a[at.LIKELIEST], rows, a), array_at(a[at.FAILED], rows, np.empty(0, np.bool_))
     is_table = a[at.HEAD_IS_TABLE] != 0
-    likeliest_part(normed, head, is_table, copy, bounds, work, _arrived(a), meetings, logits)
+    likeliest_part(normed, head, is_table, copy, scratch, work, _arrived(a), meetings, tokens, failed)
 
 
 @njit(inline="always")

@@ -150,17 +150,21 @@ class CountedLayers:
     ) -> Tensor | None:
         return self._counted(self._layers.run(tokens, positions, wanted, before_kernels))
 
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        before_kernels: Callable[[], None] = nothing,
-        only_largest: bool = False,
-    ) -> Tensor | None:
-        return self._counted(self._layers.logits(tokens, positions, before_kernels, only_largest))
+    def logits(self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing) -> Tensor | None:
+        return self._counted(self._layers.logits(tokens, positions, before_kernels))
 
-    def head(self, hidden: Tensor, only_largest: bool = False) -> Tensor | None:
-        return self._layers.head(hidden, only_largest)
+    def head(self, hidden: Tensor) -> Tensor | None:
+        return self._layers.head(hidden)
+
+    def likeliest(
+        self, tokens: Tensor, positions: Tensor, before_kernels: Callable[[], None] = nothing
+    ) -> tuple[Tensor, Tensor] | None:
+        likeliest = self._layers.likeliest(tokens, positions, before_kernels)
+        self.runs[True] += likeliest is not None
+        return likeliest
+
+    def likeliest_of(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._layers.likeliest_of(hidden)
 
     def _counted(self, result: Tensor | None) -> Tensor | None:
         self.runs[result is not None] += 1
