@@ -99,10 +99,11 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class AdvancingAttention(AttentionBackend, Protocol):
-    """An attention backend that need not plan a step of the same decodes again."""
+    """An attention backend that need not plan a step of the same decodes again. It reads no whole blocks."""
 
-    def advance(self) -> None:
-        """Instead of plan(): each decode of the planned step is one token further, in the same block."""
+    def advance(self, block_table: Int32s, slots: npt.NDArray[np.integer]) -> None:
+        """Instead of plan(): each decode of the planned step is one token further. block_table: [slots, blocks]. slots:
+        of the decodes."""
 
 
 @runtime_checkable

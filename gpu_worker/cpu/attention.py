@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -92,10 +93,21 @@ class CpuAttention(TorchAttention):
             window: WindowPlan((), tuple(self._chunks(metadata, window, shorter))) for window in set(self._windows)
         }
 
-    def advance(self) -> None:
-        _, _, kv_lens, _ = self._by_kernel
-        for array in (kv_lens, self._slot_mapping.numpy()):
+    def advance(self, block_table: Int32s, slots: npt.NDArray[np.integer]) -> None:
+        _, _, kv_lens, numbers = self._by_kernel
+        mapping: np.ndarray = self._slot_mapping.numpy()
+        for array in (kv_lens, mapping):
             array += 1
+        if not (kv_lens % self._block_size == 1 % self._block_size).any():
+            return
+        # Some decode begins a block. As step_arrays(), but without Python code per sequence.
+        widths = -(-kv_lens // self._block_size)
+        ends = np.cumsum(widths)
+        firsts = ends - widths
+        places = np.arange(ends[-1]) - np.repeat(firsts, widths)
+        block_ids = block_table[np.repeat(slots, widths), places]
+        mapping[:] = block_ids[ends - 1] * np.int64(self._block_size) + (kv_lens - 1) % self._block_size
+        self._by_kernel = block_ids, firsts.astype(np.int32), kv_lens, numbers
 
     def tables_of(self, which: np.ndarray) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         """Arguments of Kernels.attend for some rows of the step: block_ids, first_blocks, kv_lens and rows."""

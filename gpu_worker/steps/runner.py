@@ -262,12 +262,12 @@ class ModelRunner:
         """Run the last step again, one token further. Its tokens must be in the history."""
         assert self._advancing is not None
         rows = repeated.rows
-        self._slots.repeat(plan.step, rows)
+        self._slots.repeat(plan, rows)
         self._rows = rows
         if rows.num_rows > self.most_rows_leaving_core:
             self._decoder.before_kernels()
         repeated.advance()
-        self._advancing.advance()
+        self._advancing.advance(self._slots.block_table, rows.slots)
         return StepOutputs(self._decode(rows, repeated.step, repeated.parameters, repeated.only_largest))
 
     def _move_blocks(self, rows: StepRows) -> None:
@@ -293,8 +293,7 @@ class ModelRunner:
         only_largest = parameters.need_only_largest and self._is_plain(rows.sampled_slots)
         if self._pieces is None and arrays.sampling_rows is None and len(arrays.sampled_slots) == arrays.num_rows:
             if self._can_repeat(rows):
-                left = self._slots.steps_left(rows)
-                self._repeated = RepeatedStep(rows, sampled, step, parameters, only_largest, left)
+                self._repeated = RepeatedStep(rows, sampled, step, parameters, only_largest)
             return StepOutputs(self._decode(rows, step, parameters, only_largest))
         hidden = self._hidden(step, size)
         num_samples = len(arrays.sampled_slots)

@@ -121,21 +121,18 @@ class SlotBuffers:
             raise ProtocolViolation(f"step {step} follows step {self._last_step}")
         self._last_step = step
 
-    def repeat(self, step: int, rows: StepRows) -> None:
-        """apply() and commit() of a plan that changes nothing, for these decodes of the last plan. steps_left() must be
-        positive.
+    def repeat(self, plan: StepPlan, rows: StepRows) -> None:
+        """apply() and commit() of a plan that changes nothing but block tables, for these decodes of the last plan.
 
         Raises ProtocolViolation as apply() does."""
-        self._begin(step)
-        self.num_computed[rows.slots] += 1
+        self._begin(plan.step)
+        self._granted = []
+        if plan.grow_slots:
+            self._grow(unpack(plan.grow_slots, "grow_slots"), unpack(plan.grow_blocks, "grow_blocks"))
+        ends = self.num_computed[rows.slots] + 1
+        self._check_room(rows.slots, ends)
+        self.num_computed[rows.slots] = ends
         self.num_tokens[rows.slots] += 1
-
-    def steps_left(self, rows: StepRows) -> int:
-        """How often repeat() may follow this step of decodes: until a sequence needs its next block, also if it has
-        one, or is at its longest. Call before commit()."""
-        size = self.limits.block_size
-        ends = rows.starts + rows.counts
-        return int(np.minimum(-ends % size, self.limits.max_model_len - ends).min())
 
     def _moves(self, plan: StepPlan) -> tuple[Pairs, Pairs, Pairs]:
         """Swaps out, swaps in, copies."""
@@ -267,6 +264,14 @@ class SlotBuffers:
         ends = starts + counts
         if counts.sum() > self.limits.max_batched_tokens:
             raise ProtocolViolation(f"{counts.sum()} rows in a step of at most {self.limits.max_batched_tokens}")
+        self._check_room(slots, ends)
+        samples = ends == self.num_tokens[slots]
+        samples[len(slots) - len(drafting) :] = False
+        granted = np.concatenate(self._granted) if self._granted else NO_INTS
+        return StepRows(slots, len(decodes), starts, counts, samples, granted, *moves, len(drafting), draft_tokens)
+
+    def _check_room(self, slots: npt.NDArray[np.integer], ends: npt.NDArray[np.integer]) -> None:
+        """ends: tokens of each slot after the step."""
         short = ends > self.num_blocks[slots] * self.limits.block_size
         if short.any():
             i = int(short.argmax())
@@ -276,10 +281,6 @@ class SlotBuffers:
         too_long = ends > self.limits.max_model_len
         if too_long.any():
             raise ProtocolViolation(f"slot {slots[too_long.argmax()]}: longer than {self.limits.max_model_len} tokens")
-        samples = ends == self.num_tokens[slots]
-        samples[len(slots) - len(drafting) :] = False
-        granted = np.concatenate(self._granted) if self._granted else NO_INTS
-        return StepRows(slots, len(decodes), starts, counts, samples, granted, *moves, len(drafting), draft_tokens)
 
     def _check_prefills(self, slots: Int32s, counts: Int32s) -> None:
         self._check_occupied(slots, "prefill_slots")

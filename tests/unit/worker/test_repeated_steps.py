@@ -1,4 +1,5 @@
-"""A plan that changes nothing runs the last step again, one token further, as if all its arrays were made anew."""
+"""A plan that changes nothing but block tables runs the last step again, one token further, as if all its arrays were
+made anew."""
 
 from __future__ import annotations
 
@@ -101,12 +102,29 @@ def _decoding(runner: ModelRunner, sampling: SamplingParams = GREEDY) -> Driver:
     return driver
 
 
-def test_a_step_repeats_until_a_sequence_needs_a_block(reference: References, build: Build, repeats: list[int]) -> None:
-    driver = _decoding(build(reference("llama-tied").folder, block_size=8).runner)
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_a_step_repeats_with_new_blocks(
+    block_size: int, reference: References, build: Build, repeats: list[int]
+) -> None:
+    runner = build(reference("llama-tied").folder, block_size=block_size).runner
+    driver = _decoding(runner)
     for _ in range(20):
         driver.run_step()
-    # Steps 2, 8 and 16 compute the 3rd, the 9th and the 17th token.
-    assert repeats == [n for n in range(3, 23) if n not in (8, 16)]
+    assert repeats == list(range(3, 23))
+    # Step n computes token n + 1.
+    assert runner._slots.table_blocks == -(-23 // block_size)
+
+
+def test_a_block_before_it_is_needed_is_used_later(reference: References, build: Build, repeats: list[int]) -> None:
+    runner = build(reference("llama-tied").folder, block_size=8).runner
+    driver = _decoding(runner)
+    expected = reference("llama-tied").greedy([3, 1], 12)
+    block = driver.free_blocks.pop()
+    results = [runner.launch(StepPlan(step=3, grow_slots=pack([0]), grow_blocks=pack([block]))).result()]
+    results += [runner.launch(StepPlan(step=step)).result() for step in range(4, 13)]
+    assert repeats == list(range(3, 13))
+    tokens = [int(np.frombuffer(result.token_ids, "<i4")[0]) for result in results]
+    assert driver.running[0].output + tokens == expected
 
 
 @pytest.mark.parametrize(("sampling", "num_repeats"), [(SEEDED, 5), (SCORED, 5), (BANNED, 0), (PENALISED, 0)], ids=str)
@@ -184,7 +202,7 @@ def test_a_repeated_step_tells_when_its_kernels_start(
 
 
 def test_a_sequence_without_a_place_is_refused(reference: References, build: Build, repeats: list[int]) -> None:
-    """By a step that does not repeat the last one: at the end of its blocks, and at its longest."""
+    """At the end of its blocks, and at its longest."""
     for settings in ({"block_size": 8}, {"block_size": 16, "max_model_len": 8}):
         repeats.clear()
         runner = build(reference("llama-tied").folder, **settings).runner
@@ -194,6 +212,7 @@ def test_a_sequence_without_a_place_is_refused(reference: References, build: Bui
         assert repeats == [3, 4, 5, 6, 7]
         with pytest.raises(ProtocolViolation, match=r"too few|longer than"):
             runner.launch(StepPlan(step=8))
+        assert repeats[-1] == 8
         assert driver.running
 
 
