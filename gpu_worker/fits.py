@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
-from gpu_worker.cpu.vectors import has_byte_products, has_vectors
+from gpu_worker.cpu.layers.byte_products import has_byte_products
+from gpu_worker.cpu.vectors import has_vectors
 from gpu_worker.errors import ModelError, ModelTooLarge
 from gpu_worker.models.config import DecoderConfig
 from gpu_worker.models.int8 import type_name, weights_bytes

@@ -16,8 +16,8 @@ from numba.extending import intrinsic, register_model
 from gpu_worker.cpu.numbers import KERNEL_TYPES, write_prefetch
 
 OUTPUTS = 64
-_LANES = 16  # of a vector register
-_NUM_PARTS = OUTPUTS // _LANES
+LANES = 16  # of a vector register
+NUM_PARTS = OUTPUTS // LANES
 
 
 class _BFloat(ir.Type):
@@ -33,11 +33,11 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_FLOATS = ir.VectorType(ir.FloatType(), _LANES)
-_INTS = ir.VectorType(ir.IntType(32), _LANES)
-_BFLOATS = ir.VectorType(_BFloat(), 2 * _LANES)
-_SHORTS = ir.VectorType(ir.IntType(16), _LANES)
-_PARTS = ir.LiteralStructType([_FLOATS] * _NUM_PARTS)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+INTS = ir.VectorType(ir.IntType(32), LANES)
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
+PARTS = ir.LiteralStructType([FLOATS] * NUM_PARTS)
 
 
 def has_vectors(dtype: torch.dtype) -> bool:
@@ -46,11 +46,6 @@ def has_vectors(dtype: torch.dtype) -> bool:
         return False
     feature = "avx512f" if dtype == torch.float32 else "avx512bf16"
     return bool(get_host_cpu_features().get(feature))
-
-
-def has_byte_products() -> bool:
-    """Whether this CPU has the instruction of add_bytes(). What has_vectors() checks is checked already."""
-    return bool(get_host_cpu_features().get("avx512vnni"))
 
 
 class _Sums(types.Type):
@@ -64,55 +59,58 @@ _sums = _Sums()
 @register_model(_Sums)
 class _SumsModel(PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _PARTS)
+        super().__init__(manager, kind, PARTS)
 
 
-def _pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:
+def pointer_at(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> Any:
+    """The address of an element of an array. kind: the type of the array."""
     return builder.gep(context.make_array(kind)(context, builder, array).data, [offset])
 
 
-def _repeat(builder: Any, number: Any, vector: ir.VectorType) -> Any:
+def repeat(builder: Any, number: Any, vector: ir.VectorType) -> Any:
+    """A vector of this number."""
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(one, one, ir.Constant(_INTS, None))
+    return builder.shuffle_vector(one, one, ir.Constant(INTS, None))
 
 
-def _load(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
+def load_vector(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
+    """The vector that begins `index` elements behind a pointer."""
     pointer = builder.gep(pointer, [ir.IntType(64)(index)])
     return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=2)
 
 
 def _load_once(builder: Any, pointer: Any, index: int, vector: ir.VectorType) -> Any:
-    """As _load(), of memory that a step mostly reads once: on Zen 4, the last-level cache does not keep it. The address
-    must be a multiple of the vector's size. At any other, the processor stops the program."""
+    """As load_vector(), of memory that a step mostly reads once: on Zen 4, the last-level cache does not keep it. The
+    address must be a multiple of the vector's size. At any other, the processor stops the program."""
     place = builder.bitcast(builder.gep(pointer, [ir.IntType(64)(index)]), vector.as_pointer())
-    numbers = builder.load(place, align=_LANES * (2 if vector is _SHORTS else 4))
+    numbers = builder.load(place, align=LANES * (2 if vector is _SHORTS else 4))
     numbers.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
     return numbers
 
 
-def _fma(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
+def multiply_add(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
     """sums + weights * numbers, of 16 float32 each."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    multiply = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    multiply = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     return builder.call(multiply, [weights, numbers, sums])
 
 
 def _add_pairs(builder: Any, sums: Any, weights: Any, numbers: Any) -> Any:
-    """sums[i] + weights[2 * i] * numbers[2 * i] + weights[2 * i + 1] * numbers[2 * i + 1], of bfloat16 as _INTS."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _BFLOATS, _BFLOATS])
+    """sums[i] + weights[2 * i] * numbers[2 * i] + weights[2 * i + 1] * numbers[2 * i + 1], of bfloat16 as INTS."""
+    kind = ir.FunctionType(FLOATS, [FLOATS, _BFLOATS, _BFLOATS])
     multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return builder.call(multiply, [sums, builder.bitcast(weights, _BFLOATS), builder.bitcast(numbers, _BFLOATS)])
 
 
 def _add_products_float32(builder: Any, part: int, sums: Any, weights: Any, numbers: Any) -> Any:
-    weights, numbers = (_load(builder, pointer, part * _LANES, _FLOATS) for pointer in (weights, numbers))
-    return _fma(builder, sums, weights, numbers)
+    weights, numbers = (load_vector(builder, pointer, part * LANES, FLOATS) for pointer in (weights, numbers))
+    return multiply_add(builder, sums, weights, numbers)
 
 
 def _add_products_bfloat16(builder: Any, part: int, sums: Any, weights: Any, numbers: Any) -> Any:
-    if part >= _NUM_PARTS // 2:  # half of the registers hold 64 bfloat16
+    if part >= NUM_PARTS // 2:  # half of the registers hold 64 bfloat16
         return sums
-    weights, numbers = (_load(builder, pointer, 2 * part * _LANES, _INTS) for pointer in (weights, numbers))
+    weights, numbers = (load_vector(builder, pointer, 2 * part * LANES, INTS) for pointer in (weights, numbers))
     return _add_pairs(builder, sums, weights, numbers)
 
 
@@ -123,10 +121,10 @@ def add_products(_context: Any, sums: Any, weights: Any, _offset: Any, numbers: 
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, weights, offset, numbers, at = arguments
-        weights = _pointer(context, builder, signature.args[1], weights, offset)
-        numbers = _pointer(context, builder, signature.args[3], numbers, at)
+        weights = pointer_at(context, builder, signature.args[1], weights, offset)
+        numbers = pointer_at(context, builder, signature.args[3], numbers, at)
         add = _add_products_float32 if signature.args[1].dtype == types.float32 else _add_products_bfloat16
-        for part in range(_NUM_PARTS):
+        for part in range(NUM_PARTS):
             added = add(builder, part, builder.extract_value(sums, part), weights, numbers)
             sums = builder.insert_value(sums, added, part)
         return sums
@@ -160,24 +158,24 @@ def add_inputs(_context: Any, rows: Any, weights: Any, _offset: Any, inputs: Any
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, weights, offset, inputs, places, at = arguments
-        weights = _pointer(context, builder, signature.args[1], weights, offset)
-        inputs = _pointer(context, builder, signature.args[3], inputs, at)
+        weights = pointer_at(context, builder, signature.args[1], weights, offset)
+        inputs = pointer_at(context, builder, signature.args[3], inputs, at)
         is_float = signature.args[1].dtype == types.float32
         for i in range(2 if is_float else 1):
             parts = [
-                _load(builder, weights, i * OUTPUTS + part * _LANES, _FLOATS)
+                load_vector(builder, weights, i * OUTPUTS + part * LANES, FLOATS)
                 if is_float
-                else _load(builder, weights, 2 * part * _LANES, _INTS)
-                for part in range(_NUM_PARTS)
+                else load_vector(builder, weights, 2 * part * LANES, INTS)
+                for part in range(NUM_PARTS)
             ]
             for row in range(len(signature.args[0])):
                 place = builder.gep(inputs, [builder.add(builder.extract_value(places, row), ir.IntType(64)(i))])
                 if is_float:
-                    number = _repeat(builder, builder.load(place), _FLOATS)
+                    number = repeat(builder, builder.load(place), FLOATS)
                 else:
                     pair = builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=2)
-                    number = _repeat(builder, pair, _INTS)
-                add = _fma if is_float else _add_pairs
+                    number = repeat(builder, pair, INTS)
+                add = multiply_add if is_float else _add_pairs
                 for part, weight in enumerate(parts):
                     added = add(builder, builder.extract_value(rows, [row, part]), weight, number)
                     rows = builder.insert_value(rows, added, [row, part])
@@ -194,8 +192,8 @@ def add_outputs(_context: Any, rows: Any, array: Any, places: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows, array, places = arguments
         for row in range(len(signature.args[0])):
-            pointer = _pointer(context, builder, signature.args[1], array, builder.extract_value(places, row))
-            for part in range(_NUM_PARTS):
+            pointer = pointer_at(context, builder, signature.args[1], array, builder.extract_value(places, row))
+            for part in range(NUM_PARTS):
                 numbers = _load_floats(builder, signature.args[1], pointer, part)
                 rows = builder.insert_value(
                     rows, builder.fadd(builder.extract_value(rows, [row, part]), numbers), [row, part]
@@ -214,11 +212,11 @@ def store_outputs(_context: Any, array: Any, places: Any, rows: Any) -> Any:
         array, places, rows = arguments
         is_float = signature.args[0].dtype == types.float32
         for row in range(len(signature.args[2])):
-            pointer = _pointer(context, builder, signature.args[0], array, builder.extract_value(places, row))
-            for part in range(_NUM_PARTS):
+            pointer = pointer_at(context, builder, signature.args[0], array, builder.extract_value(places, row))
+            for part in range(NUM_PARTS):
                 numbers = builder.extract_value(rows, [row, part])
                 numbers = numbers if is_float else _rounded(builder, numbers)
-                place = builder.gep(pointer, [ir.IntType(64)(part * _LANES)])
+                place = builder.gep(pointer, [ir.IntType(64)(part * LANES)])
                 builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
@@ -227,104 +225,18 @@ def store_outputs(_context: Any, array: Any, places: Any, rows: Any) -> Any:
 
 def _rounded(builder: Any, numbers: Any) -> Any:
     """16 float32 as bfloat16."""
-    kind = ir.FunctionType(ir.VectorType(_BFloat(), _LANES), [_FLOATS])
+    kind = ir.FunctionType(ir.VectorType(_BFloat(), LANES), [FLOATS])
     rounded = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
     return builder.bitcast(builder.call(rounded, [numbers]), _SHORTS)
 
 
-def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = _load) -> Any:
+def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = load_vector) -> Any:
     """16 numbers of an array as float32."""
     if array.dtype == types.float32:
-        return load(builder, pointer, part * _LANES, _FLOATS)
+        return load(builder, pointer, part * LANES, FLOATS)
     # A bfloat16 is the upper half of a float32.
-    bits = builder.zext(load(builder, pointer, part * _LANES, _SHORTS), _INTS)
-    return builder.bitcast(builder.shl(bits, ir.Constant(_INTS, [16] * _LANES)), _FLOATS)
-
-
-@intrinsic
-def add_bytes(_context: Any, rows: Any, codes: Any, _offset: Any, inputs: Any, places: Any, _at: Any) -> Any:
-    """In a kernel: for each of a tuple of sums, sums[k] + the products of four inputs, int8, from inputs[places[k] +
-    at] on, with their codes for 64 outputs, uint8, which begin at codes[offset]: first the four of an output. Arrays
-    are contiguous; codes are at multiples of 64. The sums are int32, for join_bytes() and largest_of_bytes(). Without
-    has_byte_products(), a call stops the program."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, codes, offset, inputs, places, at = arguments
-        if not has_byte_products():
-            trap = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, trap, "llvm.trap"), [])
-            return rows
-        codes = builder.bitcast(_pointer(context, builder, signature.args[1], codes, offset), _INTS.as_pointer())
-        inputs = _pointer(context, builder, signature.args[3], inputs, at)
-        kind = ir.FunctionType(_INTS, [_INTS] * 3)
-        add = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        parts = [builder.load(builder.gep(codes, [ir.IntType(64)(part)]), align=64) for part in range(_NUM_PARTS)]
-        for row in range(len(signature.args[0])):
-            place = builder.gep(inputs, [builder.extract_value(places, row)])
-            number = builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=1)
-            four = _repeat(builder, number, _INTS)
-            for part, own in enumerate(parts):
-                total = builder.bitcast(builder.extract_value(rows, [row, part]), _INTS)
-                total = builder.bitcast(builder.call(add, [total, own, four]), _FLOATS)
-                rows = builder.insert_value(rows, total, [row, part])
-        return rows
-
-    return rows(rows, codes, types.intp, inputs, places, types.intp), build
-
-
-@intrinsic
-def join_bytes(_context: Any, high: Any, low: Any, _high_zero: Any, _low_zero: Any, _factor: Any) -> Any:
-    """In a kernel: (high - high_zero) + (low - low_zero) * factor, of sums from add_bytes(). Zeros are int32."""
-
-    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        factor = _repeat(builder, arguments[4], _FLOATS)
-        joined = ir.Constant(_PARTS, ir.Undefined)
-        for part in range(_NUM_PARTS):
-            upper, lower = (
-                _difference(builder, builder.extract_value(sums, part), zero)
-                for sums, zero in zip(arguments[:2], arguments[2:4], strict=True)
-            )
-            joined = builder.insert_value(joined, _fma(builder, upper, lower, factor), part)
-        return joined
-
-    return high(high, low, types.int32, types.int32, types.float32), build
-
-
-def _difference(builder: Any, total: Any, zero: Any) -> Any:
-    """16 int32 in a register for float32, less an int32, as float32."""
-    return builder.sitofp(builder.sub(builder.bitcast(total, _INTS), _repeat(builder, zero, _INTS)), _FLOATS)
-
-
-@intrinsic
-def largest_of_bytes(_context: Any, rows: Any, zeros: Any, places: Any, scales: Any, _offset: Any) -> Any:
-    """In a kernel: for each of a tuple of sums from add_bytes(), the largest of (sums[k] - zeros[places[k]]) * the 64
-    scales from scales[offset] on. Arrays are contiguous. zeros: int32. scales: float32, without NaN."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, zeros, places, scales, offset = arguments
-        pointer = _pointer(context, builder, signature.args[3], scales, offset)
-        factors = [_load(builder, pointer, part * _LANES, _FLOATS) for part in range(_NUM_PARTS)]
-        largest = cgutils.get_null_value(context.get_value_type(signature.return_type))
-        for row in range(len(signature.args[0])):
-            place = builder.extract_value(places, row)
-            zero = builder.load(_pointer(context, builder, signature.args[1], zeros, place))
-            most = None
-            for part, factor in enumerate(factors):
-                own = builder.fmul(_difference(builder, builder.extract_value(rows, [row, part]), zero), factor)
-                most = own if most is None else _larger(builder, most, own)
-            width = _LANES
-            while width > 1:
-                width //= 2
-                order = [(i + width) % _LANES for i in range(_LANES)]
-                most = _larger(builder, most, _shuffle(builder, most, most, order))
-            largest = builder.insert_value(largest, builder.extract_element(most, ir.IntType(32)(0)), row)
-        return largest
-
-    return types.UniTuple(types.float32, len(rows))(rows, zeros, places, scales, types.intp), build
-
-
-def _larger(builder: Any, one: Any, other: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+    bits = builder.zext(load(builder, pointer, part * LANES, _SHORTS), INTS)
+    return builder.bitcast(builder.shl(bits, ir.Constant(INTS, [16] * LANES)), FLOATS)
 
 
 @intrinsic
@@ -332,7 +244,7 @@ def zero_sums(_context: Any) -> Any:
     """In a kernel: zeros."""
 
     def build(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
-        return ir.Constant(_PARTS, None)
+        return ir.Constant(PARTS, None)
 
     return _sums(), build
 
@@ -343,13 +255,13 @@ def total_of(_context: Any, sums: Any) -> Any:
 
     def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         total = builder.extract_value(arguments[0], 0)
-        for part in range(1, _NUM_PARTS):
+        for part in range(1, NUM_PARTS):
             total = builder.fadd(total, builder.extract_value(arguments[0], part))
         # Halves, quarters and so on. Without fastmath, as in products, the compiler keeps this order.
-        width = _LANES
+        width = LANES
         while width > 1:
             width //= 2
-            order = ir.Constant(_INTS, [(i + width) % _LANES for i in range(_LANES)])
+            order = ir.Constant(INTS, [(i + width) % LANES for i in range(LANES)])
             total = builder.fadd(total, builder.shuffle_vector(total, total, order))
         return builder.extract_element(total, ir.IntType(32)(0))
 
@@ -361,7 +273,7 @@ def prefetch_64(_context: Any, array: Any, _offset: Any) -> Any:
     """In a kernel: prefetch() for all cache lines of 64 elements."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, kind = _pointer(context, builder, signature.args[0], *arguments), signature.args[0].dtype
+        pointer, kind = pointer_at(context, builder, signature.args[0], *arguments), signature.args[0].dtype
         for element in range(0, OUTPUTS, 64 * 8 // kind.bitwidth):
             write_prefetch(builder, builder.gep(pointer, [ir.IntType(64)(element)]))
         return context.get_dummy_value()
@@ -378,17 +290,17 @@ def add_keys(_context: Any, heads: Any, keys: Any, _places: Any, query: Any, at:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         heads, keys, places, query, at = arguments
         pointers = [
-            _pointer(context, builder, signature.args[1], keys, builder.extract_value(places, key))
-            for key in range(_NUM_PARTS)
+            pointer_at(context, builder, signature.args[1], keys, builder.extract_value(places, key))
+            for key in range(NUM_PARTS)
         ]
         is_float = signature.args[1].dtype == types.float32
-        add, vector, step = (_fma, _FLOATS, _LANES) if is_float else (_add_pairs, _INTS, 2 * _LANES)
+        add, vector, step = (multiply_add, FLOATS, LANES) if is_float else (_add_pairs, INTS, 2 * LANES)
         queries = [
-            _pointer(context, builder, signature.args[3], query, builder.extract_value(at, head))
+            pointer_at(context, builder, signature.args[3], query, builder.extract_value(at, head))
             for head in range(len(signature.args[0]))
         ]
         for i in range(0, OUTPUTS, step):
-            own = [_load(builder, pointer, i, vector) for pointer in queries]
+            own = [load_vector(builder, pointer, i, vector) for pointer in queries]
             for key, pointer in enumerate(pointers):
                 numbers = _load_once(builder, pointer, i, vector)
                 for head, inputs in enumerate(own):
@@ -406,15 +318,15 @@ def add_values(_context: Any, heads: Any, values: Any, _place: Any, weights: Any
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         heads, values, place, weights, at = arguments
-        pointer = _pointer(context, builder, signature.args[1], values, place)
+        pointer = pointer_at(context, builder, signature.args[1], values, place)
         factors = [
-            _repeat(builder, builder.load(_pointer(context, builder, signature.args[3], weights, place)), _FLOATS)
+            repeat(builder, builder.load(pointer_at(context, builder, signature.args[3], weights, place)), FLOATS)
             for place in (builder.extract_value(at, head) for head in range(len(signature.args[0])))
         ]
-        for part in range(_NUM_PARTS):
+        for part in range(NUM_PARTS):
             numbers = _load_floats(builder, signature.args[1], pointer, part, _load_once)
             for head, factor in enumerate(factors):
-                added = _fma(builder, builder.extract_value(heads, [head, part]), numbers, factor)
+                added = multiply_add(builder, builder.extract_value(heads, [head, part]), numbers, factor)
                 heads = builder.insert_value(heads, added, [head, part])
         return heads
 
@@ -428,35 +340,36 @@ def store_totals(_context: Any, array: Any, _offset: Any, _factor: Any, sums: An
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, offset, factor, sums = arguments
-        a, b, c, d = (_half(builder, builder.extract_value(sums, part)) for part in range(_NUM_PARTS))
+        a, b, c, d = (_half(builder, builder.extract_value(sums, part)) for part in range(NUM_PARTS))
         # In each half of a register: a0 + a2, b0 + b2, a1 + a3, b1 + b3, then the totals of a, b, c and d.
         ab, cd = (_add_shuffled(builder, *two, (0, 8, 1, 9), (2, 10, 3, 11)) for two in ((a, b), (c, d)))
         fours = _add_shuffled(builder, ab, cd, (0, 1, 8, 9), (2, 3, 10, 11))
-        totals = builder.fadd(*(_shuffle(builder, fours, fours, range(i, i + 4)) for i in (0, 4)))
+        totals = builder.fadd(*(shuffle(builder, fours, fours, range(i, i + 4)) for i in (0, 4)))
         vector = ir.VectorType(ir.FloatType(), 4)
         one = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.IntType(32)(0))
-        scaled = builder.fmul(totals, _shuffle(builder, one, one, [0] * 4))
-        pointer = _pointer(context, builder, signature.args[0], array, offset)
+        scaled = builder.fmul(totals, shuffle(builder, one, one, [0] * 4))
+        pointer = pointer_at(context, builder, signature.args[0], array, offset)
         builder.store(scaled, builder.bitcast(pointer, vector.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32, sums), build
 
 
-def _shuffle(builder: Any, one: Any, other: Any, order: Iterable[int]) -> Any:
+def shuffle(builder: Any, one: Any, other: Any, order: Iterable[int]) -> Any:
+    """A vector of elements of two others, by their places."""
     places = list(order)
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), len(places)), places))
 
 
 def _half(builder: Any, numbers: Any) -> Any:
     """8 numbers with the total of 16."""
-    return builder.fadd(*(_shuffle(builder, numbers, numbers, range(i, i + 8)) for i in (0, 8)))
+    return builder.fadd(*(shuffle(builder, numbers, numbers, range(i, i + 8)) for i in (0, 8)))
 
 
 def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int], high: Sequence[int]) -> Any:
     """The sum of two orders of two vectors of 8. low, high: the places of 4 elements, for each half of the vectors."""
     orders = ([*order, *(place + 4 for place in order)] for order in (low, high))
-    return builder.fadd(*(_shuffle(builder, one, other, order) for order in orders))
+    return builder.fadd(*(shuffle(builder, one, other, order) for order in orders))
 
 
 @intrinsic
@@ -464,10 +377,10 @@ def load_sums(_context: Any, array: Any, _offset: Any) -> Any:
     """In a kernel: 64 elements of a contiguous float32 array from `offset` on."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments)
-        sums = ir.Constant(_PARTS, ir.Undefined)
-        for part in range(_NUM_PARTS):
-            sums = builder.insert_value(sums, _load(builder, pointer, part * _LANES, _FLOATS), part)
+        pointer = pointer_at(context, builder, signature.args[0], *arguments)
+        sums = ir.Constant(PARTS, ir.Undefined)
+        for part in range(NUM_PARTS):
+            sums = builder.insert_value(sums, load_vector(builder, pointer, part * LANES, FLOATS), part)
         return sums
 
     return _sums(array, types.intp), build
@@ -480,11 +393,13 @@ def add_scaled(_context: Any, sums: Any, values: Any, _offset: Any, _factor: Any
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, values, offset, factor = arguments
-        values = _pointer(context, builder, signature.args[1], values, offset)
-        factors = _repeat(builder, factor, _FLOATS)
-        for part in range(_NUM_PARTS):
+        values = pointer_at(context, builder, signature.args[1], values, offset)
+        factors = repeat(builder, factor, FLOATS)
+        for part in range(NUM_PARTS):
             numbers = _load_floats(builder, signature.args[1], values, part)
-            sums = builder.insert_value(sums, _fma(builder, builder.extract_value(sums, part), numbers, factors), part)
+            sums = builder.insert_value(
+                sums, multiply_add(builder, builder.extract_value(sums, part), numbers, factors), part
+            )
         return sums
 
     return sums(sums, values, types.intp, types.float32), build
@@ -496,10 +411,10 @@ def store_sums(_context: Any, array: Any, _offset: Any, sums: Any) -> Any:
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, offset, sums = arguments
-        pointer = _pointer(context, builder, signature.args[0], array, offset)
-        for part in range(_NUM_PARTS):
-            place = builder.gep(pointer, [ir.IntType(64)(part * _LANES)])
-            builder.store(builder.extract_value(sums, part), builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+        pointer = pointer_at(context, builder, signature.args[0], array, offset)
+        for part in range(NUM_PARTS):
+            place = builder.gep(pointer, [ir.IntType(64)(part * LANES)])
+            builder.store(builder.extract_value(sums, part), builder.bitcast(place, FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, sums), build

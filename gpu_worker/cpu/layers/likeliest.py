@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from gpu_worker.cpu.layers.byte_products import add_bytes, join_bytes, largest_of_bytes
 from gpu_worker.cpu.layers.logit_bounds import LARGEST_NUMBER, LEAST_NUMBER, ZERO
 from gpu_worker.cpu.numbers import INFINITY, load, number_of, order_of, parts_of, prefetch, scale_of
 from gpu_worker.cpu.products import multiply_block, multiply_table_token, part_of
 from gpu_worker.cpu.threads import meet, next_unit
-from gpu_worker.cpu.vectors import OUTPUTS, add_bytes, join_bytes, largest_of_bytes, places_of, store_sums, zero_sums
+from gpu_worker.cpu.vectors import OUTPUTS, places_of, store_sums, zero_sums
 
 _AT_ONCE = 4  # rows
 # So many groups of rows fetch codes of the next block, for so many inputs at a time.

@@ -16,9 +16,9 @@ from gpu_worker.attention.torch_backend import TorchAttention
 from gpu_worker.cpu.attention import CpuAttention
 from gpu_worker.cpu.decode_attention import WIDTH
 from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
+from gpu_worker.cpu.layers.byte_products import has_byte_products
 from gpu_worker.cpu.matmul import PackedMatmul, packing
 from gpu_worker.cpu.ops import CpuOps
-from gpu_worker.cpu.vectors import has_byte_products
 from gpu_worker.kv.pool import KvPool, allocate_pool
 from gpu_worker.models.config import DecoderConfig, RopeConfig
 from gpu_worker.models.decoder import Decoder, nothing

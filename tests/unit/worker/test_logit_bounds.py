@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.all_layers import CpuLayers
+from gpu_worker.cpu.layers.byte_products import has_byte_products
 from gpu_worker.cpu.layers.logit_bounds import LogitBounds, logit_bounds
 from gpu_worker.cpu.numbers import INFINITY, as_array
-from gpu_worker.cpu.vectors import OUTPUTS, has_byte_products, has_vectors
+from gpu_worker.cpu.vectors import OUTPUTS, has_vectors
 from gpu_worker.sampling.sampler import largest_logits
 from tests.unit.worker.small_decoders import SmallDecoder, config_of
 
