@@ -110,12 +110,13 @@ class Decoder:
         return self.logits(self.forward(tokens, positions))
 
     def likeliest(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What largest_logits() returns for the result of all_logits(), if there is a faster way than these two."""
+        """What largest_logits() returns for logits of all rows, if there is a faster way. For many rows, all_logits()
+        may round differently."""
         layers = self._all_layers
         return None if layers is None else layers.likeliest(tokens, positions, self.before_kernels)
 
     def likeliest_of(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What largest_logits() returns for the result of logits(), if there is a faster way than these two."""
+        """As likeliest(), of rows from forward()."""
         return None if self._all_layers is None else self._all_layers.likeliest_of(hidden)
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from gpu_worker.deadline import StepWatch
+from gpu_worker.sampling.sampler import SamplingRows
 from gpu_worker.steps.history import SampledSlots
 from gpu_worker.steps.inputs import StepInput
 from gpu_worker.steps.launched import LaunchedStep
@@ -83,6 +84,15 @@ class FaultyRunner(ModelRunner):
             if due.get(slot) is Fault.NAN:
                 logits[row] = float("nan")
         return super()._sample(rows, step, logits, *options)
+
+    def _drawn(
+        self, rows: StepRows, step: StepInput, parameters: SamplingRows, tokens: Tensor, failed: Tensor
+    ) -> Drawn:
+        due = self._due(rows)
+        for row, slot in enumerate(rows.slots[rows.samples].tolist()):
+            if due.get(slot) is Fault.NAN:
+                tokens[row], failed[row] = 0, True  # there are no logits
+        return super()._drawn(rows, step, parameters, tokens, failed)
 
     def _verify(self, rows: StepRows, logits: Iterator[Tensor]) -> VerifiedDrafts:
         positions = [

@@ -34,21 +34,21 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @cache
-def _decoder(tied: bool, dtype: torch.dtype, threads: int) -> SmallDecoder:
-    config = config_of(vocab_size=VOCABS[tied], tie_embeddings=tied, hidden_size=WIDTH)
+def _decoder(tied: bool, dtype: torch.dtype, threads: int, width: int = WIDTH) -> SmallDecoder:
+    config = config_of(vocab_size=VOCABS[tied], tie_embeddings=tied, hidden_size=width)
     return SmallDecoder(config, dtype, threads, at_once=True)
 
 
-def _layers(tied: bool, dtype: torch.dtype, threads: int) -> CpuLayers:
-    layers = _decoder(tied, dtype, threads).cpu_layers
+def _layers(tied: bool, dtype: torch.dtype, threads: int, width: int = WIDTH) -> CpuLayers:
+    layers = _decoder(tied, dtype, threads, width).cpu_layers
     assert layers is not None
     layers._calls_without_bounds = 0
     return layers
 
 
-def _hidden(rows: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def _hidden(rows: int, dtype: torch.dtype, seed: int = 0, width: int = WIDTH) -> Tensor:
     """Random rows; every other one has a few very large numbers, as those of large models."""
-    hidden = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+    hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
     hidden[::2, :3] *= 50
     return hidden.to(dtype)
 
@@ -74,6 +74,52 @@ def test_the_likeliest_token_is_that_of_all_logits(tied: bool, threads: int, dty
     for seed in range(25):
         for rows in (*range(1, 10), 32, 33, 50):
             _assert_likeliest(layers, _hidden(rows, dtype, seed))
+
+
+def test_wide_rows_have_the_token_of_all_logits(dtype: torch.dtype) -> None:
+    """Of more inputs than products.py multiplies at a time."""
+    layers = _layers(False, dtype, 2, 576)
+    for seed in range(10):
+        _assert_likeliest(layers, _hidden(5, dtype, seed, 576))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_token_can_be_the_likeliest(tied: bool, dtype: torch.dtype) -> None:
+    decoder, layers, vocab = _decoder(tied, dtype, 2), _layers(tied, dtype, 2), VOCABS[tied]
+    tokens = [0, 1, 63, 64, vocab // 2, vocab // 64 * 64 - 1, vocab - 2, vocab - 1]
+    identity = torch.eye(WIDTH).to(dtype).split(8)
+    weights = torch.cat([decoder.decoder._matmul.of(rows, decoder.decoder._weights.head) for rows in identity])
+    hidden = weights.T[tokens] / decoder.decoder._weights.final_norm
+    assert largest_logits(_logits(layers, hidden))[0].tolist() == tokens
+    _assert_likeliest(layers, hidden)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_first_of_tokens_without_weights_is_the_likeliest(
+    threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If all other logits are negative. The bounds of such a token, and of a block of them, are 0."""
+    layers, ones = _layers(False, dtype, threads), torch.ones(WIDTH, dtype=dtype)
+    row, head = _orthogonal(0)
+    head = torch.where((head @ row > 0)[:, None], -head, head)
+    head[640:704] = head[1280:1344] = head[2000] = 0
+    for first in (2000, 1280, 640, 100):
+        head[first] = 0
+        with monkeypatch.context() as patch:
+            _with_head(layers, head.to(dtype), patch)
+            layers._arguments[at.FINAL_NORM] = ones.data_ptr()
+            _assert_likeliest(layers, row.to(dtype)[None])
+
+
+def test_a_row_of_infinite_logits_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, ones = _layers(False, dtype, 1), torch.ones(WIDTH, dtype=dtype)
+    head = _head(0).to(dtype)
+    head[:, 5] = -torch.inf
+    _with_head(layers, head, monkeypatch)
+    layers._arguments[at.FINAL_NORM] = ones.data_ptr()
+    for sign in (1, -1):
+        assert largest_logits(_logits(layers, sign * ones[None]))[1].all()
+        _assert_likeliest(layers, sign * ones[None])
 
 
 @pytest.mark.parametrize("rows", [1, 7])
