@@ -113,7 +113,7 @@ def test_the_first_of_tokens_without_weights_is_the_likeliest(
 
 def test_a_row_of_infinite_logits_fails(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, ones = _layers(False, dtype, 1), torch.ones(WIDTH, dtype=dtype)
-    head = _head(0).to(dtype)
+    head = _head(0).to(dtype, copy=True)
     head[:, 5] = -torch.inf
     _with_head(layers, head, monkeypatch)
     layers._arguments[at.FINAL_NORM] = ones.data_ptr()
@@ -210,7 +210,7 @@ def _with_head(layers: CpuLayers, head: Tensor, monkeypatch: pytest.MonkeyPatch)
 def test_the_first_of_equal_logits_is_the_token(
     threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = _head(0).to(dtype)
+    head = _head(0).to(dtype, copy=True)
     layers = _layers(False, dtype, threads)
     _with_head(layers, head, monkeypatch)
     for scale in (1e-3, 1.0, 300.0):
@@ -224,7 +224,7 @@ def test_the_first_of_equal_logits_is_the_token(
 def test_a_token_of_unusual_weights_is_not_skipped(
     value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = _head(0).to(dtype)
+    head = _head(0).to(dtype, copy=True)
     head[1200, 5] = value
     head[1201] = value
     layers = _layers(False, dtype, 1)
@@ -333,7 +333,7 @@ def test_a_block_without_bounds_and_a_row_of_zeros(dtype: torch.dtype, monkeypat
     """An infinite error times a length of 0 would be NaN."""
     layers = _layers(False, dtype, 1)
     for value in (1e20, torch.nan):
-        head = _head(0).to(dtype)
+        head = _head(0).to(dtype, copy=True)
         head[:64] = value
         with monkeypatch.context() as patch:
             _with_head(layers, head, patch)
