@@ -620,3 +620,14 @@ def test_the_embedding_of_an_ended_request_is_ignored() -> None:
     core = make_core()
     opened(core)
     core.receive(inference_pb2.SessionResponse(embeddings=[inference_pb2.Embedding(handle=7, values=bytes(4))]))
+
+
+def test_the_embedding_of_a_cancelled_request_is_ignored() -> None:
+    core = make_core()
+    opened(core)
+    request, cancelled = submit(core), submit(core)
+    drain(core)
+    core.cancel(cancelled)
+    embeddings = [inference_pb2.Embedding(handle=each.handle, values=bytes(4)) for each in (request, cancelled)]
+    core.receive(inference_pb2.SessionResponse(embeddings=embeddings))
+    assert (request.embedding, cancelled.embedding) == (bytes(4), b"")
