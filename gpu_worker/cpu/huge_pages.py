@@ -1,18 +1,21 @@
-"""Huge pages for the weights.
+"""Huge pages for the weights and the KV pool.
 
-A step of few rows takes as long as it takes to read the weights. With pages of 4 KiB, a core spends a part of that time
-on finding where the pages are, and in a virtual machine that takes longer still."""
+A step takes nearly as long as it takes to read the weights (few rows) or the keys and values (many rows). With pages of
+4 KiB, a core spends a part of that time on finding where the pages are, and in a virtual machine that takes longer
+still."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from services.runtime.logs import get_logger
 
@@ -47,15 +50,28 @@ def use_huge_pages(arrays: list[np.ndarray]) -> None:
     _log.info("weights in huge pages", **fields, **({"reason_for_small_pages": reason} if reason else {}))
 
 
+def begin_in_huge_pages(tensor: Tensor) -> None:
+    """Let Linux take huge pages for the memory of a new tensor when it is first written. This costs no time."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < end:
+            _advise(begin, end, mmap.MADV_HUGEPAGE)  # no error is of interest: without huge pages, small ones serve
+
+
 def _collapse(begin: int, end: int) -> bool:
     """Move this memory to huge pages. False: a part of it cannot, such as one of two mappings, or not now. Raises
     OSError without memory, and AttributeError on another system."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    if not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _COLLAPSE):
-        return True
-    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.EAGAIN):
-        return False
+    number = _advise(begin, end, _COLLAPSE)
+    if number in (0, errno.EINVAL, errno.EAGAIN):
+        return number == 0
     raise OSError(number, os.strerror(number))
+
+
+def _advise(begin: int, end: int, advice: int) -> int:
+    """Give Linux an advice about this memory. Returns the number of the error; 0: none."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    return ctypes.get_errno() if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) else 0
 
 
 def whole_pages(arrays: Iterable[np.ndarray], size: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpu_worker.cpu.huge_pages import begin_in_huge_pages
 from gpu_worker.device import pin, upload
 from gpu_worker.errors import DeviceError
 from gpu_worker.kv.rows import BlockRows
@@ -103,7 +104,10 @@ def allocate_pool(
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
     try:
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            begin_in_huge_pages(tensor)
+        tensor.zero_()
         if pinned:
             pin(tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""The weights lie in huge pages, where Linux has them, and stay what they were."""
+"""The weights and the KV pool lie in huge pages, where Linux has them, and the weights stay what they were."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from gpu_worker.cpu import huge_pages
 from gpu_worker.cpu.huge_pages import use_huge_pages, whole_pages
+from gpu_worker.kv.pool import allocate_pool
 
 SIZE = 2 << 20
 
@@ -56,13 +58,15 @@ def has_huge_pages() -> bool:
 needs_huge_pages = pytest.mark.skipif(not has_huge_pages(), reason="this system has no huge pages of 2 MiB")
 
 
-def huge_kib(array: np.ndarray) -> int:
-    """How much of the mapping that begins with this array lies in huge pages."""
-    maps = Path("/proc/self/smaps").read_text()
-    after = maps.partition(f"{array.ctypes.data:x}-")[2]
-    found = re.search(r"AnonHugePages: +(\d+) kB", after)
-    assert found, "there is no such mapping"
-    return int(found[1])
+def huge_kib(address: int) -> int:
+    """How much of the mapping with this address lies in huge pages."""
+    maps = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages: +(\d+) kB",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    (kib,) = [int(kib) for begin, end, kib in maps if int(begin, 16) <= address < int(end, 16)]
+    return kib
 
 
 @needs_huge_pages
@@ -76,20 +80,15 @@ def test_arrays_move_to_huge_pages_and_stay_what_they_were() -> None:
     (line,) = lines
     assert line["of"] == 16
     assert line["mib"] >= 14
-    assert huge_kib(array) >= 14 << 10
+    assert huge_kib(array.ctypes.data) >= 14 << 10
 
 
 @needs_huge_pages
-def test_pages_behind_one_that_cannot_move_do_move() -> None:
-    memory = mmap.mmap(-1, 9 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(memory, np.uint8)
-    begin = -array.ctypes.data % SIZE
-    array[:] = 1
-    memory.madvise(mmap.MADV_NOHUGEPAGE, begin + 2 * SIZE + SIZE // 2, SIZE)  # as between two other mappings
-    with capture_logs() as lines:
-        use_huge_pages([array[begin : begin + 8 * SIZE]])
-    (line,) = lines
-    assert (line["mib"], line["of"]) == (12, 16)
+def test_a_new_kv_pool_is_zero_and_lies_in_huge_pages() -> None:
+    storage = allocate_pool(2047, 16, 1, 1, 64, torch.float32, torch.device("cpu")).storage
+    assert storage.nbytes == 8 * SIZE
+    assert not storage.count_nonzero()
+    assert huge_kib(storage.data_ptr() + SIZE) >= 14 << 10
 
 
 @pytest.mark.parametrize(
