@@ -71,23 +71,27 @@ def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, pa
     fours = min((6 - count % 6) // 2 % 3, (count + 3) // 4)  # at most one row is computed twice, of two rows both
     sixes = (count - 4 * fours + 5) // 6
     groups = sixes + fours
+    # Once for all groups: the call takes as long as eight inputs of a group.
+    flat = rows.reshape(-1), sums.reshape(-1), out.reshape(-1)
+    sizes = count, inputs, out.shape[1]
     for first in range(0, inputs, part):
         last = min(first + part, inputs)
         if count == 1:
-            _multiply_rows((zero,), rows, 0, packed, first, last, bias, adds, block, 0, 1, sums, out)
+            _multiply_rows((zero,), flat, sizes, 0, packed, first, last, bias, adds, block, 0, 1)
             continue
         for group in range(sixes):
             six, row = (zero, zero, zero, zero, zero, zero), 6 * group
-            _multiply_rows(six, rows, row, packed, first, last, bias, adds, block, group, groups, sums, out)
+            _multiply_rows(six, flat, sizes, row, packed, first, last, bias, adds, block, group, groups)
         for group in range(sixes, groups):
             four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
-            _multiply_rows(four, rows, row, packed, first, last, bias, adds, block, group, groups, sums, out)
+            _multiply_rows(four, flat, sizes, row, packed, first, last, bias, adds, block, group, groups)
 
 
 @njit(inline="always")
 def _multiply_rows(
     total: Any,
-    rows: Any,
+    flat: Any,
+    sizes: Any,
     row: int,
     packed: Any,
     first: int,
@@ -97,17 +101,18 @@ def _multiply_rows(
     block: int,
     group: int,
     groups: int,
-    sums: Any,
-    out: Any,
 ) -> None:
-    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. Each of the first groups
-    fetches its share of the next weights: otherwise the cores would wait for memory first, and compute then."""
-    inputs, end = rows.shape[1], len(rows) - 1
-    numbers, products, begin = rows.reshape(-1), out.reshape(-1), block * OUTPUTS
+    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. flat: rows, sums and out of
+    multiply_block(), each with one dimension. sizes: how many rows, inputs and outputs there are.
+
+    Each of the first groups fetches its share of the next weights: otherwise the cores would wait for memory first, and
+    compute then."""
+    (numbers, sums, products), (count, inputs, outputs) = flat, sizes
+    begin, end = block * OUTPUTS, count - 1
     places = places_of(total, row, end, inputs, 0)
     own_sums = places_of(total, row, end, OUTPUTS, 0)
     if first:
-        total = add_outputs(total, sums.reshape(-1), own_sums)
+        total = add_outputs(total, sums, own_sums)
     offset = begin * inputs + first * OUTPUTS
     fetching = min(groups, _FETCHING)
     line = 64 // packed.itemsize
@@ -123,9 +128,9 @@ def _multiply_rows(
             total = add_inputs(total, packed, offset + 2 * OUTPUTS, numbers, places, i + 2)
             offset += 4 * OUTPUTS
     if last < inputs:
-        store_outputs(sums.reshape(-1), own_sums, total)
+        store_outputs(sums, own_sums, total)
         return
-    places = places_of(total, row, end, out.shape[1], begin)
+    places = places_of(total, row, end, outputs, begin)
     if adds:
         total = add_outputs(total, products, places)
     elif len(bias):
