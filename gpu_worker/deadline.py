@@ -51,6 +51,8 @@ class Samples:
 
     def slowest_s(self, found: float) -> float:
         """The slowest of these. Steps with fewer found tokens are scaled to `found` of them."""
+        if not found:
+            return float(self._seconds.max())  # the same, in a sixth of the time
         times = np.maximum(1.0, (CACHED_TOKENS + found) / (CACHED_TOKENS + self._found))
         return float((self._seconds * times).max())
 

@@ -32,6 +32,8 @@ class CannotStart(Exception):
 _interruptible = 0
 # How many open files a service may need: one per connection. Shells often start processes with a limit of 1024.
 _OPEN_FILES = 65536
+# The garbage collector runs after so many new objects that were not freed.
+_NEW_OBJECTS = 10_000
 
 
 def raise_file_limit() -> None:
@@ -81,6 +83,9 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     # would cause it again and again.
     gc.collect()
     gc.freeze()
+    # Reference counts free nearly everything. With Python's default of 700 objects, collecting the few cycles takes 3 %
+    # of a gateway's time.
+    gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
     async def run() -> None:
         stop = asyncio.Event()
