@@ -28,6 +28,9 @@ _MAX_SKIPPED_BYTES = 64 * 1024
 # uvicorn gets a chunked body in pieces of this size, because more requests may stand behind its end. Only uvicorn knows
 # where that is.
 _CHUNKED_PIECE_BYTES = 4 * 1024
+# What uvicorn writes is sent in the next turn of the event loop, when all streams have written their parts of a step. A
+# client of many streams then wakes up once for many of them. More than this is sent at once.
+_MOST_WRITTEN_BYTES = 16 * 1024
 # How long a connection may stay open between two requests.
 _REST_S = 75.0
 # After its last answer the server reads and drops what the client still sends, for this long. A close with unread data
@@ -84,6 +87,7 @@ class HttpConnection(asyncio.Protocol):
         self._limits = limits
         self._uvicorn: asyncio.Protocol = HttpToolsProtocol(app_state={**app_state, CONNECTION: self}, **options)
         self._held = bytearray()  # received, and not yet uvicorn's
+        self._written = bytearray()  # by uvicorn, and not yet the transport's
         self._timer: asyncio.TimerHandle | None = None
         self._is_counted = False  # among the open connections
         self.is_open = False  # connection_made() was called
@@ -202,7 +206,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def num_unsent(self) -> int:
         """Bytes of answers that are on their way."""
-        return self._reader.num_unsent
+        return len(self._written) + self._reader.num_unsent
 
     def look(self) -> None:
         """Call this now and then. Closes the connection if its client does not read, or if reading is paused and the
@@ -218,13 +222,18 @@ class HttpConnection(asyncio.Protocol):
             self._reject()
         elif not self.is_closing:
             self._started |= not data.startswith(_CONTINUE)
-            self.transport.write(data)
+            if not self._written:
+                self._loop.call_soon(self._flush)
+            self._written += data
+            if len(self._written) >= _MOST_WRITTEN_BYTES:
+                self._flush()
 
     def close(self) -> None:
         """Close the connection after everything written has been sent. If the client may still send, this takes up to
         _LINGER_S: what it sends is read and dropped."""
         if self.is_closing:
             return
+        self._flush()
         self.is_closing = True
         self._stop_waiting()
         if not self._held and not self._body_bytes:
@@ -237,6 +246,12 @@ class HttpConnection(asyncio.Protocol):
         self._loop.call_later(_LINGER_S, self.transport.close)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Send what uvicorn has written."""
+        if self._written and not self.transport.is_closing():
+            self.transport.write(bytes(self._written))
+        self._written.clear()
 
     def _move(self) -> None:
         """Give uvicorn what it may have now."""
@@ -338,6 +353,7 @@ class HttpConnection(asyncio.Protocol):
     def _answer(self, error: ApiError) -> None:
         """Answer instead of the app, and close. An answer that has begun is cut off."""
         has_answer = self._started if self._is_called else self._body_bytes > 0
+        self._flush()  # the answer to the request before
         if not self.is_closing and not has_answer:
             self.transport.write(last_answer(error))
         self._body_bytes = math.inf  # unknown

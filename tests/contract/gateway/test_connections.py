@@ -27,10 +27,12 @@ HELLO = {
     "chunks": b"transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
 }
 LARGE = 3_000_000
+PIECES = [b"x" * 4096] * 50
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """/echo reads the body and sends it back; /full answers 429 without reading it; /large answers late with LARGE."""
+    """/echo reads the body and sends it back; /full answers 429 without reading it; /large answers late with LARGE;
+    /pieces answers with PIECES in one turn of the event loop."""
     body = b"no room"
     if scope["path"] == "/echo":
         body = b""
@@ -41,9 +43,14 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     elif scope["path"] == "/large":
         await asyncio.sleep(0.2)
         body = b"x" * LARGE
+    elif scope["path"] == "/pieces":
+        body = b"".join(PIECES)
     headers = [(b"content-length", str(len(body)).encode())]
     status = 429 if scope["path"] == "/full" else 200
     await send({"type": "http.response.start", "status": status, "headers": headers})
+    for piece in PIECES if scope["path"] == "/pieces" else ():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        body = b""
     await send({"type": "http.response.body", "body": body})
 
 
@@ -84,6 +91,54 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
     async with asyncio.timeout(10):
         head = await reader.readuntil(b"\r\n\r\n")
         return await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+
+
+class Recorded:
+    """A transport that notes how much each write has."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self.writes = transport, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(len(data))
+        self._transport.write(data)
+
+
+async def recorded(server: HttpServer) -> Recorded:
+    """The transport of the server's only connection."""
+    await until(lambda: any(connection.is_open for connection in server.connections.open))
+    (connection,) = server.connections.open
+    transport = Recorded(connection.transport)
+    connection.transport = transport  # type: ignore[assignment]
+    return transport
+
+
+async def test_what_is_written_in_one_turn_is_sent_together(server: HttpServer, connect: Connect) -> None:
+    reader, writer = await connect()
+    transport = await recorded(server)
+    writer.write(GET)
+    assert await answer(reader) == b""
+    writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + HELLO["length"])
+    assert await answer(reader) == b"hello"
+    assert len(transport.writes) == 2
+
+
+async def test_much_that_is_written_in_one_turn_is_not_held_back(server: HttpServer, connect: Connect) -> None:
+    reader, writer = await connect()
+    transport = await recorded(server)
+    writer.write(GET.replace(b"/echo", b"/pieces"))
+    assert await answer(reader) == b"".join(PIECES)
+    assert max(transport.writes) < 6 * len(PIECES[0])
+
+
+async def test_the_error_of_a_request_comes_after_the_answer_to_the_one_before(connect: Connect) -> None:
+    reader, writer = await connect()
+    writer.write(GET + b"\0\0\0")
+    assert await answer(reader) == b""
+    assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("body", HELLO.values(), ids=HELLO.keys())
