@@ -116,7 +116,7 @@ async def recorded(server: HttpServer) -> Recorded:
     return transport
 
 
-async def test_what_is_written_in_one_turn_is_sent_together(server: HttpServer, connect: Connect) -> None:
+async def test_writes_in_one_turn_are_sent_together(server: HttpServer, connect: Connect) -> None:
     reader, writer = await connect()
     transport = await recorded(server)
     writer.write(GET)
@@ -126,7 +126,7 @@ async def test_what_is_written_in_one_turn_is_sent_together(server: HttpServer, 
     assert len(transport.writes) == 2
 
 
-async def test_much_that_is_written_in_one_turn_is_not_held_back(server: HttpServer, connect: Connect) -> None:
+async def test_many_writes_in_one_turn_are_not_held_back(server: HttpServer, connect: Connect) -> None:
     reader, writer = await connect()
     transport = await recorded(server)
     writer.write(GET.replace(b"/echo", b"/pieces"))
