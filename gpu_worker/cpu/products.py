@@ -75,7 +75,7 @@ def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, pa
     fours = min((6 - count % 6) // 2 % 3, (count + 3) // 4)  # at most one row is computed twice, of two rows both
     sixes = (count - 4 * fours + 5) // 6
     groups = sixes + fours
-    # Once for all groups: the call takes as long as eight inputs of a group.
+    # Once for all groups: with a check of the shapes for each, it took 1.5 % of a worker's time (demo model).
     flat = rows.reshape(-1), sums.reshape(-1), out.reshape(-1)
     sizes = count, inputs, out.shape[1]
     for first in range(0, inputs, part):

@@ -127,6 +127,9 @@ class HttpConnection(asyncio.Protocol):
         self._held += data
         self._move()
 
+    def eof_received(self) -> None:
+        self._flush()  # the transport closes next
+
     def pause_writing(self) -> None:
         self._uvicorn.pause_writing()
 

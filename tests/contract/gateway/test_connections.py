@@ -134,6 +134,19 @@ async def test_many_writes_in_one_turn_are_not_held_back(server: HttpServer, con
     assert max(transport.writes) < 6 * len(PIECES[0])
 
 
+async def test_an_answer_is_sent_before_the_connection_of_a_client_that_has_gone_closes(
+    server: HttpServer, connect: Connect
+) -> None:
+    reader, writer = await connect()
+    writer.write(GET)
+    assert await answer(reader) == b""
+    transport = await recorded(server)
+    (connection,) = server.connections.open
+    connection.write(b"answer")
+    connection.eof_received()
+    assert transport.writes == [6]
+
+
 async def test_the_error_of_a_request_comes_after_the_answer_to_the_one_before(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(GET + b"\0\0\0")

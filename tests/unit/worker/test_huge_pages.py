@@ -85,10 +85,10 @@ def test_arrays_move_to_huge_pages_and_stay_what_they_were() -> None:
 
 @needs_huge_pages
 def test_a_new_kv_pool_is_zero_and_lies_in_huge_pages() -> None:
-    storage = allocate_pool(2047, 16, 1, 1, 64, torch.float32, torch.device("cpu")).storage
-    assert storage.nbytes == 8 * SIZE
+    storage = allocate_pool(8191, 16, 1, 1, 64, torch.float32, torch.device("cpu")).storage
+    assert storage.nbytes == 32 * SIZE  # more than malloc keeps for later when it is freed
     assert not storage.count_nonzero()
-    assert huge_kib(storage.data_ptr() + SIZE) >= 14 << 10
+    assert huge_kib(storage.data_ptr() + SIZE) >= 60 << 10
 
 
 @pytest.mark.parametrize(
