@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from gpu_worker.cpu.numbers import FASTMATH, softmax
+from gpu_worker.cpu.numbers import FASTMATH, new_factors, softmax
 from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
@@ -94,7 +94,7 @@ def attend_part(
     size = max(4, min(_TILE_ROWS, _TILE_SCORES // (panels * OUTPUTS) // 4 * 4))
     tiles = (count + size - 1) // size
     pairs = (tiles + 1) // 2
-    own = np.empty((size, head_dim), query.dtype)
+    own = new_factors((size, head_dim), query)
     scores = np.empty((size, panels * OUTPUTS), np.float32)
     sums = np.empty((size, head_dim), np.float32)
     item = next_unit(work, heads * pairs)

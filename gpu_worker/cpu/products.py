@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numba import njit, prange, types
+from numba.extending import overload
 
 from gpu_worker.cpu.compiling import CompiledKernel
-from gpu_worker.cpu.numbers import KERNEL_TYPES, prefetch, store
+from gpu_worker.cpu.numbers import KERNEL_TYPES, factors_of, prefetch, store
 from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
@@ -27,6 +28,7 @@ from gpu_worker.cpu.vectors import (
     places_of,
     store_outputs,
     total_of,
+    widen_weights,
     zero_sums,
 )
 
@@ -36,6 +38,9 @@ MOST_ROWS = 32
 MOST_TABLE_ROWS = 12
 # So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones.
 _PART_BYTES = 64 << 10
+# If rows in float32 are multiplied with weights in bfloat16, each product converts the weights again for each six rows.
+# For so many rows, converting a block once and reading it again takes less time.
+_LEAST_WIDE_ROWS = 48
 # So many groups of rows fetch the next weights, for so many inputs at a time.
 _FETCHING, _STEP = 8, 16
 # One row fetches weights so far ahead: across the end of a page of 4 KiB, where the processor stops to fetch by itself.
@@ -53,12 +58,42 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, first: int, work: Any, out: Any) -> None:
     """A thread's part of the outputs from block `first` on, of 64 each."""
-    blocks, part = out.shape[1] // OUTPUTS, part_of(packed)
+    blocks, part, factors = out.shape[1] // OUTPUTS, part_of(packed), factors_of(rows)
     sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
+    wide = np.empty(rows.shape[1] * OUTPUTS if len(rows) >= _LEAST_WIDE_ROWS else 0, np.float32)
     unit = next_unit(work, blocks - first)
     while unit >= 0:
-        multiply_block(rows, packed, bias, adds, first + unit, part, sums, out)
+        _multiply_own(factors, packed, wide, bias, adds, first + unit, part, sums, out)
         unit = next_unit(work, blocks - first)
+
+
+def _multiply_own(
+    rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+) -> None:
+    """In a kernel: multiply_block(). wide: float32, empty, or scratch memory for the block's weights in float32."""
+    raise NotImplementedError
+
+
+@overload(_multiply_own, inline="always")
+def _multiply_as_packed(
+    rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+) -> Any:
+    def as_packed(
+        rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+    ) -> None:
+        multiply_block(rows, packed, block * OUTPUTS * rows.shape[1], bias, adds, block, part, sums, out)
+
+    def as_floats(
+        rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+    ) -> None:
+        for at in range(0, len(wide), 2 * OUTPUTS):
+            widen_weights(packed, block * OUTPUTS * rows.shape[1] + at, wide, at)
+        if len(wide):
+            multiply_block(rows, wide, 0, bias, adds, block, part, sums, out)
+        else:
+            multiply_block(rows, packed, block * OUTPUTS * rows.shape[1], bias, adds, block, part, sums, out)
+
+    return as_packed if rows.dtype == packed.dtype else as_floats
 
 
 @njit(inline="always")
@@ -68,9 +103,12 @@ def part_of(packed: Any) -> Any:
 
 
 @njit(fastmath=False)
-def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any) -> None:
-    """The 64 outputs of a block, for six rows at a time, and at the end for four: six are faster. sums: scratch memory,
-    float32 [rows, 64], for rows with more inputs than `part`."""
+def multiply_block(
+    rows: Any, weights: Any, offset: int, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+) -> None:
+    """The 64 outputs of a block, for six rows at a time, and at the end for four: six are faster. rows: from
+    factors_of(). weights: packed; those of the block begin at `offset`. sums: scratch memory, float32 [rows, 64], for
+    rows with more inputs than `part`."""
     (count, inputs), zero = rows.shape, zero_sums()
     fours = min((6 - count % 6) // 2 % 3, (count + 3) // 4)  # at most one row is computed twice, of two rows both
     sixes = (count - 4 * fours + 5) // 6
@@ -79,16 +117,16 @@ def multiply_block(rows: Any, packed: Any, bias: Any, adds: bool, block: int, pa
     flat = rows.reshape(-1), sums.reshape(-1), out.reshape(-1)
     sizes = count, inputs, out.shape[1]
     for first in range(0, inputs, part):
-        last = min(first + part, inputs)
+        last, begin = min(first + part, inputs), offset + first * OUTPUTS
         if count == 1:
-            _multiply_rows((zero,), flat, sizes, 0, packed, first, last, bias, adds, block, 0, 1)
+            _multiply_rows((zero,), flat, sizes, 0, weights, begin, first, last, bias, adds, block, 0, 1)
             continue
         for group in range(sixes):
             six, row = (zero, zero, zero, zero, zero, zero), 6 * group
-            _multiply_rows(six, flat, sizes, row, packed, first, last, bias, adds, block, group, groups)
+            _multiply_rows(six, flat, sizes, row, weights, begin, first, last, bias, adds, block, group, groups)
         for group in range(sixes, groups):
             four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
-            _multiply_rows(four, flat, sizes, row, packed, first, last, bias, adds, block, group, groups)
+            _multiply_rows(four, flat, sizes, row, weights, begin, first, last, bias, adds, block, group, groups)
 
 
 @njit(inline="always")
@@ -97,7 +135,8 @@ def _multiply_rows(
     flat: Any,
     sizes: Any,
     row: int,
-    packed: Any,
+    weights: Any,
+    offset: int,
     first: int,
     last: int,
     bias: Any,
@@ -117,21 +156,20 @@ def _multiply_rows(
     own_sums = places_of(total, row, end, OUTPUTS, 0)
     if first:
         total = add_outputs(total, sums, own_sums)
-    offset = begin * inputs + first * OUTPUTS
     fetching = min(groups, _FETCHING)
-    line = 64 // packed.itemsize
+    line = 64 // weights.itemsize
     lines = (_STEP * OUTPUTS // line + fetching - 1) // fetching if groups > 1 and group < fetching else 0
     ahead = offset + (last - first) * OUTPUTS * (fetching + group) // fetching
     size = _STEP if lines else last - first
     for step in range(first, last, size):
         for _ in range(lines):
-            prefetch(packed, ahead)
+            prefetch(weights, ahead)
             ahead += line
         for i in range(step, min(step + size, last), 4):
             if len(total) == 1:
-                _fetch_ahead(packed, offset)
-            total = add_inputs(total, packed, offset, numbers, places, i)
-            total = add_inputs(total, packed, offset + 2 * OUTPUTS, numbers, places, i + 2)
+                _fetch_ahead(weights, offset)
+            total = add_inputs(total, weights, offset, numbers, places, i)
+            total = add_inputs(total, weights, offset + 2 * OUTPUTS, numbers, places, i + 2)
             offset += 4 * OUTPUTS
     if last < inputs:
         store_outputs(sums, own_sums, total)

@@ -152,7 +152,7 @@ def places_of(_context: Any, rows: Any, _first: Any, _last: Any, _stride: Any, _
 def add_inputs(_context: Any, rows: Any, weights: Any, _offset: Any, inputs: Any, places: Any, _at: Any) -> Any:
     """In a kernel: for each of a tuple of sums, sums[k] + the products of inputs[places[k] + at] and the input after it
     with their weights for 64 outputs, which begin at weights[offset], packed as in products.py. Arrays are as for
-    add_products().
+    add_products(), but inputs may be float32 also if the weights are bfloat16.
 
     This order of instructions needs few registers: the weights of one input (in bfloat16 two), and the sums."""
 
@@ -160,28 +160,60 @@ def add_inputs(_context: Any, rows: Any, weights: Any, _offset: Any, inputs: Any
         rows, weights, offset, inputs, places, at = arguments
         weights = pointer_at(context, builder, signature.args[1], weights, offset)
         inputs = pointer_at(context, builder, signature.args[3], inputs, at)
-        is_float = signature.args[1].dtype == types.float32
-        for i in range(2 if is_float else 1):
-            parts = [
-                load_vector(builder, weights, i * OUTPUTS + part * LANES, FLOATS)
-                if is_float
-                else load_vector(builder, weights, 2 * part * LANES, INTS)
-                for part in range(NUM_PARTS)
-            ]
+        are_pairs = signature.args[3].dtype != types.float32
+        for i in range(1 if are_pairs else 2):
+            parts = [_weights_of(builder, signature.args[1], weights, i, part, are_pairs) for part in range(NUM_PARTS)]
             for row in range(len(signature.args[0])):
                 place = builder.gep(inputs, [builder.add(builder.extract_value(places, row), ir.IntType(64)(i))])
-                if is_float:
-                    number = repeat(builder, builder.load(place), FLOATS)
-                else:
+                if are_pairs:
                     pair = builder.load(builder.bitcast(place, ir.IntType(32).as_pointer()), align=2)
                     number = repeat(builder, pair, INTS)
-                add = multiply_add if is_float else _add_pairs
+                else:
+                    number = repeat(builder, builder.load(place), FLOATS)
+                add = _add_pairs if are_pairs else multiply_add
                 for part, weight in enumerate(parts):
                     added = add(builder, builder.extract_value(rows, [row, part]), weight, number)
                     rows = builder.insert_value(rows, added, [row, part])
         return rows
 
     return rows(rows, weights, types.intp, inputs, places, types.intp), build
+
+
+def _weights_of(builder: Any, kind: Any, weights: Any, i: int, part: int, are_pairs: bool) -> Any:
+    """16 packed weights of input `i`, 0 or 1, as float32; or, as INTS, 16 pairs of bfloat16 of both inputs. kind: the
+    type of the array."""
+    if kind.dtype == types.float32:
+        return load_vector(builder, weights, i * OUTPUTS + part * LANES, FLOATS)
+    pairs = load_vector(builder, weights, 2 * part * LANES, INTS)
+    if are_pairs:
+        return pairs
+    # A bfloat16 is the upper half of a float32.
+    upper = builder.and_(pairs, ir.Constant(INTS, [-(2**16)] * LANES)) if i else _shifted(builder, pairs)
+    return builder.bitcast(upper, FLOATS)
+
+
+@intrinsic
+def widen_weights(_context: Any, packed: Any, _offset: Any, wide: Any, _at: Any) -> Any:
+    """In a kernel: wide, float32, from `at` on = the weights of two inputs for 64 outputs, bfloat16, which begin at
+    packed[offset]. In `wide` they are packed as float32 is."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        packed, offset, wide, at = arguments
+        packed = pointer_at(context, builder, signature.args[0], packed, offset)
+        wide = pointer_at(context, builder, signature.args[2], wide, at)
+        for i in range(2):
+            for part in range(NUM_PARTS):
+                numbers = _weights_of(builder, signature.args[0], packed, i, part, are_pairs=False)
+                place = builder.gep(wide, [ir.IntType(64)(i * OUTPUTS + part * LANES)])
+                builder.store(numbers, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(packed, types.intp, wide, types.intp), build
+
+
+def _shifted(builder: Any, numbers: Any) -> Any:
+    """The lower halves of 16 numbers of 32 bits as upper halves."""
+    return builder.shl(numbers, ir.Constant(INTS, [16] * LANES))
 
 
 @intrinsic
@@ -236,7 +268,7 @@ def _load_floats(builder: Any, array: Any, pointer: Any, part: int, load: Any = 
         return load(builder, pointer, part * LANES, FLOATS)
     # A bfloat16 is the upper half of a float32.
     bits = builder.zext(load(builder, pointer, part * LANES, _SHORTS), INTS)
-    return builder.bitcast(builder.shl(bits, ir.Constant(INTS, [16] * LANES)), FLOATS)
+    return builder.bitcast(_shifted(builder, bits), FLOATS)
 
 
 @intrinsic

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -177,3 +181,35 @@ def test_many_rows_are_multiplied_in_parts(dtype: torch.dtype, threads: int) -> 
         rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
         exact = rows.float() @ weight.float().t() + total.float()
         torch.testing.assert_close(found.float(), exact, rtol=rounding, atol=1e-4)
+
+
+_OTHER_FACTORS = """
+import torch
+from gpu_worker.cpu import numbers
+numbers._SLOW_PAIRS ^= {numbers.get_host_cpu_name()}
+from gpu_worker.cpu.matmul import packed, packed_memory
+from gpu_worker.cpu.products import FewRows
+
+torch.manual_seed(0)
+kernel, weight = FewRows(torch.bfloat16, 1), torch.randn(128, 1088).bfloat16()
+matrix = packed(weight, few_rows=True)
+memory = packed_memory(matrix, torch.bfloat16)
+rows = torch.randn(50, 1088).bfloat16()
+exact, products = rows.float() @ weight.float().t(), []
+for count in (1, 2, 7, 47, 48, 50):
+    out = torch.empty(count, 128, dtype=torch.bfloat16)
+    kernel.multiply(numbers.as_array(rows[:count]), memory, memory[:0], False, numbers.as_array(out))
+    torch.testing.assert_close(out.float(), exact[:count], rtol=2**-8, atol=1e-3)
+    products.append(out)
+assert all(torch.equal(out, products[-1][: len(out)]) for out in products)
+print("equal")
+"""
+
+
+def test_products_of_bfloat16_are_right_with_the_factors_of_other_cpus(tmp_path: Path) -> None:
+    """Pairs of bfloat16 where this CPU takes float32, or the reverse. In a process of its own, because a process
+    compiles only one of them."""
+    _packed((192, 640), torch.bfloat16)  # or skip
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", _OTHER_FACTORS], env=environment, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
