@@ -84,14 +84,8 @@ def store(array: Any, index: Any, value: Any) -> None:
     raise NotImplementedError
 
 
-def factors_of(rows: Any) -> Any:
-    """In a kernel: an array of two dimensions as this CPU multiplies it fastest with packed weights of its type, or
-    with keys: itself, or a copy in float32."""
-    raise NotImplementedError
-
-
 def new_factors(shape: Any, like: Any) -> Any:
-    """In a kernel: an empty array of the type of factors_of(like)."""
+    """In a kernel: an empty array for rows of the type of `like`, in the type in which this CPU multiplies them."""
     raise NotImplementedError
 
 
@@ -130,42 +124,20 @@ def _store(array: Any, index: Any, value: Any) -> Any:
     return store_bfloat
 
 
-def _stays(array: Any) -> bool:
-    return array.dtype != types.int16 or get_host_cpu_name() not in _SLOW_PAIRS
-
-
-@overload(factors_of, inline="always")
-def _factors_of(rows: Any) -> Any:
-    if _stays(rows):
-
-        def same(rows: Any) -> Any:
-            return rows
-
-        return same
-
-    def converted(rows: Any) -> Any:
-        factors = np.empty(rows.shape, np.float32)
-        for row in range(len(rows)):
-            for i in range(rows.shape[1]):
-                factors[row, i] = load(rows[row, i])
-        return factors
-
-    return converted
+def takes_floats(rows: Any) -> bool:
+    """Whether this CPU multiplies rows of this type of array faster as float32 than as they are."""
+    return bool(rows.dtype == types.int16) and get_host_cpu_name() in _SLOW_PAIRS
 
 
 @overload(new_factors, inline="always")
 def _new_factors(shape: Any, like: Any) -> Any:
-    if _stays(like):
-
-        def of_same_type(shape: Any, like: Any) -> Any:
-            return np.empty(shape, like.dtype)
-
-        return of_same_type
+    def of_same_type(shape: Any, like: Any) -> Any:
+        return np.empty(shape, like.dtype)
 
     def of_floats(shape: Any, like: Any) -> Any:
         return np.empty(shape, np.float32)
 
-    return of_floats
+    return of_floats if takes_floats(like) else of_same_type
 
 
 @njit(inline="always")

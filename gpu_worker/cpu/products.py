@@ -18,7 +18,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 
 from gpu_worker.cpu.compiling import CompiledKernel
-from gpu_worker.cpu.numbers import KERNEL_TYPES, factors_of, prefetch, store
+from gpu_worker.cpu.numbers import KERNEL_TYPES, load, prefetch, store, takes_floats
 from gpu_worker.cpu.threads import new_counters, next_unit, shared_work
 from gpu_worker.cpu.vectors import (
     OUTPUTS,
@@ -36,11 +36,15 @@ from gpu_worker.cpu.vectors import (
 # packed matrices, and for embeddings.
 MOST_ROWS = 32
 MOST_TABLE_ROWS = 12
-# So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones.
+# So many weights of a block are multiplied with all rows. They stay in the second-level cache, next to the next ones
+# (in float32, if they were converted).
 _PART_BYTES = 64 << 10
 # If rows in float32 are multiplied with weights in bfloat16, each product converts the weights again for each six rows.
 # For so many rows, converting a block once and reading it again takes less time.
 _LEAST_WIDE_ROWS = 48
+# All threads together convert rows with up to so many numbers once for all blocks, each for itself; larger ones again
+# for each block, which takes 4 to 8 % longer, but less memory.
+_MOST_FACTORS = 1 << 22
 # So many groups of rows fetch the next weights, for so many inputs at a time.
 _FETCHING, _STEP = 8, 16
 # One row fetches weights so far ahead: across the end of a page of 4 KiB, where the processor stops to fetch by itself.
@@ -58,42 +62,42 @@ def _multiply(rows: Any, packed: Any, bias: Any, adds: bool, threads: int, out: 
 @njit(fastmath=False)  # otherwise it takes over the option of its first caller
 def multiply_part(rows: Any, packed: Any, bias: Any, adds: bool, first: int, work: Any, out: Any) -> None:
     """A thread's part of the outputs from block `first` on, of 64 each."""
-    blocks, part, factors = out.shape[1] // OUTPUTS, part_of(packed), factors_of(rows)
-    sums = np.empty((len(rows) if rows.shape[1] > part else 0, OUTPUTS), np.float32)
-    wide = np.empty(rows.shape[1] * OUTPUTS if len(rows) >= _LEAST_WIDE_ROWS else 0, np.float32)
+    blocks, scratch = out.shape[1] // OUTPUTS, new_scratch(rows, packed, work[3])
     unit = next_unit(work, blocks - first)
     while unit >= 0:
-        _multiply_own(factors, packed, wide, bias, adds, first + unit, part, sums, out)
+        block = first + unit
+        multiply_block(rows, packed, block * OUTPUTS * rows.shape[1], bias, adds, block, scratch, out)
         unit = next_unit(work, blocks - first)
 
 
-def _multiply_own(
-    rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
-) -> None:
-    """In a kernel: multiply_block(). wide: float32, empty, or scratch memory for the block's weights in float32."""
+def new_scratch(rows: Any, packed: Any, threads: int) -> Any:
+    """In a kernel: scratch memory of multiply_block() for these rows and weights: the sums of a block, float32 [rows,
+    64]; if the rows are multiplied as float32, all of them so, or room for a part of six; and room for that part's
+    weights in float32. What is not needed is empty. threads: how many have such memory."""
     raise NotImplementedError
 
 
-@overload(_multiply_own, inline="always")
-def _multiply_as_packed(
-    rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
-) -> Any:
-    def as_packed(
-        rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
-    ) -> None:
-        multiply_block(rows, packed, block * OUTPUTS * rows.shape[1], bias, adds, block, part, sums, out)
+@overload(new_scratch, inline="always")
+def _new_scratch(rows: Any, packed: Any, threads: int) -> Any:
+    def without_floats(rows: Any, packed: Any, threads: int) -> Any:
+        return _new_sums(rows, packed), rows.reshape(-1)[:0], np.empty(0, np.float32)
 
-    def as_floats(
-        rows: Any, packed: Any, wide: Any, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
-    ) -> None:
-        for at in range(0, len(wide), 2 * OUTPUTS):
-            widen_weights(packed, block * OUTPUTS * rows.shape[1] + at, wide, at)
-        if len(wide):
-            multiply_block(rows, wide, 0, bias, adds, block, part, sums, out)
-        else:
-            multiply_block(rows, packed, block * OUTPUTS * rows.shape[1], bias, adds, block, part, sums, out)
+    def with_floats(rows: Any, packed: Any, threads: int) -> Any:
+        part = min(rows.shape[1], part_of(packed))
+        is_whole = rows.size <= max(_MOST_FACTORS // threads, 6 * part)
+        factors = np.empty(rows.size if is_whole else 6 * part, np.float32)
+        flat = rows.reshape(-1)
+        for i in range(rows.size if is_whole else 0):
+            factors[i] = load(flat[i])
+        wide = np.empty(part * OUTPUTS if len(rows) >= _LEAST_WIDE_ROWS else 0, np.float32)
+        return _new_sums(rows, packed), factors, wide
 
-    return as_packed if rows.dtype == packed.dtype else as_floats
+    return with_floats if takes_floats(rows) else without_floats
+
+
+@njit(inline="always")
+def _new_sums(rows: Any, packed: Any) -> Any:
+    return np.empty((len(rows) if rows.shape[1] > part_of(packed) else 0, OUTPUTS), np.float32)
 
 
 @njit(inline="always")
@@ -104,58 +108,74 @@ def part_of(packed: Any) -> Any:
 
 @njit(fastmath=False)
 def multiply_block(
-    rows: Any, weights: Any, offset: int, bias: Any, adds: bool, block: int, part: int, sums: Any, out: Any
+    rows: Any, packed: Any, offset: int, bias: Any, adds: bool, block: int, scratch: Any, out: Any
 ) -> None:
-    """The 64 outputs of a block, for six rows at a time, and at the end for four: six are faster. rows: from
-    factors_of(). weights: packed; those of the block begin at `offset`. sums: scratch memory, float32 [rows, 64], for
-    rows with more inputs than `part`."""
-    (count, inputs), zero = rows.shape, zero_sums()
+    """The 64 outputs of a block. Its weights begin at packed[offset]. scratch: from new_scratch()."""
+    (count, inputs), (sums, factors, wide), part = rows.shape, scratch, part_of(packed)
+    # Once for all groups: with a check of the shapes for each, it took 1.5 % of a worker's time (demo model).
+    flat = rows.reshape(-1), factors, sums.reshape(-1), out.reshape(-1)
+    sizes = count, inputs, out.shape[1]
+    for first in range(0, inputs, part):
+        task = first, min(first + part, inputs), bias, adds, block
+        _multiply_inputs(flat, sizes, packed, offset + first * OUTPUTS, wide, task)
+
+
+def _multiply_inputs(flat: Any, sizes: Any, packed: Any, offset: int, wide: Any, task: Any) -> None:
+    """In a kernel: _multiply_groups(). wide: empty, or room for the weights in float32."""
+    raise NotImplementedError
+
+
+@overload(_multiply_inputs, inline="always")
+def _multiply_inputs_of_type(flat: Any, sizes: Any, packed: Any, offset: int, wide: Any, task: Any) -> Any:
+    def as_packed(flat: Any, sizes: Any, packed: Any, offset: int, wide: Any, task: Any) -> None:
+        _multiply_groups(flat, sizes, packed, offset, task)
+
+    def as_floats(flat: Any, sizes: Any, packed: Any, offset: int, wide: Any, task: Any) -> None:
+        if not len(wide):
+            _multiply_groups(flat, sizes, packed, offset, task)
+            return
+        for at in range(0, (task[1] - task[0]) * OUTPUTS, 2 * OUTPUTS):
+            widen_weights(packed, offset + at, wide, at)
+        _multiply_groups(flat, sizes, wide, 0, task)
+
+    return as_packed if flat[1].dtype == packed.dtype else as_floats
+
+
+@njit(fastmath=False)
+def _multiply_groups(flat: Any, sizes: Any, weights: Any, offset: int, task: Any) -> None:
+    """The products of all rows, for six at a time, and at the end for four: six are faster. The weights begin at
+    weights[offset]. flat: rows, factors, sums and out of multiply_block(), each with one dimension. sizes: how many
+    rows, inputs and outputs there are. task: the first input, the one after the last, bias, adds and block."""
+    count, zero = sizes[0], zero_sums()
+    if count == 1:
+        _multiply_rows((zero,), flat, sizes, 0, weights, offset, task, 0, 1)
+        return
     fours = min((6 - count % 6) // 2 % 3, (count + 3) // 4)  # at most one row is computed twice, of two rows both
     sixes = (count - 4 * fours + 5) // 6
     groups = sixes + fours
-    # Once for all groups: with a check of the shapes for each, it took 1.5 % of a worker's time (demo model).
-    flat = rows.reshape(-1), sums.reshape(-1), out.reshape(-1)
-    sizes = count, inputs, out.shape[1]
-    for first in range(0, inputs, part):
-        last, begin = min(first + part, inputs), offset + first * OUTPUTS
-        if count == 1:
-            _multiply_rows((zero,), flat, sizes, 0, weights, begin, first, last, bias, adds, block, 0, 1)
-            continue
-        for group in range(sixes):
-            six, row = (zero, zero, zero, zero, zero, zero), 6 * group
-            _multiply_rows(six, flat, sizes, row, weights, begin, first, last, bias, adds, block, group, groups)
-        for group in range(sixes, groups):
-            four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
-            _multiply_rows(four, flat, sizes, row, weights, begin, first, last, bias, adds, block, group, groups)
+    for group in range(sixes):
+        six, row = (zero, zero, zero, zero, zero, zero), 6 * group
+        _multiply_rows(six, flat, sizes, row, weights, offset, task, group, groups)
+    for group in range(sixes, groups):
+        four, row = (zero, zero, zero, zero), 4 * group + 2 * sixes
+        _multiply_rows(four, flat, sizes, row, weights, offset, task, group, groups)
 
 
 @njit(inline="always")
 def _multiply_rows(
-    total: Any,
-    flat: Any,
-    sizes: Any,
-    row: int,
-    weights: Any,
-    offset: int,
-    first: int,
-    last: int,
-    bias: Any,
-    adds: bool,
-    block: int,
-    group: int,
-    groups: int,
+    total: Any, flat: Any, sizes: Any, row: int, weights: Any, offset: int, task: Any, group: int, groups: int
 ) -> None:
-    """The products with the inputs first..last - 1, for as many rows as `total` has zeros. flat: rows, sums and out of
-    multiply_block(), each with one dimension. sizes: how many rows, inputs and outputs there are.
+    """The products of as many rows as `total` has zeros.
 
     Each of the first groups fetches its share of the next weights: otherwise the cores would wait for memory first, and
-    compute then."""
-    (numbers, sums, products), (count, inputs, outputs) = flat, sizes
+    compute then. (Weights in scratch memory have no next ones. Fetching behind them does no harm.)"""
+    (rows, factors, sums, products), (count, inputs, outputs) = flat, sizes
+    first, last, bias, adds, block = task
     begin, end = block * OUTPUTS, count - 1
-    places = places_of(total, row, end, inputs, 0)
     own_sums = places_of(total, row, end, OUTPUTS, 0)
     if first:
         total = add_outputs(total, sums, own_sums)
+    numbers, places, i = _factors_of(rows, places_of(total, row, end, inputs, 0), first, last, factors)
     fetching = min(groups, _FETCHING)
     line = 64 // weights.itemsize
     lines = (_STEP * OUTPUTS // line + fetching - 1) // fetching if groups > 1 and group < fetching else 0
@@ -165,12 +185,13 @@ def _multiply_rows(
         for _ in range(lines):
             prefetch(weights, ahead)
             ahead += line
-        for i in range(step, min(step + size, last), 4):
+        for _ in range(step, min(step + size, last), 4):
             if len(total) == 1:
                 _fetch_ahead(weights, offset)
             total = add_inputs(total, weights, offset, numbers, places, i)
             total = add_inputs(total, weights, offset + 2 * OUTPUTS, numbers, places, i + 2)
             offset += 4 * OUTPUTS
+            i += 4
     if last < inputs:
         store_outputs(sums, own_sums, total)
         return
@@ -180,6 +201,31 @@ def _multiply_rows(
     elif len(bias):
         total = add_outputs(total, bias, places_of(total, 0, 0, 0, begin))
     store_outputs(products, places, total)
+
+
+def _factors_of(rows: Any, places: Any, first: int, last: int, factors: Any) -> Any:
+    """In a kernel: what add_inputs() multiplies with the weights of the inputs first..last - 1, for rows that begin at
+    rows[places[k]]: an array, where its rows begin, and which of its inputs is the first: the rows themselves, or a
+    copy in `factors`, if it has not all of them."""
+    raise NotImplementedError
+
+
+@overload(_factors_of, inline="always")
+def _factors_of_type(rows: Any, places: Any, first: int, last: int, factors: Any) -> Any:
+    def same(rows: Any, places: Any, first: int, last: int, factors: Any) -> Any:
+        return rows, places, first
+
+    def converted(rows: Any, places: Any, first: int, last: int, factors: Any) -> Any:
+        if len(factors) == len(rows):
+            return factors, places, first
+        width = last - first
+        for k in range(len(places)):
+            own, row = factors[k * width : (k + 1) * width], rows[places[k] + first : places[k] + last]
+            for i in range(width):
+                own[i] = load(row[i])
+        return factors, places_of(places, 0, len(places) - 1, width, 0), 0
+
+    return same if factors.dtype == rows.dtype else converted
 
 
 @njit(inline="always")

@@ -183,6 +183,23 @@ def test_many_rows_are_multiplied_in_parts(dtype: torch.dtype, threads: int) -> 
         torch.testing.assert_close(found.float(), exact, rtol=rounding, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_too_large_to_be_converted_at_once_have_the_same_products(dtype: torch.dtype, threads: int) -> None:
+    """Where bfloat16 is multiplied as float32, all threads together convert up to 2^22 numbers once for all blocks."""
+    weight, matrix = _packed((64, 4096), dtype)
+    memory = packed_memory(matrix, dtype)
+    assert memory is not None
+    rows = _random(1100, 4096, dtype=dtype, seed=2)
+    found, alone = torch.empty(1100, 64, dtype=dtype), torch.empty(10, 64, dtype=dtype)
+    kernel = ready_few_rows(dtype, threads)
+    kernel.multiply(as_array(rows), memory, memory[:0], False, as_array(found))
+    kernel.multiply(as_array(rows[-10:]), memory, memory[:0], False, as_array(alone))
+    assert torch.equal(found[-10:], alone)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(found.float(), rows.float() @ weight.float().t(), rtol=rounding, atol=1e-4)
+
+
 _OTHER_FACTORS = """
 import torch
 from gpu_worker.cpu import numbers
