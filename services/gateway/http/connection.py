@@ -190,7 +190,10 @@ class HttpConnection(asyncio.Protocol):
         return has_gone(self._sock)
 
     def drop(self) -> None:
-        """Close the connection at once. What was not sent yet is lost."""
+        """Close the connection at once. What the kernel does not take now is lost."""
+        # A complete answer may wait for the next turn while its connection already counts as one that awaits a request:
+        # at max_connections, a new connection drops such a connection.
+        self._flush()
         self.is_closing = True
         self.transport.abort()
 

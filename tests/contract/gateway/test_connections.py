@@ -147,6 +147,40 @@ async def test_an_answer_is_sent_before_the_connection_of_a_client_that_has_gone
     assert transport.writes == [6]
 
 
+async def test_an_answer_is_sent_before_its_connection_closes_for_a_new_one(
+    server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At max_connections, a new connection may come in the turn of the event loop in which an answer is written."""
+    answered, has_closed = HttpConnection.answered, list[bool]()
+
+    def evicted(self: HttpConnection) -> None:
+        answered(self)
+        has_closed.append(server.connections._evict(but="127.0.0.2"))
+
+    monkeypatch.setattr(HttpConnection, "answered", evicted)
+    reader, writer = await connect()
+    writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + HELLO["length"])
+    assert await answer(reader) == b"hello"
+    assert has_closed == [True]
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+
+
+async def test_an_answer_that_waits_for_the_end_of_the_turn_counts_as_unsent(
+    server: HttpServer, connect: Connect
+) -> None:
+    """A server that stops waits for such answers."""
+    reader, writer = await connect()
+    writer.write(GET)
+    assert await answer(reader) == b""
+    await until(lambda: not server.has_unsent)
+    (connection,) = server.connections.open
+    connection.write(b"answer")
+    assert server.has_unsent
+    assert connection.num_unsent == 6
+    assert await asyncio.wait_for(reader.readexactly(6), 10) == b"answer"
+    await until(lambda: not server.has_unsent)
+
+
 async def test_the_error_of_a_request_comes_after_the_answer_to_the_one_before(connect: Connect) -> None:
     reader, writer = await connect()
     writer.write(GET + b"\0\0\0")

@@ -84,6 +84,21 @@ def test_arrays_move_to_huge_pages_and_stay_what_they_were() -> None:
 
 
 @needs_huge_pages
+def test_pages_behind_one_that_cannot_move_do_move() -> None:
+    memory = mmap.mmap(-1, 9 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.uint8)
+    begin = -array.ctypes.data % SIZE
+    array[:] = 1
+    memory.madvise(mmap.MADV_NOHUGEPAGE, begin + 2 * SIZE + SIZE // 2, SIZE)  # as between two other mappings
+    with capture_logs() as lines:
+        use_huge_pages([array[begin : begin + 8 * SIZE]])
+    (line,) = lines
+    assert (line["mib"], line["of"]) == (12, 16)
+    assert huge_kib(array.ctypes.data + begin + 4 * SIZE) >= 8 << 10
+    assert array.all()
+
+
+@needs_huge_pages
 def test_a_new_kv_pool_is_zero_and_lies_in_huge_pages() -> None:
     storage = allocate_pool(8191, 16, 1, 1, 64, torch.float32, torch.device("cpu")).storage
     assert storage.nbytes == 32 * SIZE  # more than malloc keeps for later when it is freed
