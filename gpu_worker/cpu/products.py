@@ -83,7 +83,7 @@ def _new_scratch(rows: Any, packed: Any, threads: int) -> Any:
         return _new_sums(rows, packed), rows.reshape(-1)[:0], np.empty(0, np.float32)
 
     def with_floats(rows: Any, packed: Any, threads: int) -> Any:
-        part = min(rows.shape[1], part_of(packed))
+        part = min(rows.shape[1], _part_of(packed))
         is_whole = rows.size <= max(_MOST_FACTORS // threads, 6 * part)
         factors = np.empty(rows.size if is_whole else 6 * part, np.float32)
         flat = rows.reshape(-1)
@@ -97,11 +97,11 @@ def _new_scratch(rows: Any, packed: Any, threads: int) -> Any:
 
 @njit(inline="always")
 def _new_sums(rows: Any, packed: Any) -> Any:
-    return np.empty((len(rows) if rows.shape[1] > part_of(packed) else 0, OUTPUTS), np.float32)
+    return np.empty((len(rows) if rows.shape[1] > _part_of(packed) else 0, OUTPUTS), np.float32)
 
 
 @njit(inline="always")
-def part_of(packed: Any) -> Any:
+def _part_of(packed: Any) -> Any:
     """How many inputs multiply_block() reads for all rows before the next inputs."""
     return _PART_BYTES // packed.itemsize // OUTPUTS
 
@@ -111,7 +111,7 @@ def multiply_block(
     rows: Any, packed: Any, offset: int, bias: Any, adds: bool, block: int, scratch: Any, out: Any
 ) -> None:
     """The 64 outputs of a block. Its weights begin at packed[offset]. scratch: from new_scratch()."""
-    (count, inputs), (sums, factors, wide), part = rows.shape, scratch, part_of(packed)
+    (count, inputs), (sums, factors, wide), part = rows.shape, scratch, _part_of(packed)
     # Once for all groups: with a check of the shapes for each, it took 1.5 % of a worker's time (demo model).
     flat = rows.reshape(-1), factors, sums.reshape(-1), out.reshape(-1)
     sizes = count, inputs, out.shape[1]
