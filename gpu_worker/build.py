@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -246,7 +245,7 @@ class _RunnerMaker:
         if computes_at_once(settings, device, self.model.dtype) and torch.get_num_threads() > 1:
             sleep_between_steps()
         matmul, all_layers = matmul_for(settings, device, self.model.dtype), None
-        leaves_core = torch.get_num_threads() * settings.local_workers < whole_cores()
+        has_spare_core = torch.get_num_threads() * settings.local_workers < whole_cores()
         if self.flashinfer is None and uses_kernels(settings, device, self.model.dtype):
             wide_heads = config.head_dim % WIDTH == 0 and has_vectors(self.model.dtype)
             kernels = Kernels(
@@ -257,7 +256,7 @@ class _RunnerMaker:
             largest = partial(largest_logits, kernels)
             if isinstance(matmul, PackedMatmul) and has_few_rows(settings, device, self.model.dtype):
                 threads = torch.get_num_threads()
-                takes_both = whole_cores() == 2 and not leaves_core
+                takes_both = whole_cores() == 2 and not has_spare_core
                 with_bounds = head_copy_bytes(settings, config, self.model.dtype) > 0
                 all_layers = cpu_layers(
                     config, self.model.weights, pool, attention, ops, matmul, threads, takes_both, with_bounds
@@ -286,7 +285,7 @@ class _RunnerMaker:
             pooler,
             self.fused_sampling,
             largest,
-            most_rows_leaving_core=sys.maxsize if leaves_core else all_layers.most_rows_alone if all_layers else 0,
+            leaves_core=lambda rows: has_spare_core or (all_layers is not None and all_layers.leaves_core(rows)),
         )
 
 

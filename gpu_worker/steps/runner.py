@@ -39,6 +39,11 @@ from gpu_worker.steps.step_arrays import StepArrays, dummy_decodes, largest_step
 from paceline.v1.worker_pb2 import KeptSequence, StepPlan, StepResult
 
 
+def takes_all_cores(_num_rows: int) -> bool:
+    """What a runner assumes of each step."""
+    return False
+
+
 class ModelRunner:
     """Executes the step plans of one link, then of the next, on one device: `launch` queues a step, `reset` forgets all
     sequences. After an exception in a step, only `reset` makes the runner usable again.
@@ -57,12 +62,12 @@ class ModelRunner:
         fused_sampling: bool = False,
         largest: Largest | None = None,
         *,
-        most_rows_leaving_core: int = 0,
+        leaves_core: Callable[[int], bool] = takes_all_cores,
     ) -> None:
         """Without a `tokenizer`, requests with a grammar fail. With a `pooler`, a step returns the vectors of sequences
-        and samples no token. `fused_sampling`, `largest`: see sample(). `most_rows_leaving_core`: steps of up to so
-        many rows leave a core to other threads."""
-        self.most_rows_leaving_core = most_rows_leaving_core
+        and samples no token. `fused_sampling`, `largest`: see sample(). `leaves_core`: whether a step of so many
+        rows leaves a core to other threads."""
+        self.leaves_core = leaves_core
         self._decoder = decoder
         self._attention = attention
         self._advancing: AdvancingAttention | None = None
@@ -224,7 +229,7 @@ class ModelRunner:
         if plan.draft_slots and not self.verifies_drafts:
             raise ProtocolViolation("a plan has draft rows, and this worker computes none")
         rows = self._rows = self._slots.apply(plan)
-        if rows.num_rows > self.most_rows_leaving_core:
+        if not self.leaves_core(rows.num_rows):
             self._decoder.before_kernels()
         self._logits_processors.apply(plan)
         self._grammars.apply(plan)
@@ -264,7 +269,7 @@ class ModelRunner:
         rows = repeated.rows
         self._slots.repeat(plan, rows)
         self._rows = rows
-        if rows.num_rows > self.most_rows_leaving_core:
+        if not self.leaves_core(rows.num_rows):
             self._decoder.before_kernels()
         repeated.advance()
         self._advancing.advance(self._slots.block_table, rows.slots)

@@ -26,6 +26,7 @@ from gpu_worker.cpu.huge_pages import use_huge_pages
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.function import narrow_layers, wide_layers
 from gpu_worker.cpu.layers.logit_bounds import LogitBounds, logit_bounds
+from gpu_worker.cpu.layers.one_row import ThreadsOfOneRow
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.numbers import KERNEL_TYPES, as_array
 from gpu_worker.cpu.ops import CpuOps
@@ -45,8 +46,8 @@ _log = get_logger(__name__)
 _FEW_WANTED = 4
 # and not many more than so many of each longer chunk: the attention of a whole chunk takes less time per row.
 _FEW_OF_CHUNK = 2
-# On two cores, a step of one row runs in one thread if it reads no more than this of weights, keys and values: the
-# services have the other core (docs/adr/0001). With 1 GB, it would take a quarter longer.
+# Before both are tried, a step of one row that reads no more than this of weights, keys and values takes one of two
+# threads (docs/adr/0001).
 _MOST_BYTES_ALONE = 192 << 20
 # If bounds leave more than one of so many blocks, all logits take less time. So many calls then do without bounds.
 _FEW_BLOCKS, _CALLS_WITHOUT = 4, 100
@@ -97,11 +98,10 @@ class CpuLayers:
         self._function = compiled_layers(dtype, wide_heads=config.head_dim % HEAD_WIDTH == 0)
         self._run = CompiledKernel(run_threads, (types.intp,) * 5, threads, least=0)
         self._run_alone = CompiledKernel(run_threads, (types.intp,) * 5, 1, least=0)
-        read_bytes = sum(array.nbytes for array in weights if array is not embedding)
-        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * number.itemsize
-        self._most_tokens_alone = (_MOST_BYTES_ALONE - read_bytes) // token_bytes
-        # Steps of up to so many rows run in one thread, although the worker has two; not with very many tokens.
-        self.most_rows_alone = 1 if takes_both_cores and self._run.threads == 2 and self._most_tokens_alone > 0 else 0
+        self._read_bytes = sum(array.nbytes for array in weights if array is not embedding)
+        self._token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * number.itemsize
+        has_choice = takes_both_cores and self._run.threads == 2
+        self._one_row = ThreadsOfOneRow(_MOST_BYTES_ALONE) if has_choice else None
         self._most_logits = 0 if head is None else MOST_TABLE_ROWS if head.ndim == 2 else MOST_HEAD_ROWS
         self._num_layers, self._vocab, self._hidden_size = config.num_layers, config.vocab_size, config.hidden_size
         assert len(embedding) == self._vocab
@@ -160,6 +160,11 @@ class CpuLayers:
             self._arguments[place] = size
         self._kept = layers, fixed  # the function has addresses alone
         self._addresses = self._function.address, self._arguments.ctypes.data, self._numbers.ctypes.data
+
+    def leaves_core(self, num_rows: int) -> bool:
+        """Whether the next step, of so many rows, leaves one of two cores to other threads. Its results do not depend
+        on it, and at times it is decided otherwise when the step begins."""
+        return num_rows == 1 and self._one_row is not None and self._one_row.took_one
 
     def run(
         self,
@@ -288,9 +293,17 @@ class CpuLayers:
         self._arguments[at.NUM_LAYERS], self._arguments[at.SKIPS_QUERIES] = self._num_layers, skips_queries
         count = num_rows if wanted is None else wanted.shape[0]
         hidden = torch.empty(count, self._hidden_size, dtype=self._attention.dtype)
-        alone = num_rows <= self.most_rows_alone and planned.kv_lens[0] <= self._most_tokens_alone
+        alone = self._takes_one_thread(num_rows, planned)
         self._call(num_rows, hidden, results, wanted is None, alone, before_kernels)
         return hidden
+
+    def _takes_one_thread(self, num_rows: int, planned: PlannedRows) -> bool:
+        if self._one_row is None:
+            return False
+        if num_rows > 1:
+            self._one_row.begin_other()
+            return False
+        return self._one_row.begin(self._read_bytes + self._token_bytes * int(planned.kv_lens[0]), time.monotonic())
 
     def _can_skip_queries(self, num_wanted: int, num_rows: int, planned: PlannedRows) -> bool:
         of_chunks = num_wanted - len(planned.rows)  # at least; most of the other rows are decodes, which are wanted

@@ -21,6 +21,7 @@ from gpu_worker.cpu.compiling import CompiledKernel
 from gpu_worker.cpu.layers import all_layers as module
 from gpu_worker.cpu.layers.all_layers import CpuLayers, cpu_layers
 from gpu_worker.cpu.layers.arguments import SKIPS_QUERIES, STREAM
+from gpu_worker.cpu.layers.one_row import ThreadsOfOneRow
 from gpu_worker.cpu.matmul import PackedMatmul
 from gpu_worker.cpu.ops import CpuOps
 from gpu_worker.cpu.products import MOST_ROWS as MOST_HEAD_ROWS
@@ -476,30 +477,52 @@ def test_one_row_takes_one_thread_if_two_are_all_cores(monkeypatch: pytest.Monke
     other = _decoder("wide", dtype, 2)
     ours = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, takes_both_cores=True)
     threads = threads_of(ours.cpu_layers)
+    assert ours.cpu_layers is not None
     for count in (1, 2, 1):
         step = step_of(_decodes(count))
         content = content_of(step, ours.pool)
         assert torch.equal(ours.run(step, content), other.run(step, content))
         assert torch.equal(ours.pool.storage.nan_to_num(), other.pool.storage.nan_to_num())
+        assert ours.cpu_layers.leaves_core(1) == (count == 1)
+        assert not ours.cpu_layers.leaves_core(2)
     assert threads == [1, 2, 1]
-    assert ours.cpu_layers is not None
-    ours.cpu_layers._most_tokens_alone = 9
+    ours.decoder.logits(torch.zeros(1, CONFIGS["wide"].hidden_size, dtype=dtype))
+    assert threads == [1, 2, 1, 2]  # the layers of a prompt took both threads, and its head does too
+
+
+def test_only_a_worker_on_both_of_two_cores_compares_threads() -> None:
+    config = CONFIGS["wide"]
+    spare = SmallDecoder(config, torch.float32, 2, at_once=True)
+    one = SmallDecoder(config, torch.float32, 1, at_once=True, takes_both_cores=True)
+    step = step_of([(5, 1)])
+    for decoder in (spare, one):
+        decoder.run(step, content_of(step, decoder.pool))
+        assert decoder.cpu_layers is not None
+        assert not decoder.cpu_layers.leaves_core(1)
+
+
+def test_the_bytes_of_a_step_of_one_row_are_weights_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("numba has one thread")
+    config = CONFIGS["wide"]
+    ours = SmallDecoder(config, torch.bfloat16, 2, at_once=True, takes_both_cores=True)
+    read: list[int] = []
+    begin = ThreadsOfOneRow.begin
+
+    def noted(threads: ThreadsOfOneRow, read_bytes: int, now_s: float) -> bool:
+        read.append(read_bytes)
+        return begin(threads, read_bytes, now_s)
+
+    monkeypatch.setattr(ThreadsOfOneRow, "begin", noted)
     for cached in (8, 9):
         step = step_of([(cached, 1)])
         ours.run(step, content_of(step, ours.pool))
-    assert threads == [1, 2, 1, 1, 2]
-    ours.decoder.logits(torch.zeros(1, CONFIGS["wide"].hidden_size, dtype=dtype))
-    assert threads == [1, 2, 1, 1, 2, 2]  # the layers of a prompt took both threads, and its head does too
-    monkeypatch.setattr(module, "_MOST_BYTES_ALONE", 1000)
-    large = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True, takes_both_cores=True)
-    spare = SmallDecoder(CONFIGS["wide"], dtype, 2, at_once=True)
-    one = SmallDecoder(CONFIGS["wide"], dtype, 1, at_once=True, takes_both_cores=True)
-    assert [decoder.cpu_layers and decoder.cpu_layers.most_rows_alone for decoder in (ours, large, spare, one)] == [
-        1,
-        0,
-        0,
-        0,
-    ]
+    of_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+    assert read[1] - read[0] == of_token
+    projected = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    of_layer = config.hidden_size * (projected + 3 * config.intermediate_size)
+    matrices = config.num_layers * of_layer + config.hidden_size * config.vocab_size
+    assert 1.0 < (read[0] - 9 * of_token) / (2 * matrices) < 1.05  # there are norms, too
 
 
 def test_a_step_runs_in_another_python_thread_than_it_was_built_in() -> None:

@@ -194,8 +194,8 @@ def test_a_repeated_step_tells_when_its_kernels_start(
     driver = _decoding(runner)
     calls: list[int] = []
     runner.call_before_kernels(lambda: calls.append(runner._slots._last_step))
-    for most_rows in (1, 0):
-        monkeypatch.setattr(runner, "most_rows_leaving_core", most_rows)
+    for leaves_core in (True, False):
+        monkeypatch.setattr(runner, "leaves_core", lambda _num_rows, answer=leaves_core: answer)
         driver.run_step()
     assert repeats == [3, 4]
     assert calls == [3, 4, 4]

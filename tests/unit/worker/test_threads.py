@@ -20,7 +20,7 @@ from gpu_worker.build import build_worker
 from gpu_worker.settings import WorkerSettings
 try:
     runner = build_worker(WorkerSettings(model=str(CHECKPOINT), device="cpu", threads={threads}, num_blocks=100)).runner
-    print("built", runner.most_rows_leaving_core > 1)
+    print("built", runner.leaves_core(2))
 except Exception as error:
     print(f"{{type(error).__name__}}: {{error}}")
 """
