@@ -106,7 +106,7 @@ def _part_of(packed: Any) -> Any:
     return _PART_BYTES // packed.itemsize // OUTPUTS
 
 
-@njit(fastmath=False)
+@njit(fastmath=False, _nrt=False)
 def multiply_block(
     rows: Any, packed: Any, offset: int, bias: Any, adds: bool, block: int, scratch: Any, out: Any
 ) -> None:
@@ -141,7 +141,7 @@ def _multiply_inputs_of_type(flat: Any, sizes: Any, packed: Any, offset: int, wi
     return as_packed if flat[1].dtype == packed.dtype else as_floats
 
 
-@njit(fastmath=False)
+@njit(fastmath=False, _nrt=False)
 def _multiply_groups(flat: Any, sizes: Any, weights: Any, offset: int, task: Any) -> None:
     """The products of all rows, for six at a time, and at the end for four: six are faster. The weights begin at
     weights[offset]. flat: rows, factors, sums and out of multiply_block(), each with one dimension. sizes: how many

@@ -9,7 +9,7 @@ from numba import carray, njit
 
 from gpu_worker.cpu.chunk_attention import attend_part, pack_part
 from gpu_worker.cpu.decode_attention import attend_heads_narrow, attend_heads_wide
-from gpu_worker.cpu.layer_kernels import gated, norm, rotate, write
+from gpu_worker.cpu.layer_kernels import gated, norm, rotate
 from gpu_worker.cpu.layers import arguments as at
 from gpu_worker.cpu.layers.likeliest import likeliest_part
 from gpu_worker.cpu.numbers import FASTMATH, load, store
@@ -22,7 +22,6 @@ _OWN_NORMS = 32
 
 _norm = njit(fastmath=FASTMATH)(norm)
 _rotate = njit(fastmath=FASTMATH)(rotate)
-_write = njit(fastmath=FASTMATH)(write)
 
 
 def wide_layers(like: Any, arguments: Any, numbers: Any, thread: int, threads: int) -> None:
@@ -97,8 +96,8 @@ def _run_thread(
         norms = array_at(layer[at.HEAD_NORMS] if has_norms else layer[at.INPUT_NORM], 2 * head_dim, like)
         norms = norms.reshape(2, head_dim)
         _rotate(heads[begin:end], num_rotated, angles, has_norms, norms, num_heads, eps)
-        own = heads[begin:end]
-        _write(own[:, num_heads:num_rotated], own[:, num_rotated:], slots[begin:end], keys[index], values[index])
+        _write(heads[begin:end], num_heads, slots[begin:end], keys[index])
+        _write(heads[begin:end], num_rotated, slots[begin:end], values[index])
         meetings = meet(_arrived(a), threads, meetings)
 
         queries, window = heads[:, :num_heads], windows[index]
@@ -220,6 +219,19 @@ def _project_wanted(
         for d in range(outputs):
             projected[wanted[row], d] = out[row, d]
     return meet(_arrived(a), threads, meetings)
+
+
+@njit(_nrt=False)
+def _write(heads: Any, first: int, slots: Any, pool: Any) -> None:
+    """Copy the heads of each row from `first` on to the row's slot in a layer's keys or values."""
+    block_size, kv_heads, head_dim = pool.shape[1], pool.shape[2], pool.shape[3]
+    for row in range(len(slots)):
+        block, token = slots[row] // block_size, slots[row] % block_size
+        for k in range(kv_heads):
+            # Of C order, which a slice of several heads would not have: so the compiler can use vector instructions.
+            head, place = heads[row, first + k], pool[block, token, k]
+            for d in range(head_dim):
+                place[d] = head[d]
 
 
 @njit(inline="always")
