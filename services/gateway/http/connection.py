@@ -191,9 +191,7 @@ class HttpConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close the connection at once. What the kernel does not take now is lost."""
-        # A complete answer may wait for the next turn while its connection already counts as one that awaits a request:
-        # at max_connections, a new connection drops such a connection.
-        self._flush()
+        self._flush()  # a complete answer may wait for the next turn
         self.is_closing = True
         self.transport.abort()
 
@@ -395,11 +393,12 @@ class Connections:
             self.counts.leave(connection.client)
 
     def _evict(self, but: str) -> bool:
-        """Close a connection that waits for a request, of the client with the most connections. False if there is no
-        such connection, or if the client `but` has as many."""
+        """Close a connection that waits for a request and has sent its answers, of the client with the most
+        connections. False if there is no such connection, or if the client `but` has as many."""
         client = self.counts.largest(but=but)
         for connection in self.open:
-            if connection.client == client and connection.awaits_request and not connection.transport.is_closing():
+            is_idle = connection.awaits_request and not connection.num_unsent
+            if connection.client == client and is_idle and not connection.transport.is_closing():
                 connection.drop()
                 return True
         return False

@@ -147,10 +147,11 @@ async def test_an_answer_is_sent_before_the_connection_of_a_client_that_has_gone
     assert transport.writes == [6]
 
 
-async def test_an_answer_is_sent_before_its_connection_closes_for_a_new_one(
+async def test_a_connection_with_an_unsent_answer_does_not_close_for_a_new_one(
     server: HttpServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At max_connections, a new connection may come in the turn of the event loop in which an answer is written."""
+    """At max_connections, a new connection may come in the turn of the event loop in which an answer is written, or
+    while the client still reads it."""
     answered, has_closed = HttpConnection.answered, list[bool]()
 
     def evicted(self: HttpConnection) -> None:
@@ -161,7 +162,15 @@ async def test_an_answer_is_sent_before_its_connection_closes_for_a_new_one(
     reader, writer = await connect()
     writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\n" + HELLO["length"])
     assert await answer(reader) == b"hello"
-    assert has_closed == [True]
+    assert has_closed == [False]
+    (connection,) = server.connections.open
+    long = b"x" * 2**24  # more than the kernel takes
+    connection.write(long)
+    await asyncio.sleep(0)
+    assert not server.connections._evict(but="127.0.0.2")
+    assert await asyncio.wait_for(reader.readexactly(len(long)), 30) == long
+    await until(lambda: not server.has_unsent)
+    assert server.connections._evict(but="127.0.0.2")
     assert await asyncio.wait_for(reader.read(), 10) == b""
 
 
